@@ -1,0 +1,36 @@
+"""How a model is spread over processes and devices."""
+
+from trainer.config import Config, DdpConfig, FsdpConfig
+from trainer.distributed import Dist
+from trainer.errors import UserError
+from trainer.strategies.base import Strategy
+
+__all__ = ["Strategy", "build_strategy"]
+
+
+def build_strategy(config: Config, dist: Dist) -> Strategy:
+    """Return the strategy that `config.strategy` names.
+
+    Raises:
+        UserError: more processes than the strategy can use, or an option this machine cannot serve.
+    """
+    settings, train = config.strategy, config.train
+    match settings:
+        case DdpConfig():
+            from trainer.strategies.ddp import Ddp
+
+            return Ddp(settings, dist, train.precision, train.compile)
+        case FsdpConfig():
+            from trainer.strategies.fsdp import Fsdp
+
+            return Fsdp(settings, dist, train.precision, train.compile)
+    if dist.world_size > 1:
+        raise UserError(
+            f"strategy={settings.name} is one process, but {dist.world_size} were started; start it with "
+            "`python train.py`, or take strategy=ddp"
+        )
+    if settings.name == "dp":
+        from trainer.strategies.data_parallel import DataParallel
+
+        return DataParallel(dist.device, train.precision, train.compile)
+    return Strategy(dist.device, train.precision, train.compile)

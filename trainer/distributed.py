@@ -1,0 +1,195 @@
+"""Process group set-up and clean-up: the only place that reads RANK & co and calls init_process_group."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.config import DistributedConfig
+from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dist:
+    """Where this process stands among all processes of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    hosts: tuple[int, ...]  # index of the host of every rank
+    device: torch.device
+    backend: str
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.hosts))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def place(self, rank: int) -> str:
+        return f"rank {rank} (host {self.hosts[rank]})"
+
+
+def environment_rank() -> int:
+    """The rank torchrun gave this process; 0 without torchrun. Known before any process group exists."""
+    return int(os.environ.get("RANK", 0))
+
+
+def environment_world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+@contextmanager
+def process_group(settings: DistributedConfig) -> Iterator[Dist]:
+    """Join the other processes, and leave them again when all went well.
+
+    Under torchrun the group is the one its environment describes; without it, a group of one that needs
+    no port. After an exception nothing is torn down: the peers may be gone, and a collective would wait
+    for them while the exception waits to be seen.
+
+    Raises:
+        UserError: a device or backend that this machine or this torch does not have.
+        TimeoutError: ranks that did not arrive within `distributed.timeout_s`, named.
+    """
+    rank, world_size = environment_rank(), environment_world_size()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    device = _device(settings.device, local_rank)
+    backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    _check_backend(backend, device)
+    timeout = timedelta(seconds=settings.timeout_s)
+    if device.type == "cuda":
+        # Before anything touches a GPU: otherwise every rank opens a context on GPU 0.
+        torch.cuda.set_device(device)
+
+    if backend == "mpi":  # mpirun starts the ranks and knows them; it takes no store
+        dist.init_process_group("mpi")
+        rank, world_size, store = dist.get_rank(), dist.get_world_size(), None
+    else:
+        store = _meet(rank, world_size, timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if "nccl" in backend else None,
+        )
+    host = int(os.environ.get("GROUP_RANK", rank // local_world_size))
+    hosts: list[int] = [0] * world_size
+    dist.all_gather_object(hosts, host)
+    try:
+        yield Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
+    except Exception as error:
+        if store is not None and world_size > 1:
+            _name_the_silent(error, store, rank, hosts)
+        raise
+    dist.destroy_process_group()
+
+
+def compare_across_ranks(facts: Mapping[str, Any], dist_: Dist) -> None:
+    """Refuse to start when `facts` (name to printable value) differ between ranks.
+
+    Raises:
+        UserError: names the first rank that differs from rank 0, the key and both values; on every rank.
+    """
+    gathered: list[Mapping[str, Any]] = [{}] * dist_.world_size
+    dist.all_gather_object(gathered, dict(facts))
+    reference = gathered[0]
+    for rank, theirs in enumerate(gathered):
+        for key in sorted(reference.keys() | theirs.keys()):
+            if reference.get(key) != theirs.get(key):
+                raise UserError(
+                    f"{dist_.place(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
+                    f"{reference.get(key)!r}; start every host with the same command, code and data"
+                )
+
+
+def from_main(value: Any) -> Any:
+    """Return rank 0's `value` on every rank (a collective)."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum `values` in place over all ranks (a collective) and return it."""
+    dist.all_reduce(values)
+    return values
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise UserError("distributed.device=cuda, but torch sees no GPU here; take distributed.device=cpu")
+    if local_rank >= num_gpus:
+        raise UserError(
+            f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}; start with "
+            f"--nproc_per_node={num_gpus} or less, or take distributed.device=cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UserError(
+            "distributed.backend=mpi, but this torch was built without MPI, as the wheels of the package "
+            "registry are; build torch from source beside an MPI library, or take distributed.backend=gloo"
+        )
+    if "nccl" in backend and not (dist.is_nccl_available() and device.type == "cuda"):
+        raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; take gloo")
+    if "nccl" not in backend and device.type == "cuda" and backend != "mpi":
+        log.warning("distributed.backend=%s on %s: every collective goes through host memory", backend, device)
+
+
+def _meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return a store that every rank has signed."""
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
+    store.set(f"arrived/{rank}", "")
+    try:
+        store.wait([f"arrived/{other}" for other in range(world_size)], timeout)
+    except RuntimeError as error:
+        missing = [other for other in range(world_size) if not store.check([f"arrived/{other}"])]
+        raise TimeoutError(
+            f"waited {timeout.total_seconds():.0f} s (distributed.timeout_s) for all {world_size} ranks; "
+            f"missing: {missing}"
+        ) from error
+    return store
+
+
+def _name_the_silent(error: Exception, store: dist.Store, rank: int, hosts: list[int]) -> None:
+    """Add to a failed communication's error the ranks that give no sign of life.
+
+    Every rank that fails says so in the store, which needs no peer to answer. The peers of a rank that
+    hangs or has died fail together, so whoever has said nothing a little later is the suspect.
+    """
+    grace = timedelta(seconds=2)
+    # gloo raises plain RuntimeErrors that only their text tells from others.
+    in_communication = isinstance(error, dist.DistError) or "gloo" in str(error)
+    try:
+        store.set(f"failed/{rank}", "")
+        if in_communication:
+            store.wait([f"failed/{other}" for other in range(len(hosts))], grace)
+    except RuntimeError:
+        try:
+            silent = [other for other in range(len(hosts)) if not store.check([f"failed/{other}"])]
+        except RuntimeError:
+            error.add_note("the store of rank 0 does not answer: its process or its host is gone")
+            return
+        named = ", ".join(f"rank {other} (host {hosts[other]})" for other in silent)
+        error.add_note(f"no sign of {named} {grace.total_seconds():.0f} s after this: it hangs, or it is gone")

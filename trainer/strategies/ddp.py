@@ -1,0 +1,64 @@
+"""DistributedDataParallel: a whole model on every rank, gradients averaged bucket by bucket."""
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.config import DdpConfig
+from trainer.distributed import Dist
+from trainer.errors import UserError
+from trainer.strategies.base import Strategy
+
+
+class Ddp(Strategy):
+    def __init__(self, settings: DdpConfig, dist: Dist, precision: str, compile_model: bool) -> None:
+        super().__init__(dist.device, precision, compile_model)
+        self.settings = settings
+        self.num_replicas, self.replica = dist.world_size, dist.rank
+        if settings.sync_batchnorm and dist.device.type != "cuda":
+            raise UserError("strategy.sync_batchnorm=true needs CUDA: torch's SyncBatchNorm has no CPU kernel")
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        if self.settings.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = model.to(self.device)
+        if self.num_replicas > 1:  # alone there is nobody to average with
+            model = DistributedDataParallel(
+                model,
+                device_ids=[self.device] if self.device.type == "cuda" else None,
+                gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
+                static_graph=self.settings.static_graph,
+                find_unused_parameters=self.settings.find_unused_parameters,
+                **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
+            )
+        if self.compile_model:
+            # The wrapper, not the module within: torch then cuts the graph at the bucket borders, so that
+            # all-reduces start while the compiled backward still runs.
+            model.compile()
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
+        if enabled or not isinstance(model, DistributedDataParallel):
+            return nullcontext()
+        return model.no_sync()
+
+
+def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:
+    """DDP's arguments for a first bucket of its own size; torch before 2.15 knows only its default pair."""
+    if (first_mb, cap_mb) == (1, 25):
+        return {}
+    if first_mb == cap_mb:
+        return {"bucket_cap_mb": cap_mb}
+    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+        return {"bucket_cap_mb_list": [first_mb, cap_mb]}
+    raise UserError(
+        f"strategy.first_bucket_mb={first_mb} with bucket_cap_mb={cap_mb}: torch {torch.__version__} takes a "
+        "first bucket of its own size only as the pair 1 and 25; make the two equal"
+    )
