@@ -1,0 +1,61 @@
+"""Leak guards: a test that leaves a process or a network namespace behind fails; what it left is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Several ranks share the cores of the machine, and a single process reduces in the same order as they do.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inherited by all that the tests start, also through a parent that has died since.
+_MARK = f"RINGMASTER_TESTS_OF={os.getpid()}".encode()
+os.environ["RINGMASTER_TESTS_OF"] = str(os.getpid())
+_GRACE_S = 5.0
+
+
+def _processes() -> dict[int, str]:
+    """Command line by pid of what this session started, but for multiprocessing's own two servants."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        # A process may end at any moment while it is looked at.
+        with contextlib.suppress(OSError):
+            if not folder.name.isdigit() or _MARK not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            state, parent = fields[0], int(fields[1])
+            servant = "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
+            if state != "Z" and not (servant and parent == os.getpid()):
+                found[int(folder.name)] = command
+    return found
+
+
+def _namespaces() -> set[str]:
+    folder = Path("/run/netns")
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return {name for name in names if name.startswith(f"rm{os.getpid()}-")}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    processes, namespaces = _processes().keys(), _namespaces()
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while left := {pid: command for pid, command in _processes().items() if pid not in processes}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for name in (names := _namespaces() - namespaces):
+        subprocess.run(["ip", "netns", "delete", name], check=False, timeout=30)
+    assert not left, f"processes left behind: {left}"
+    assert not names, f"network namespaces left behind: {names}"

@@ -1,0 +1,177 @@
+"""Hosts made of network namespaces: each has an address of its own behind a link of a given rate.
+
+Namespaces are all that separates them: files, hostname and process ids are the machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+Process: TypeAlias = subprocess.Popen[Any]
+
+PREFIX = f"rm{os.getpid()}"  # several pytest sessions may build hosts on one machine
+_networks = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace with one link, `interface`, whose far end is `port` in the namespace of the switch."""
+
+    name: str
+    switch: str
+    address: str
+    interface: str = "eth0"
+    port: str = "port0"
+
+    @property
+    def namespace_path(self) -> str:
+        return f"/run/netns/{self.name}"
+
+    def popen(self, command: Sequence[str], env: dict[str, str] | None = None, **kwargs: Any) -> Process:
+        """Start a process here; `env` is added to the caller's environment, the rest is Popen's."""
+        # `ip netns exec` replaces itself by the command: the pid is the command's own.
+        command = ["ip", "netns", "exec", self.name, *command]
+        return subprocess.Popen(command, env={**os.environ, **(env or {})}, **kwargs)
+
+    def counters(self) -> tuple[int, int]:
+        """Bytes (sent, received) by this host over its link so far, headers included."""
+        link = json.loads(_run("ip", "-n", self.name, "-s", "-j", "link", "show", "dev", self.interface))[0]
+        return link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]
+
+    def link_down(self) -> None:
+        """Pull the cable: packets vanish and no error tells the host, as when a switch dies."""
+        _run("ip", "-n", self.switch, "link", "set", self.port, "down")
+
+    def link_up(self) -> None:
+        _run("ip", "-n", self.switch, "link", "set", self.port, "up")
+
+    def pids(self) -> list[int]:
+        """Every process of this host; all were started by the test."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.name).split()]
+
+    def kill_all(self) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def hosts(count: int, rate: str | None = "1gbit") -> Iterator[list[Host]]:
+    """`count` hosts on one switch; each link is slowed to `rate` in either direction (None: not at all).
+
+    Skips the test where namespaces cannot be had. On leaving, every process of the hosts is killed and the
+    namespaces are gone, whatever happened.
+    """
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("hosts are network namespaces: they need root and iproute2 (ip, tc)")
+    network = f"{PREFIX}-{next(_networks)}"
+    switch = f"{network}-switch"
+    members = [Host(f"{network}-host{i}", switch, f"10.77.0.{i + 1}", port=f"port{i}") for i in range(count)]
+    with contextlib.ExitStack() as cleanup:
+        for name in (switch, *(host.name for host in members)):
+            try:
+                _run("ip", "netns", "add", name)
+            except subprocess.CalledProcessError as error:
+                pytest.skip(f"cannot make a network namespace: {error.stderr.strip()}")
+            cleanup.callback(_run, "ip", "netns", "delete", name)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for host in members:
+            _connect(host, rate)
+            cleanup.callback(host.kill_all)
+        yield members
+
+
+def _connect(host: Host, rate: str | None) -> None:
+    here, there = ("-n", host.name), ("-n", host.switch)
+    _run("ip", "link", "add", host.interface, "netns", host.name,
+         "type", "veth", "peer", "name", host.port, "netns", host.switch)  # fmt: skip
+    _run("ip", *there, "link", "set", host.port, "master", "bridge", "up")
+    _run("ip", *here, "link", "set", "lo", "up")
+    _run("ip", *here, "link", "set", host.interface, "up")
+    _run("ip", *here, "address", "add", f"{host.address}/24", "dev", host.interface)
+    if rate is not None:
+        for namespace, device in ((here, host.interface), (there, host.port)):  # sending, receiving
+            _run("tc", *namespace, "qdisc", "add", "dev", device, "root",
+                 "tbf", "rate", rate, "burst", "256k", "latency", "50ms")  # fmt: skip
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+@dataclass
+class Launch:
+    """One torchrun per host, all of one job."""
+
+    agents: list[Process]
+    files: list[Path]
+
+    def outputs(self) -> list[str]:
+        """What each host has printed so far, stdout and stderr together."""
+        return [file.read_text(errors="replace") for file in self.files]
+
+    def wait(self, timeout_s: float = 60.0) -> list[int]:
+        """Exit codes by host. Raises AssertionError with all output when some host is not done in time."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [agent.wait(max(0.0, deadline - time.monotonic())) for agent in self.agents]
+        except subprocess.TimeoutExpired:
+            running = [i for i, agent in enumerate(self.agents) if agent.poll() is None]
+            raise AssertionError(
+                f"torchrun on hosts {running} still runs after {timeout_s} s\n" + "\n".join(self.outputs())
+            ) from None
+
+    def succeed(self, timeout_s: float = 60.0) -> list[str]:
+        """Outputs by host of a job that must end with exit code 0 everywhere."""
+        codes = self.wait(timeout_s)
+        assert codes == [0] * len(codes), f"exit codes {codes}\n" + "\n".join(self.outputs())
+        return self.outputs()
+
+
+@contextlib.contextmanager
+def torchrun_on(
+    members: Sequence[Host], nproc: int, *args: str, env: dict[str, str] | None = None
+) -> Iterator[Launch]:
+    """`torchrun --nnodes=N --nproc_per_node=nproc ARGS` on each host; leaving kills what still runs there."""
+    with tempfile.TemporaryDirectory(prefix="torchrun-") as folder:
+        launch = Launch([], [])
+        try:
+            for i, host in enumerate(members):
+                # torchrun and gloo learn a host's address by looking up its hostname, which here is the
+                # machine's and leads elsewhere. So they are told: is_host says who serves the rendezvous
+                # (otherwise nobody recognises itself in the endpoint), --local-addr what becomes MASTER_ADDR,
+                # GLOO_SOCKET_IFNAME where gloo listens.
+                command = [
+                    sys.executable, "-m", "torch.distributed.run",
+                    f"--nnodes={len(members)}", f"--nproc-per-node={nproc}", "--rdzv-backend=c10d",
+                    f"--rdzv-endpoint={members[0].address}:29400", f"--rdzv-conf=is_host={int(i == 0)}",
+                    f"--local-addr={host.address}", *args,
+                ]  # fmt: skip
+                environment = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", **(env or {})}
+                file = Path(folder) / f"host{i}.log"
+                with file.open("w") as out:
+                    agent = host.popen(command, environment, stdout=out, stderr=subprocess.STDOUT)
+                launch.agents.append(agent)
+                launch.files.append(file)
+            yield launch
+        finally:
+            for host in members:
+                host.kill_all()
+            for agent in launch.agents:
+                agent.wait()

@@ -1,0 +1,220 @@
+"""Run a function in several real ranks, each a process forked from one that has torch loaded already.
+
+`import torch` costs seconds, so the standard library's fork server imports it once per pytest session. It
+runs no tensor operation: a thread started there (OpenMP, autograd) would not survive the fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.hosts import Host
+
+# What several test modules would import in every rank otherwise, dearest first.
+_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+_PRELOAD += ["hydra", "pytest"]
+_GRACE_S = 10.0  # how long the others may take to notice that a rank has failed
+_CLONE_NEWNET = 0x40000000
+
+
+class RankFailure(AssertionError):  # noqa: N818
+    """Some rank raised, died or hung.
+
+    `reports` maps each such rank to its traceback or stack; `results` holds what the others returned.
+    """
+
+    def __init__(self, reports: dict[int, str], results: dict[int, Any]) -> None:
+        self.reports, self.results = reports, results
+        super().__init__("\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(reports.items())))
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    init: bool = True,
+    hosts: Sequence[int | Host] | None = None,
+    env: dict[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` in `world_size` processes and return what they returned, by rank.
+
+    `fn` and its arguments travel as pickles, so `fn` stands at the top level of a module; tensors come back
+    on the CPU. The environment is torchrun's. With `init` the default gloo group exists before `fn` and is
+    destroyed after it.
+
+    Args:
+        timeout_s: for the call as a whole; a rank not done by then is killed and named with its stacks.
+        hosts: the host of each rank, in rank order: plain numbers only set LOCAL_RANK and its companions,
+            a `Host` moves the rank into that network namespace.
+        env: added to the environment of every rank.
+
+    Raises:
+        RankFailure: a rank raised, died or hung.
+    """
+    hosts = list(hosts) if hosts is not None else [0] * world_size
+    assert len(hosts) == world_size, f"{len(hosts)} hosts named for {world_size} ranks"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with contextlib.ExitStack() as stack:
+        stacks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
+        shared = {**os.environ, **stack.enter_context(_rendezvous(hosts[0])), **(env or {})}
+        processes, pipes = [], []
+        for rank in range(world_size):
+            receive, send = context.Pipe(duplex=False)
+            task = (fn, args, kwargs, init, timeout_s, stacks / str(rank), {**shared, **_place(rank, hosts)})
+            process = context.Process(target=_rank_main, args=(send, _namespace(hosts[rank]), *task))
+            process.start()
+            stack.callback(_end, process)
+            send.close()
+            processes.append(process)
+            pipes.append(stack.enter_context(receive))
+        results, reports = _collect(pipes, time.monotonic() + timeout_s)
+        spoken = results.keys() | reports.keys()
+        for rank, process in enumerate(processes):
+            process.join(_GRACE_S if rank in spoken else 0)
+            if process.is_alive():
+                verb = "returned, but did not end" if rank in spoken else "did not finish"
+                reports[rank] = f"{verb}; {_stacks_of(process.pid, stacks / str(rank))}"
+            elif process.exitcode or reports.get(rank) == "":
+                reports[rank] = f"died with exit code {process.exitcode}"
+    if reports:
+        raise RankFailure(reports, results)
+    return [results[rank] for rank in range(world_size)]
+
+
+def _end(process: BaseProcess) -> None:
+    process.kill()
+    process.join()
+    process.close()
+
+
+def _collect(pipes: list[Connection], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Results and reports until every rank has spoken, or the deadline, or the grace after a failure."""
+    results: dict[int, Any] = {}
+    reports: dict[int, str] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), left):
+            assert isinstance(pipe, Connection)
+            rank = open_pipes.pop(pipe)
+            try:
+                succeeded, payload = pipe.recv()
+            except EOFError:
+                reports[rank] = ""  # it died without a word: its exit code is all there is
+            else:
+                if succeeded:
+                    results[rank] = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+                else:
+                    reports[rank] = payload
+        if reports:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return results, reports
+
+
+@contextlib.contextmanager
+def _rendezvous(first: int | Host) -> Iterator[dict[str, str]]:
+    """The variables by which ranks find each other."""
+    if isinstance(first, Host):  # a namespace has all ports to itself, so rank 0 may open a fixed one
+        yield {"MASTER_ADDR": first.address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": first.interface}
+        return
+    # A store that listens already leaves no free port to race for; torchrun's agent does the same.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _place(rank: int, hosts: list[int | Host]) -> dict[str, str]:
+    """Where a rank stands, in torchrun's variables."""
+    distinct = list(dict.fromkeys(hosts))
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(hosts)),
+        "LOCAL_RANK": str(hosts[:rank].count(hosts[rank])),
+        "LOCAL_WORLD_SIZE": str(hosts.count(hosts[rank])),
+        "GROUP_RANK": str(distinct.index(hosts[rank])),
+        "GROUP_WORLD_SIZE": str(len(distinct)),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _namespace(host: int | Host) -> str | None:
+    return host.namespace_path if isinstance(host, Host) else None
+
+
+def _rank_main(
+    send: Connection,
+    namespace: str | None,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    init: bool,
+    timeout_s: float,
+    stacks: Path,
+    environment: dict[str, str],
+) -> None:
+    with stacks.open("w") as stack_file:
+        faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
+        # Should pytest itself be killed, nobody else would end this process.
+        faulthandler.dump_traceback_later(timeout_s + 2 * _GRACE_S, exit=True, file=stack_file)
+        os.environ.clear()
+        os.environ.update(environment)
+        try:
+            if namespace is not None:
+                _enter_network(namespace)
+            torch.set_num_threads(1)
+            if init:
+                dist.init_process_group("gloo")
+            result = fn(*args, **kwargs)
+            if init and dist.is_initialized():
+                dist.destroy_process_group()
+            buffer = io.BytesIO()
+            torch.save(result, buffer)
+            send.send((True, buffer.getvalue()))
+        except BaseException:
+            # No destroy_process_group here: it may wait for peers that wait for us.
+            send.send((False, traceback.format_exc()))
+        faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _enter_network(namespace: str) -> None:
+    """Move this thread, still the only one, into a network namespace (`os.setns` came with Python 3.12)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(namespace).open() as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns({namespace})")
+
+
+def _stacks_of(pid: int | None, file: Path) -> str:
+    """What the threads of a process that hangs are doing; it writes that itself when signalled."""
+    assert pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR2)
+    for _ in range(20):
+        time.sleep(0.05)
+        if text := file.read_text():
+            return f"it was in\n{text}"
+    return "it is stopped, so no stack"

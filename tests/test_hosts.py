@@ -1,0 +1,75 @@
+"""The hosts that network tests stand on: real links, with the rate they claim."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hosts import hosts, torchrun_on
+from tests.ranks import RankFailure, run_ranks
+
+pytestmark = pytest.mark.netns
+
+
+def _send(num_bytes: int) -> float:
+    data = torch.ones(num_bytes, dtype=torch.uint8)
+    dist.barrier()
+    started = time.perf_counter()
+    if dist.get_rank() == 0:
+        dist.send(data, 1)
+    else:
+        dist.recv(data, 0)
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_link_has_its_rate_in_both_directions(sender: int) -> None:
+    with hosts(2, rate="200mbit") as members:
+        source, target = members[sender], members[1 - sender]
+        sent, received = source.counters()[0], target.counters()[1]
+        seconds = max(run_ranks(_send, 2, 10_000_000, hosts=[source, target]))
+        assert 100e6 < 80e6 / seconds < 205e6
+        for count in (source.counters()[0] - sent, target.counters()[1] - received):
+            assert 10_000_000 < count < 10_800_000
+
+
+def test_a_pulled_cable_parts_the_hosts() -> None:
+    with hosts(2) as members:
+        members[1].link_down()
+        with pytest.raises(RankFailure):
+            run_ranks(_send, 2, 8, hosts=members, timeout_s=4)
+        members[1].link_up()
+        run_ranks(_send, 2, 8, hosts=members)
+
+
+def test_nothing_is_left_after_a_failure() -> None:
+    with pytest.raises(KeyError), hosts(1) as (host,):
+        process = host.popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        assert process.pid in host.pids()
+        raise KeyError
+    assert process.wait(5) == -9
+    assert not Path(host.namespace_path).exists()
+
+
+_SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor(float(dist.get_rank() + 1))
+dist.all_reduce(value)
+print("sum", value.item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_spans_hosts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    with hosts(2) as members, torchrun_on(members, 2, str(script)) as launch:
+        for output in launch.succeed(timeout_s=90):
+            assert output.count("sum 10.0") == 2

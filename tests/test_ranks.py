@@ -1,0 +1,81 @@
+"""The ranks that all other tests stand on: real processes, named when they fail."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hosts import hosts
+from tests.ranks import RankFailure, run_ranks
+
+
+def _sum(scale: float) -> tuple[torch.Tensor, int]:
+    value = torch.full((3,), scale * (dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return value, os.getpid()
+
+
+def test_results_come_back_by_rank() -> None:
+    results = run_ranks(_sum, 3, 2.0)
+    assert all(torch.equal(value, torch.full((3,), 12.0)) for value, _ in results)
+    assert len({pid for _, pid in results} | {os.getpid()}) == 4
+
+
+def _place() -> tuple[str, ...]:
+    return tuple(os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"))
+
+
+def test_ranks_are_placed_on_hosts() -> None:
+    places = run_ranks(_place, 3, hosts=[0, 1, 1], init=False)
+    assert places == [("0", "0", "1", "0"), ("1", "0", "2", "1"), ("2", "1", "2", "1")]
+
+
+def _raise_in_one() -> None:
+    if dist.get_rank() == 1:
+        raise ZeroDivisionError("on purpose")
+    dist.barrier()
+
+
+def test_an_exception_comes_back_with_its_traceback() -> None:
+    with pytest.raises(RankFailure, match="on purpose") as failure:
+        run_ranks(_raise_in_one, 2)
+    assert "_raise_in_one" in failure.value.reports[1]
+    assert "on purpose" not in failure.value.reports.get(0, "")
+
+
+def _hang_in_one() -> int:
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    return 7
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
+        run_ranks(_hang_in_one, 2, timeout_s=3)
+    assert time.monotonic() - started < 10
+    assert "_hang_in_one" in failure.value.reports[1]
+    assert failure.value.results == {0: 7}
+
+
+def _die_in_one() -> None:
+    if dist.get_rank() == 0:
+        os._exit(9)
+
+
+def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
+    with pytest.raises(RankFailure, match="rank 0: died with exit code 9"):
+        run_ranks(_die_in_one, 2)
+
+
+@pytest.mark.netns
+def test_ranks_live_on_hosts() -> None:
+    with hosts(2) as (left, right):
+        before = left.counters()[0]
+        results = run_ranks(_sum, 3, 2.0, hosts=[left, left, right])
+        assert all(torch.equal(value, torch.full((3,), 12.0)) for value, _ in results)
+        assert left.counters()[0] > before
