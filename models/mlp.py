@@ -1,0 +1,32 @@
+"""A multi-layer perceptron."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+
+class MLP(nn.Sequential):
+    """Flatten, then one linear layer and a ReLU for each entry of ``hidden``, then the classes.
+
+    (B, *input_shape) -> (B, num_classes). ``hidden=()`` is a linear classifier.
+    """
+
+    def __init__(
+        self, input_shape: Sequence[int], num_classes: int, hidden: Sequence[int] = (256, 256)
+    ) -> None:
+        widths = [math.prod(input_shape), *hidden, num_classes]
+        if min(widths) < 1:
+            raise ValueError(
+                f"every layer needs a width of at least 1: input_shape={list(input_shape)}, "
+                f"hidden={list(hidden)}, num_classes={num_classes}"
+            )
+        layers: list[nn.Module] = [nn.Flatten()]
+        for width_in, width_out in itertools.pairwise(widths[:-1]):
+            layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+        super().__init__(*layers, nn.Linear(widths[-2], num_classes))
+
+    @property
+    def fsdp_units(self) -> list[nn.Module]:
+        return [layer for layer in self if isinstance(layer, nn.Linear)]

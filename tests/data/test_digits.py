@@ -1,0 +1,44 @@
+"""The embedded data: 1,797 digits, every fifth held out."""
+
+import numpy as np
+import pytest
+import torch
+
+from trainer.data.digits import FILE, Digits
+from trainer.errors import UserError
+
+
+def test_the_file_holds_the_whole_data_set_within_100_kb() -> None:
+    assert FILE.stat().st_size <= 100_000
+    with np.load(FILE) as file:
+        images, labels = file["images"], file["labels"]
+    assert images.shape == (1797, 8, 8)
+    assert (images.min(), images.max(), int(images.sum())) == (0, 16, 561_718)
+    assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert "CC BY 4.0" in FILE.with_suffix(".txt").read_text()
+
+
+def test_every_fifth_sample_is_held_out() -> None:
+    with np.load(FILE) as file:
+        images = torch.from_numpy(file["images"]).float().unsqueeze(1) / 16
+    train, held_out = Digits("train"), Digits("eval")
+    assert (len(train), len(held_out)) == (1438, 359)
+    assert torch.equal(held_out.images, images[4::5])
+    assert torch.equal(train.images[:5], images[[0, 1, 2, 3, 5]])
+    assert train.input_shape == (1, 8, 8)
+    assert train.num_classes == 10
+
+
+def test_one_step_fetch_equals_sample_by_sample() -> None:
+    digits = Digits("train")
+    images, labels = digits.__getitems__([7, 1000, 7])
+    assert (images.dtype, labels.dtype, images.shape) == (torch.float32, torch.int64, (3, 1, 8, 8))
+    assert 0.5 < images.max() <= 1
+    for position, index in enumerate([7, 1000, 7]):
+        assert torch.equal(images[position], digits[index][0])
+        assert torch.equal(labels[position], digits[index][1])
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(UserError, match="split='test' is not one of train, eval"):
+        Digits("test")

@@ -1,0 +1,85 @@
+"""Which samples a step sees, whatever the world size; evaluation counts each sample once."""
+
+import pytest
+import torch
+
+from trainer.data.sampler import EvalSampler, TrainSampler
+from trainer.errors import UserError
+
+
+def sampler(
+    num_samples: int, batch: int, replicas: int, replica: int, micro: int | None = None, seed: int = 3
+) -> TrainSampler:
+    local = batch // replicas
+    return TrainSampler(
+        range(num_samples),
+        local_batch_size=local,
+        micro_batch_size=micro or local,
+        num_replicas=replicas,
+        replica=replica,
+        seed=seed,
+    )
+
+
+def steps(
+    num_samples: int, batch: int, replicas: int, epoch: int, micro: int | None = None
+) -> list[list[int]]:
+    """The global batch of each step, its items in the order of the permutation."""
+    local, per_replica = batch // replicas, []
+    for replica in range(replicas):
+        drawn = sampler(num_samples, batch, replicas, replica, micro)
+        drawn.epoch = epoch
+        flat = [index for _, indices in drawn for index in indices]
+        per_replica.append([flat[i : i + local] for i in range(0, len(flat), local)])
+    interleaved = zip(*per_replica, strict=True)
+    return [[item for group in zip(*parts, strict=True) for item in group] for parts in interleaved]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("num_samples", [40, 43])  # 43: neither the batch nor the replicas divide it
+def test_the_batch_of_a_step_is_a_slice_of_one_permutation(num_samples: int, replicas: int) -> None:
+    for epoch in (0, 5):
+        permutation = torch.randperm(num_samples, generator=torch.Generator().manual_seed(3 + epoch)).tolist()
+        expected = [permutation[i : i + 8] for i in range(0, 40, 8)]
+        assert steps(num_samples, 8, replicas, epoch) == expected
+        assert steps(num_samples, 8, replicas, epoch, micro=2) == expected
+
+
+def test_epochs_and_seeds_differ() -> None:
+    assert steps(40, 8, 1, epoch=0) != steps(40, 8, 1, epoch=1)
+    assert list(sampler(40, 8, 1, 0, seed=3)) != list(sampler(40, 8, 1, 0, seed=4))
+
+
+def test_a_later_first_step_is_the_tail_of_the_epoch() -> None:
+    whole, resumed = sampler(43, 8, 2, 1, micro=2), sampler(43, 8, 2, 1, micro=2)
+    whole.epoch = resumed.epoch = 2
+    resumed.first_step = 3
+    tail = list(resumed)
+    assert tail == list(whole)[3 * 2 :]
+    assert len(tail) == len(resumed) == 2 * 2
+    assert {epoch for epoch, _ in tail} == {2}
+
+
+@pytest.mark.parametrize(("num_samples", "replicas"), [(7, 1), (3, 8)])
+def test_less_than_one_global_batch_is_refused_with_its_numbers(num_samples: int, replicas: int) -> None:
+    with pytest.raises(UserError, match=f"holds {num_samples} samples.*global batch of 8"):
+        sampler(num_samples, 8, replicas, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "replicas", "batch"),
+    [(10, 1, 4), (10, 3, 2), (3, 8, 2), (1, 2, 5), (16, 4, 4), (17, 4, 4)],
+)
+def test_evaluation_takes_every_sample_once_and_as_many_batches_on_each_rank(
+    num_samples: int, replicas: int, batch: int
+) -> None:
+    samplers = [
+        EvalSampler(range(num_samples), batch_size=batch, num_replicas=replicas, replica=replica)
+        for replica in range(replicas)
+    ]
+    ranks = [list(sampler) for sampler in samplers]
+    assert {len(batches) for batches in ranks} == {len(sampler) for sampler in samplers}
+    assert len({len(batches) for batches in ranks}) == 1
+    seen = [index for batches in ranks for indices in batches for index in indices]
+    assert sorted(seen) == list(range(num_samples))
+    assert all(len(indices) <= batch for batches in ranks for indices in batches)

@@ -1,0 +1,31 @@
+"""The embedded data set: 1,797 handwritten digits, 8x8 pixels, so that a first run needs no download.
+
+Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998, https://doi.org/10.24432/C50P49: its test set, as scikit-learn's ``load_digits`` has it.
+Licence: CC BY 4.0.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainer.data.images import ImagesInMemory, check_split
+
+FILE = Path(__file__).with_name("digits.npz")
+HOLD_OUT_EVERY = 5
+
+
+class Digits(ImagesInMemory):
+    """Images of shape (1, 8, 8), float32 in [0, 1], with labels 0..9.
+
+    Every fifth sample (index % 5 == 4) is held out: 1,438 to train on, 359 for ``split="eval"``.
+    """
+
+    def __init__(self, split: str) -> None:
+        check_split(split)
+        with np.load(FILE) as file:
+            images, labels = torch.from_numpy(file["images"]), torch.from_numpy(file["labels"])
+        held_out = torch.arange(len(labels)) % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1
+        chosen = held_out if split == "eval" else ~held_out
+        super().__init__(images[chosen].unsqueeze(1).float() / 16, labels[chosen], num_classes=10)

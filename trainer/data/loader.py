@@ -1,0 +1,173 @@
+"""Loaders: torch's DataLoader round our samplers and readers, one life long for the whole run."""
+
+import signal
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainer.data.reader import BatchReader, EvalReader, TrainReader
+from trainer.data.sampler import EvalSampler, TrainSampler
+from trainer.errors import UserError
+
+
+class LoaderSettings(Protocol):
+    """How samples are read; which ones is the sampler's business."""
+
+    num_workers: int
+    """Processes that read ahead; 0 reads in the main process."""
+    prefetch_factor: int
+    """Batches that each worker keeps ready."""
+    pin_memory: bool | None
+    """Page-locked batches, for asynchronous copies to the GPU; None: where there is one."""
+    persistent_workers: bool
+    """Keep the workers from epoch to epoch."""
+    on_bad_sample: str
+    """raise | skip"""
+
+
+class TrainLoader:
+    """The micro-batches of one replica.
+
+    ``local_batch_size`` samples are this replica's part of a global batch; it reads them in micro-batches of
+    ``micro_batch_size``. ``timeout_s`` is how long to wait for a batch from the workers.
+
+    Raises:
+        UserError: the dataset is smaller than a global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        settings: LoaderSettings,
+        *,
+        local_batch_size: int,
+        micro_batch_size: int,
+        num_replicas: int,
+        replica: int,
+        seed: int,
+        device: torch.device,
+        timeout_s: float = 600,
+    ) -> None:
+        self._sampler = TrainSampler(
+            dataset,  # type: ignore[arg-type]
+            local_batch_size=local_batch_size,
+            micro_batch_size=micro_batch_size,
+            num_replicas=num_replicas,
+            replica=replica,
+            seed=seed,
+        )
+        self._reader = TrainReader(dataset, seed, settings.on_bad_sample)
+        self._loader = _data_loader(self._reader, self._sampler, settings, device, timeout_s)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._sampler.steps_per_epoch
+
+    @property
+    def num_skipped(self) -> int:
+        """Broken samples met so far, in all worker processes of this rank."""
+        return self._reader.num_skipped
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
+        """The micro-batches of an epoch from step ``first_step`` on; what lies before it is not read.
+
+        Raises:
+            UserError: a sample cannot be read, or too many in a row.
+        """
+        self._sampler.epoch, self._sampler.first_step = epoch, first_step
+        return _raise_errors(self._loader)
+
+
+class EvalLoader:
+    """Yields (batch, is_real): every sample once over all replicas, equally many batches on each.
+
+    A replica that has run out yields a filler with ``is_real`` False: pass it through the model, so that
+    collective forward passes stay in step, and discard the result.
+
+    Raises:
+        UserError: the dataset is empty; while iterating: a sample cannot be read.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        settings: LoaderSettings,
+        *,
+        batch_size: int,
+        num_replicas: int,
+        replica: int,
+        seed: int,
+        device: torch.device,
+        timeout_s: float = 600,
+    ) -> None:
+        if len(dataset) == 0:  # type: ignore[arg-type]
+            raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
+        sampler = EvalSampler(
+            dataset,  # type: ignore[arg-type]
+            batch_size=batch_size,
+            num_replicas=num_replicas,
+            replica=replica,
+        )
+        self._reader = EvalReader(dataset, seed, settings.on_bad_sample)
+        self._loader = _data_loader(self._reader, sampler, settings, device, timeout_s)
+
+    @property
+    def num_skipped(self) -> int:
+        return self._reader.num_skipped
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        return _raise_errors(self._loader)
+
+
+def _data_loader(
+    reader: BatchReader,
+    sampler: Sampler[Any],
+    settings: LoaderSettings,
+    device: torch.device,
+    timeout_s: float,
+) -> DataLoader[Any]:
+    in_workers = settings.num_workers > 0
+    return DataLoader(
+        reader,
+        batch_sampler=sampler,
+        collate_fn=_as_it_is,
+        num_workers=settings.num_workers,
+        prefetch_factor=settings.prefetch_factor if in_workers else None,
+        persistent_workers=settings.persistent_workers and in_workers,
+        pin_memory=device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
+        timeout=timeout_s if in_workers else 0,
+        worker_init_fn=_outlive_the_first_signal,
+        # one of its own: each epoch it draws a number, which must not come from the run's generator
+        generator=torch.Generator().manual_seed(reader.seed),
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _raise_errors(batches: DataLoader[Any]) -> Iterator[Any]:
+    for batch in batches:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+def _outlive_the_first_signal(worker_id: int) -> None:
+    """Let a worker go on when a signal to stop reaches the whole session: its batches are still wanted.
+
+    Ctrl-C and SIGUSR1 are the main process's business. The second SIGTERM kills, for that is how DataLoader
+    ends a worker that does not answer. A worker whose main process is gone notices within seconds and ends.
+    """
+
+    def be_ready_to_die(signum: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, be_ready_to_die)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

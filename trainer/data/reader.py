@@ -1,0 +1,133 @@
+"""From indices to a batch: each sample under random numbers of its own; what becomes of a broken one."""
+
+import logging
+import multiprocessing
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, default_collate
+
+from trainer.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# What decoders raise over broken data; anything else is a mistake in code and keeps its traceback.
+BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
+MAX_REPLACEMENTS = 100
+
+
+class BatchReader(Dataset[Any]):
+    """Turns what a sampler yields into collated batches of a map-style dataset.
+
+    A dataset with ``__getitems__`` hands out whole batches and is taken to be deterministic. Any other is
+    read sample by sample, and Python's, NumPy's and torch's generators are seeded from (seed, epoch, index)
+    around each ``__getitem__``: augmentation depends neither on the world size, nor on the number of workers,
+    nor on where a run was resumed, and reading in the main process leaves its generators as they were.
+
+    Args:
+        seed: not negative.
+        on_bad_sample: ``raise``, or ``skip``: count it in ``num_skipped`` and go on without it.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, on_bad_sample: str) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.num_samples = len(dataset)  # type: ignore[arg-type]
+        self.in_batches = fetches_batches(dataset)
+        # Shared memory: it is the worker processes that count. Its lock costs a millisecond to make.
+        counts = on_bad_sample == "skip" and not self.in_batches
+        self._num_skipped = multiprocessing.Value("q") if counts else None
+
+    @property
+    def num_skipped(self) -> int:
+        return self._num_skipped.value if self._num_skipped else 0
+
+    def __getitems__(self, key: Any) -> Any:
+        """The batch, or the UserError: raised in a worker process it would come out as a traceback."""
+        try:
+            return self._read_batch(key)
+        except UserError as error:
+            return error
+
+    def _read_batch(self, key: Any) -> Any:
+        raise NotImplementedError
+
+    def _read(self, epoch: int, index: int) -> Any | None:
+        """The sample, or None where it is broken and may be skipped."""
+        try:
+            with random_numbers_of(self.seed, epoch, index):
+                return self.dataset[index]
+        except BROKEN_DATA as error:
+            reason = f"sample {index} of {type(self.dataset).__name__} cannot be read: {error}"
+            if self._num_skipped is None:
+                raise UserError(f"{reason}; mend it, or set data.on_bad_sample=skip") from error
+            with self._num_skipped.get_lock():
+                self._num_skipped.value += 1
+            logger.warning("%s; skipped", reason)
+            return None
+
+    def _read_or_next(self, epoch: int, index: int) -> Any:
+        """The sample or, so that every batch is full, the next one that can be read."""
+        for candidate in range(index, index + MAX_REPLACEMENTS):
+            sample = self._read(epoch, candidate % self.num_samples)
+            if sample is not None:
+                return sample
+        raise UserError(
+            f"none of the {MAX_REPLACEMENTS} samples from index {index} on can be read; "
+            "data.on_bad_sample=raise shows why"
+        )
+
+
+class TrainReader(BatchReader):
+    """Reads (epoch, indices) as TrainSampler yields them; a skipped sample is replaced by the next one."""
+
+    def _read_batch(self, key: tuple[int, list[int]]) -> Any:
+        epoch, indices = key
+        if self.in_batches:
+            return collate(self.dataset.__getitems__(indices))  # type: ignore[attr-defined]
+        return default_collate([self._read_or_next(epoch, index) for index in indices])
+
+
+class EvalReader(BatchReader):
+    """Reads indices as EvalSampler yields them into (batch, is_real); a skipped sample is left out.
+
+    With nothing to read, one sample fills in and ``is_real`` is False.
+    """
+
+    def _read_batch(self, key: list[int]) -> tuple[Any, bool]:
+        if self.in_batches:
+            return collate(self.dataset.__getitems__(key or [0])), bool(key)  # type: ignore[attr-defined]
+        samples = [sample for index in key if (sample := self._read(0, index)) is not None]
+        return default_collate(samples or [self._read_or_next(0, 0)]), bool(samples)
+
+
+def fetches_batches(dataset: Dataset[Any]) -> bool:
+    """Whether the dataset hands out whole batches. A Subset always can, so ask the one it was cut from."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
+def collate(fetched: Any) -> Any:
+    """By torch's convention ``__getitems__`` returns a list of samples; anything else is a batch already."""
+    return default_collate(fetched) if isinstance(fetched, list) else fetched
+
+
+@contextmanager
+def random_numbers_of(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Seed Python's, NumPy's and torch's CPU generators from the three; put them back afterwards."""
+    words = np.random.SeedSequence((seed, epoch, index)).generate_state(4).tolist()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(words[0])
+        np.random.seed(words[1:3])
+        torch.default_generator.manual_seed(words[3])  # torch.manual_seed would reseed the GPUs too
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
