@@ -1,7 +1,6 @@
-"""Process group set-up and clean-up: the only place that reads RANK & co and calls init_process_group."""
+"""Process group set-up and clean-up: the only place that calls init_process_group."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer import launch
 from trainer.config import DistributedConfig
 from trainer.errors import UserError
 
@@ -41,15 +41,6 @@ class Dist:
         return f"rank {rank} (host {self.hosts[rank]})"
 
 
-def environment_rank() -> int:
-    """The rank torchrun gave this process; 0 without torchrun. Known before any process group exists."""
-    return int(os.environ.get("RANK", 0))
-
-
-def environment_world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
 @contextmanager
 def process_group(settings: DistributedConfig) -> Iterator[Dist]:
     """Join the other processes, and leave them again when all went well.
@@ -62,10 +53,9 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
         UserError: a device or backend that this machine or this torch does not have.
         TimeoutError: ranks that did not arrive within `distributed.timeout_s`, named.
     """
-    rank, world_size = environment_rank(), environment_world_size()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    device = _device(settings.device, local_rank)
+    place = launch.place()
+    rank, world_size = place.rank, place.world_size
+    device = _device(settings.device, place.local_rank)
     backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     _check_backend(backend, device)
     timeout = timedelta(seconds=settings.timeout_s)
@@ -77,7 +67,7 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
         dist.init_process_group("mpi")
         rank, world_size, store = dist.get_rank(), dist.get_world_size(), None
     else:
-        store = _meet(rank, world_size, timeout)
+        store = _meet(place, timeout) if place.under_torchrun else dist.HashStore()
         dist.init_process_group(
             backend,
             store=store,
@@ -86,11 +76,10 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
             timeout=timeout,
             device_id=device if "nccl" in backend else None,
         )
-    host = int(os.environ.get("GROUP_RANK", rank // local_world_size))
     hosts: list[int] = [0] * world_size
-    dist.all_gather_object(hosts, host)
+    dist.all_gather_object(hosts, place.host)
     try:
-        yield Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
+        yield Dist(rank, place.local_rank, world_size, place.local_world_size, tuple(hosts), device, backend)
     except Exception as error:
         if store is not None and world_size > 1:
             _name_the_silent(error, store, rank, hosts)
@@ -155,12 +144,11 @@ def _check_backend(backend: str, device: torch.device) -> None:
         log.warning("distributed.backend=%s on %s: every collective goes through host memory", backend, device)
 
 
-def _meet(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return a store that every rank has signed."""
-    if "RANK" not in os.environ:
-        return dist.HashStore()
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
-    store.set(f"arrived/{rank}", "")
+def _meet(place: launch.Place, timeout: timedelta) -> dist.Store:
+    """Return the store that torchrun's environment names, once every rank has signed it."""
+    world_size = place.world_size
+    store, _, _ = next(iter(dist.rendezvous("env://", place.rank, world_size, timeout=timeout)))
+    store.set(f"arrived/{place.rank}", "")
     try:
         store.wait([f"arrived/{other}" for other in range(world_size)], timeout)
     except RuntimeError as error:

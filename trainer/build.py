@@ -1,0 +1,42 @@
+"""From a `_target_` node of the config to the object it describes."""
+
+from typing import Any
+
+import hydra.utils
+from hydra.errors import InstantiationException
+
+from trainer.errors import UserError
+
+
+def build(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
+    """Call the node's `_target_` with its other keys, `args` and `kwargs`.
+
+    A key whose value is the word `auto` is taken from the attribute of that name of `facts`.
+
+    Args:
+        name: how a person finds the node in the config, for messages.
+
+    Raises:
+        UserError: the target does not exist, has no such argument or refuses a value; or `auto` asks for
+            a fact that `facts` does not have.
+    """
+    filled = {key: _fact(name, key, facts) if value == "auto" else value for key, value in node.items()}
+    try:
+        return hydra.utils.instantiate(filled, *args, **kwargs, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
+        if cause is None or isinstance(cause, TypeError | ValueError | ImportError | OSError):
+            reason = cause or str(error).splitlines()[0]
+            raise UserError(f"{name}: {node['_target_']} cannot be built: {reason}") from error
+        raise cause from None
+
+
+def _fact(name: str, key: str, facts: object) -> Any:
+    try:
+        return getattr(facts, key)
+    except AttributeError:
+        raise UserError(
+            f"{name}.{key} is auto, but {type(facts).__name__} has no attribute {key}; give it a value"
+        ) from None

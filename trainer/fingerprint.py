@@ -1,0 +1,40 @@
+"""What identifies a run: the inputs on which all ranks must agree, and the model that came out."""
+
+import hashlib
+from collections.abc import Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+
+def inputs(model: nn.Module, train_set: Sized, eval_set: Sized) -> dict[str, Any]:
+    """Name to value of all that the ranks must have in common besides the settings."""
+    tensors = {f"parameter {name}": value for name, value in model.named_parameters()}
+    tensors |= {f"buffer {name}": value for name, value in model.named_buffers()}
+    return {
+        "the torch version": torch.__version__,
+        "the length of the training data": len(train_set),
+        "the length of the evaluation data": len(eval_set),
+        **{name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()},
+    }
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """Hash the whole, unsharded parameters and buffers in name order (a collective for a sharded model).
+
+    Equal hashes mean models that are equal to the last bit. Only rank 0 holds all of a sharded model, so
+    on other ranks the hash is that of nothing.
+
+    Args:
+        model: unwrapped; its state dict carries no prefix.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    tensors: dict[str, Tensor] = get_model_state_dict(model, options=options)
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

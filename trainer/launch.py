@@ -1,0 +1,83 @@
+"""How a process of a run starts and ends: torchrun's environment, messages and exit codes. Imports no torch."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.errors import RunEndError, UserError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where torchrun put this process; a single process without torchrun is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    host: int
+    under_torchrun: bool
+
+
+def place() -> Place:
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return Place(
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        host=int(os.environ.get("GROUP_RANK", rank // local_world_size)),
+        under_torchrun="RANK" in os.environ,
+    )
+
+
+@contextmanager
+def exits() -> Iterator[None]:
+    """Turn exceptions into what a person and torchrun see.
+
+    A `RunEndError` becomes its message and exit code; HYDRA_FULL_ERROR=1 shows its traceback too. Any other
+    exception keeps its traceback, and torchrun is told of it as the root cause.
+    """
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    # Hydra would otherwise print errors by itself, on every rank, and hide their traceback from torchrun.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    except (RunEndError, HydraException, OmegaConfBaseException) as error:
+        if wants_traceback:
+            raise
+        _say_once(_message(error))
+        sys.exit(getattr(error, "exit_code", UserError.exit_code))
+    except Exception as error:
+        if place().under_torchrun:
+            from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+            ErrorHandler().record_exception(error)
+        raise
+
+
+def _say_once(message: str) -> None:
+    """Print for all ranks: rank 0 at once; another rank only if rank 0 then lives on, and so had nothing to say.
+
+    torchrun ends the other ranks as soon as rank 0 has left.
+    """
+    rank = place().rank
+    if rank:
+        time.sleep(3)
+        message = f"[rank {rank}] {message}"
+    print(message, file=sys.stderr, flush=True)
+
+
+def _message(error: Exception) -> str:
+    unknown = re.match(r"Could not override '(.+?)'", str(error))
+    if unknown:
+        return f"{unknown[1]} is not a setting; `python train.py --cfg job` prints all"
+    return str(error)

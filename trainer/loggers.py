@@ -1,0 +1,102 @@
+"""What a person sees: lines and a progress bar on rank 0's terminal, train.log, TensorBoard."""
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from trainer.distributed import Dist
+
+log = logging.getLogger("trainer")
+
+
+class RunLog:
+    """The voice of rank 0; on other ranks it says nothing.
+
+    TensorBoard events are flushed at every log step: a killed run loses at most what came after the last.
+    """
+
+    def __init__(self, dist: Dist, run_dir: Path, total_steps: int, first_step: int) -> None:
+        self.enabled = dist.is_main
+        if not self.enabled:
+            return
+        # A resumed run writes its steps again; purge_step hides those of the run before.
+        purge_step = first_step + 1 if first_step else None
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        self._bar = tqdm(
+            total=total_steps,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not sys.stdout.isatty(),
+            file=sys.stdout,
+        )
+
+    def text(self, name: str, text: str) -> None:
+        if self.enabled:
+            self._writer.add_text(name, text)
+
+    def advance(self) -> None:
+        if self.enabled:
+            self._bar.update()
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write `values` to TensorBoard at optimizer step `step`."""
+        if self.enabled:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def line(self, text: str) -> None:
+        """Print a line that belongs to the progress of the run; a bar, where there is one, shows it instead."""
+        if self.enabled:
+            if self._bar.disable:
+                log.info("%s", text)
+            else:
+                self._bar.set_postfix_str(text)
+                log.debug("%s", text)
+
+    def close(self) -> None:
+        if self.enabled:
+            self._bar.close()
+            self._writer.close()
+
+
+def table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+@contextmanager
+def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
+    """Send the trainer's messages to the terminal and, on rank 0, to run_dir/train.log.
+
+    Other ranks speak only to warn, and say who they are.
+    """
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    console = logging.StreamHandler(sys.stdout if dist.is_main else sys.stderr)
+    console.setLevel(logging.INFO if dist.is_main else logging.WARNING)
+    if not dist.is_main:
+        console.setFormatter(logging.Formatter(f"[rank {dist.rank}] %(message)s"))
+    handlers: list[logging.Handler] = [console]
+    if dist.is_main:
+        to_file = logging.FileHandler(run_dir / "train.log")
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handlers.append(to_file)
+    log.handlers = handlers
+    try:
+        with logging_redirect_tqdm([log]):
+            yield
+    except Exception:
+        log.debug("the run ends here", exc_info=True)
+        raise
+    finally:
+        for handler in handlers:
+            handler.close()
+        log.handlers = []

@@ -1,0 +1,210 @@
+"""The training loop: `fit` trains epochs and evaluates and saves between them; nothing calls back."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.checkpoint import Checkpointer
+from trainer.config import TrainConfig
+from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.distributed import Dist, sum_over_ranks
+from trainer.errors import StoppedBySignal
+from trainer.guard import StepGuard
+from trainer.loggers import RunLog
+from trainer.metrics import Mark, Meter, peak_memory_bytes
+from trainer.signals import StopRequest
+from trainer.state import TrainState
+from trainer.strategies import Strategy
+from trainer.tasks import Task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of a run, put together by `run`."""
+
+    dist: Dist
+    strategy: Strategy
+    task: Task
+    model: nn.Module  # as the strategy wrapped it; state.model is the module within
+    state: TrainState
+    train_loader: TrainLoader
+    eval_loader: EvalLoader
+    settings: TrainConfig
+    accumulation: int  # micro-batches per step
+    total_steps: int
+    checkpointer: Checkpointer
+    run_log: RunLog
+    stop_request: StopRequest
+
+
+def fit(job: Job) -> dict[str, float]:
+    """Train to the last step and return the run's figures by their names in result.json.
+
+    Raises:
+        NonFiniteLossError: on all ranks at the same step, before its update.
+        StoppedBySignal: on all ranks at the same step, after saving it.
+    """
+    progress, settings = job.state.progress, job.settings
+    guard, meter = StepGuard(job.dist), Meter(job.dist)
+    first_step, last_epoch = progress.step, (job.total_steps - 1) // job.train_loader.steps_per_epoch
+    warm_up = 10 if progress.epoch == last_epoch else job.train_loader.steps_per_epoch
+    steady = epoch_begin = meter.mark()
+    evaluation: dict[str, float] = {}
+
+    while progress.step < job.total_steps:
+        epoch_begin = meter.mark()
+        for _ in train_epoch(job, guard, meter):
+            if progress.step == first_step + warm_up:
+                steady = meter.mark()
+        finished = progress.step == job.total_steps
+        if settings.eval_every_epochs and (finished or progress.epoch % settings.eval_every_epochs == 0):
+            evaluation = evaluate(job)
+            job.run_log.scalars({f"eval/{name}": value for name, value in evaluation.items()}, progress.step)
+            job.run_log.line(f"eval   {_words(evaluation)}")
+        if finished or job.checkpointer.due(progress, end_of_epoch=True):
+            job.checkpointer.save(job.state, evaluation)
+
+    train_loss = meter.mean_loss(epoch_begin)
+    ms_per_step = meter.ms_per_step(steady)["step"]
+    return {
+        "steps": progress.step,
+        "epochs": progress.samples_seen / (job.train_loader.steps_per_epoch * settings.global_batch_size),
+        "samples_seen": progress.samples_seen,
+        "train/loss": train_loss,
+        **{f"eval/{name}": value for name, value in evaluation.items()},
+        "samples_per_second": settings.global_batch_size / ms_per_step * 1e3,
+        "ms_per_step": ms_per_step,
+        "peak_memory_bytes": max(peak_memory_bytes(job.strategy.devices).values()),
+    }
+
+
+def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
+    """Train to the end of the epoch or of the run, whichever comes first; yields after each step."""
+    progress, settings = job.state.progress, job.settings
+    epoch, batches = progress.epoch, job.train_loader.epoch(progress.epoch, progress.step_in_epoch)
+    window = meter.mark()
+    job.model.train()
+    meter.start()
+    while progress.epoch == epoch and progress.step < job.total_steps:
+        log_now = (progress.step + 1) % settings.log_every_steps == 0
+        loss, grad_norm, stop = train_step(job, batches, guard, meter, measure_norm=log_now)
+        progress.advance(settings.global_batch_size, job.train_loader.steps_per_epoch)
+        meter.count_step(loss)
+        job.run_log.advance()
+        if log_now:
+            log_begin = time.perf_counter()
+            report(job, meter, window, grad_norm)
+            window = meter.mark()
+            meter.rest_s += time.perf_counter() - log_begin
+        end_of_epoch = progress.epoch != epoch
+        if stop or (job.checkpointer.due(progress, end_of_epoch=False) and not end_of_epoch):
+            meter.pause()
+            job.checkpointer.save(job.state)
+            if stop:
+                raise StoppedBySignal(progress.step)
+            meter.start()
+        yield
+    meter.pause()
+
+
+def train_step(
+    job: Job, batches: Iterator[Any], guard: StepGuard, meter: Meter, measure_norm: bool
+) -> tuple[Tensor, Tensor | None, bool]:
+    """Make one optimizer step from `job.accumulation` micro-batches.
+
+    Returns:
+        This rank's mean loss (a detached scalar on the device), the norm of the gradient over the whole
+        model where it was clipped or `measure_norm` asks for it, and whether any rank was told to stop.
+    """
+    state, strategy = job.state, job.strategy
+    mean_loss = torch.zeros((), device=job.dist.device)
+    for micro_step in range(job.accumulation):
+        data_begin = time.perf_counter()
+        batch = to_device(next(batches), job.dist.device, job.settings.channels_last)
+        meter.data_s += time.perf_counter() - data_begin
+        last = micro_step == job.accumulation - 1
+        with strategy.gradient_sync(job.model, enabled=last):
+            with strategy.autocast():
+                loss = job.task.loss(job.model, batch) / job.accumulation
+            mean_loss += loss.detach()
+            if last:
+                guard.launch(mean_loss, bool(job.stop_request))
+            state.scaler.scale(loss).backward()
+    stop = guard.settle(state.progress.step + 1)
+
+    grad_norm = None
+    if job.settings.clip_grad_norm is not None or measure_norm:
+        state.scaler.unscale_(state.optimizer)
+        grad_norm = strategy.clip_grad_norm(job.model, job.settings.clip_grad_norm or math.inf)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.schedule.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    return mean_loss, grad_norm, stop
+
+
+@torch.no_grad()
+def evaluate(job: Job) -> dict[str, float]:
+    """Evaluate on the held-out data, every sample counted once (a collective)."""
+    job.strategy.sync_buffers(job.model)
+    model = job.strategy.unwrap(job.model).eval()
+    totals: Tensor | None = None
+    for host_batch, is_real in job.eval_loader:
+        batch = to_device(host_batch, job.dist.device, job.settings.channels_last)
+        with job.strategy.autocast():
+            sums = job.task.eval_sums(model, batch).double()
+        # A rank that has run out of samples still takes part in the forward pass, for FSDP's gathers.
+        counted = sums if is_real else torch.zeros_like(sums)
+        totals = counted if totals is None else totals + counted
+    assert totals is not None, "every rank is given at least one batch"
+    return job.task.summarise(sum_over_ranks(totals))
+
+
+def report(job: Job, meter: Meter, window: Mark, grad_norm: Tensor | None) -> None:
+    """Log the steps since `window` (a collective)."""
+    progress, devices = job.state.progress, job.strategy.devices
+    loss = meter.mean_loss(window)  # waits for the device, so that the times below are complete
+    ms = meter.ms_per_step(window)
+    values = {
+        "train/loss": loss,
+        "train/lr": job.state.schedule.get_last_lr()[0],
+        "train/epoch": progress.epoch + progress.step_in_epoch / job.train_loader.steps_per_epoch,
+        "speed/samples_per_second": job.settings.global_batch_size / ms["step"] * 1e3,
+        **{f"speed/ms_per_step/{part}": value for part, value in ms.items()},
+        **{f"memory/peak_bytes/{device}": size for device, size in peak_memory_bytes(devices).items()},
+        **job.strategy.metrics(),
+    }
+    if grad_norm is not None:
+        values["train/grad_norm"] = grad_norm.item()
+    if job.train_loader.num_skipped:
+        values["data/skipped_samples"] = job.train_loader.num_skipped
+    job.run_log.scalars(values, progress.step)
+    job.run_log.line(
+        f"step {progress.step}/{job.total_steps}  epoch {values['train/epoch']:.2f}  loss {values['train/loss']:.4f}"
+        f"  lr {values['train/lr']:.2e}  {values['speed/samples_per_second']:.0f} samples/s"
+    )
+
+
+def to_device(batch: Any, device: torch.device, channels_last: bool) -> Any:
+    """Return `batch` (tensors in tuples, lists and dicts) on `device`; pinned memory is copied asynchronously."""
+    if isinstance(batch, Tensor):
+        if channels_last and batch.ndim == 4:
+            return batch.to(device, non_blocking=True, memory_format=torch.channels_last)
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device, channels_last) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device, channels_last) for value in batch)
+    return batch
+
+
+def _words(values: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items())

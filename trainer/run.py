@@ -1,0 +1,192 @@
+"""The story of a run, from settings to result.json."""
+
+import json
+import logging
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trainer import fingerprint
+from trainer.build import build
+from trainer.checkpoint import Checkpointer, load_weights
+from trainer.config import Config, TrainConfig, flatten, to_yaml
+from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.distributed import Dist, compare_across_ranks, from_main, process_group
+from trainer.errors import UserError
+from trainer.loggers import RunLog, messages, table
+from trainer.loop import Job, fit
+from trainer.seeding import seed_everything
+from trainer.signals import StopRequest
+from trainer.state import Progress, TrainState
+from trainer.strategies import build_strategy
+from trainer.strategies.base import parameter_count
+
+log = logging.getLogger(__name__)
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Train as `config` says and return what result.json holds.
+
+    Raises:
+        UserError: a setting that does not fit this machine, this data or the other ranks.
+    """
+    with StopRequest() as stop_request, process_group(config.distributed) as dist:
+        compare_across_ranks(flatten(config), dist)
+        run_dir, seed = from_main((_choose_run_dir(config.run_dir), _choose_seed(config.seed)))
+        if dist.is_main:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "config.yaml").write_text(to_yaml(config))
+        with messages(dist, run_dir):
+            job = assemble(config, dist, stop_request, run_dir, seed)
+            figures = fit(job)
+            result = {
+                "strategy": config.strategy.name,
+                "comm": config.comm.algorithm,
+                "world_size": dist.world_size,
+                **figures,
+                "param_sha256": fingerprint.parameters_sha256(job.state.model),
+            }
+            job.checkpointer.close()
+            job.strategy.close()
+            job.run_log.close()
+            if dist.is_main:
+                (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+            log.info("%s  ->  tensorboard --logdir %s", run_dir, run_dir / "tensorboard")
+    return result
+
+
+def assemble(config: Config, dist: Dist, stop_request: StopRequest, run_dir: Path, seed: int) -> Job:
+    """Put the parts of a run together, up to the step at which it begins or goes on (a collective)."""
+    strategy = build_strategy(config, dist)
+    micro_batch_size, accumulation = split_batch(config.train, strategy.num_replicas)
+
+    task = build("data.task", config.data.task)
+    train_set = build("data.dataset", config.data.dataset, split="train")
+    eval_set = build("data.dataset", config.data.dataset, split="eval")
+    shares = {"num_replicas": strategy.num_replicas, "replica": strategy.replica}
+    train_loader = TrainLoader(
+        train_set,
+        config.data,
+        local_batch_size=micro_batch_size * accumulation,
+        micro_batch_size=micro_batch_size,
+        seed=seed,
+        device=dist.device,
+        **shares,
+    )
+    eval_loader = EvalLoader(
+        eval_set, config.data, batch_size=micro_batch_size, seed=seed, device=dist.device, **shares
+    )
+    epochs_steps = config.train.epochs * train_loader.steps_per_epoch
+    total_steps = min(config.train.max_steps or epochs_steps, epochs_steps)
+
+    seed_everything(seed, 0)  # every rank builds the same model ...
+    model = _build_model(config.model, train_set)
+    compare_across_ranks(fingerprint.inputs(model, train_set, eval_set), dist)
+    num_parameters = parameter_count(model.parameters())
+    wrapped = strategy.wrap(model)
+    seed_everything(seed, strategy.replica)  # ... and drops out units of its own
+
+    optimizer = build("optim", config.optim, wrapped.parameters())
+    facts = ScheduleFacts(total_steps, train_loader.steps_per_epoch)
+    schedule = build("schedule", config.schedule, optimizer, facts=facts)
+    state = TrainState(strategy.unwrap(wrapped), optimizer, schedule, strategy.grad_scaler(), Progress())
+    checkpointer = Checkpointer(
+        config.checkpoint, run_dir, dist, strategy=config.strategy.name, config=flatten(config)
+    )
+    checkpointer.restore(state, config.resume)
+
+    run_log = RunLog(dist, run_dir, total_steps, state.progress.step)
+    run_log.text("config", f"```yaml\n{to_yaml(config)}\n```")
+    batch = f"{strategy.num_replicas} replicas x {micro_batch_size} x {accumulation} accumulated"
+    processes = f"{dist.num_hosts} x {dist.local_world_size} processes, {dist.backend}"
+    log.info(
+        "%s",
+        table(
+            {
+                "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
+                "hosts": f"{processes} on {dist.device.type}",
+                "precision": config.train.precision + (", compiled" if config.train.compile else ""),
+                "model": f"{config.model['_target_']}, {num_parameters:,} parameters",
+                "data": f"{config.data.dataset['_target_']}, {len(train_set):,} to train, {len(eval_set):,} to evaluate",
+                "batch": f"{config.train.global_batch_size} = {batch}",
+                "steps": f"{total_steps:,} of {train_loader.steps_per_epoch:,} an epoch, from {state.progress.step:,}",
+                "seed": str(seed),
+                "run": str(run_dir),
+            }
+        ),
+    )
+    for note in strategy.notes:
+        log.info("%s", note)
+    return Job(
+        dist=dist,
+        strategy=strategy,
+        task=task,
+        model=wrapped,
+        state=state,
+        train_loader=train_loader,
+        eval_loader=eval_loader,
+        settings=config.train,
+        accumulation=accumulation,
+        total_steps=total_steps,
+        checkpointer=checkpointer,
+        run_log=run_log,
+        stop_request=stop_request,
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What `auto` can stand for in a schedule's settings."""
+
+    total_steps: int
+    steps_per_epoch: int
+
+
+def split_batch(train: TrainConfig, num_replicas: int) -> tuple[int, int]:
+    """Return the micro-batch size per replica, and how many of them each replica accumulates for a step.
+
+    Raises:
+        UserError: the global batch does not divide; the message names the nearest that does.
+    """
+    total = train.global_batch_size
+    if total % num_replicas:
+        below, above = total // num_replicas * num_replicas, (total // num_replicas + 1) * num_replicas
+        nearest = above if below == 0 or above - total < total - below else below
+        raise UserError(
+            f"train.global_batch_size is {total}, which does not divide over {num_replicas} replicas; "
+            f"nearest that does: {nearest}"
+        )
+    local = total // num_replicas
+    micro = train.micro_batch_size or local
+    if local % micro:
+        divisors = [size for size in range(1, local + 1) if local % size == 0]
+        raise UserError(
+            f"train.micro_batch_size is {micro}, which does not divide the {local} samples that each of "
+            f"{num_replicas} replicas takes of train.global_batch_size={total}; nearest that does: "
+            f"{min(divisors, key=lambda size: abs(size - micro))}"
+        )
+    return micro, local // micro
+
+
+def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
+    """Build the model; `auto` settings come from the training data, and `init_from` is ours to load."""
+    model: nn.Module = build("model", {k: v for k, v in node.items() if k != "init_from"}, facts=train_set)
+    if node.get("init_from") is not None:
+        load_weights(model, node["init_from"])
+    return model
+
+
+def _choose_run_dir(wanted: str | None) -> Path:
+    if wanted is not None:
+        return Path(wanted)
+    base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+    taken = (Path(f"{base}-{n}") for n in range(2, 1000))
+    return base if not base.exists() else next(path for path in taken if not path.exists())
+
+
+def _choose_seed(wanted: int | None) -> int:
+    return secrets.randbits(31) if wanted is None else wanted
