@@ -1,0 +1,78 @@
+"""A decoder-only transformer after GPT-2, with tied token embeddings."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.transformer import Block, check_sizes, initialise
+
+SIZES = {  # width, depth, heads
+    "gpt-micro": (128, 4, 4),
+    "gpt2": (768, 12, 12),
+    "gpt2-medium": (1024, 24, 16),
+    "gpt2-large": (1280, 36, 20),
+    "gpt2-xl": (1600, 48, 25),
+}
+
+
+class GPT(nn.Module):
+    """Tokens (B, T) int64 -> logits (B, T, vocab_size), at t from the tokens 0..t alone; T <= block_size.
+
+    Args:
+        size: a row of SIZES; width, depth and num_heads, where given, replace its values.
+        dropout: after the embeddings, in the attention and on each residual branch.
+
+    Raises:
+        ValueError: a size unknown or below 1, a width that the heads do not divide, a sequence too long.
+
+    Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        block_size: int,
+        size: str = "gpt-micro",
+        width: int | None = None,
+        depth: int | None = None,
+        num_heads: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if size not in SIZES:
+            raise ValueError(f"size={size} is not one of {', '.join(SIZES)}")
+        named_width, named_depth, named_heads = SIZES[size]
+        width = named_width if width is None else width
+        depth = named_depth if depth is None else depth
+        num_heads = named_heads if num_heads is None else num_heads
+        check_sizes(
+            dropout,
+            vocab_size=vocab_size,
+            block_size=block_size,
+            width=width,
+            depth=depth,
+            num_heads=num_heads,
+        )
+        self.block_size = block_size
+        self.token_embedding = nn.Embedding(vocab_size, width)
+        self.position_embedding = nn.Embedding(block_size, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(width, num_heads, dropout, causal=True) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        initialise(self, depth)
+
+    @property
+    def fsdp_units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if length > self.block_size:
+            raise ValueError(f"a sequence of {length} tokens is longer than block_size={self.block_size}")
+        positions = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        for block in self.blocks:
+            x = block(x)
+        # Tied: the embedding read backwards. Sharing the tensor in use, not in a second module, keeps one
+        # entry in the state dict and one owner under FSDP.
+        return F.linear(self.norm(x), self.token_embedding.weight)

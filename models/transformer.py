@@ -1,0 +1,78 @@
+"""The pre-norm transformer block that the GPT and the vision transformer are made of."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention, (B, T, width) -> (B, T, width), by torch's fused kernels if they apply."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:
+        super().__init__()
+        if width % num_heads:
+            raise ValueError(f"width={width} is not a multiple of num_heads={num_heads}")
+        self.num_heads = num_heads
+        self.causal = causal
+        self.dropout = dropout
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = (
+            part.view(batch, length, self.num_heads, -1).transpose(1, 2)
+            for part in self.query_key_value(x).chunk(3, dim=-1)
+        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=self.causal)
+        return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class FeedForward(nn.Sequential):
+    """Two linear layers, four times as wide in between, at each position alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); dropout on each branch."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, num_heads, dropout, causal)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = FeedForward(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+def check_sizes(dropout: float, **sizes: int) -> None:
+    """Raise ValueError for a size below 1 or a dropout outside [0, 1)."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} is not at least 1")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout} is not within [0, 1)")
+
+
+def initialise(model: nn.Module, depth: int) -> None:
+    """GPT-2's start: weights N(0, 0.02), biases 0, what feeds the residual stream scaled by its depth.
+
+    Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+    for module in model.modules():
+        if isinstance(module, Block):
+            for last in (module.attention.output, module.feed_forward[-1]):
+                nn.init.normal_(last.weight, std=0.02 / (2 * depth) ** 0.5)  # type: ignore[arg-type]

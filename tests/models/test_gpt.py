@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from models.gpt import GPT
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_gpt2_has_as_many_parameters_as_openai_s() -> None:
+    with torch.device("meta"):
+        assert num_parameters(GPT(50257, 1024, "gpt2")) == 124_439_808
+        assert num_parameters(GPT(50257, 1024, "gpt2-xl")) == 1_557_611_200
+
+
+def test_a_later_token_does_not_change_earlier_logits() -> None:
+    torch.manual_seed(0)
+    model = GPT(256, 16).eval()
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 16, 256)
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert (before[:, 9:] - after[:, 9:]).abs().amax(dim=(0, 2)).min() > 1e-4
+
+
+def test_positions_matter() -> None:
+    torch.manual_seed(0)
+    logits = GPT(256, 16).eval()(torch.full((1, 4), 7))
+    assert not torch.allclose(logits[0, 0], logits[0, 3])
+
+
+def test_embeddings_are_tied_and_get_gradients_from_both_ends() -> None:
+    model = GPT(256, 16)
+    assert not any(
+        parameter.shape == (256, 128) for name, parameter in model.named_parameters() if "token" not in name
+    )
+    model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+    gradient = model.token_embedding.weight.grad
+    assert gradient is not None
+    assert gradient[200].abs().sum() > 0  # not among the inputs: its gradient came from the output
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    torch.manual_seed(0)
+    model = GPT(256, 16, dropout=0.5)
+    tokens = torch.randint(256, (1, 16))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_gpt2_s_start() -> None:
+    torch.manual_seed(0)
+    model = GPT(256, 64, width=256, depth=8, num_heads=4)
+    block = model.blocks[3]
+    assert model.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.attention.query_key_value.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.attention.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.feed_forward[-1].weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.feed_forward[0].bias.abs().sum() == 0
+
+
+def test_sizes_and_units() -> None:
+    model = GPT(256, 16, width=32, depth=3)  # the heads stay those of gpt-micro
+    assert model.fsdp_units == list(model.blocks)
+    assert len(model.blocks) == 3
+    assert model.blocks[0].attention.num_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": "gpt5"}, "size=gpt5 is not one of gpt-micro, gpt2"),
+        ({"width": 30}, "width=30 is not a multiple of num_heads=4"),
+        ({"depth": 0}, "depth=0 is not at least 1"),
+        ({"dropout": 1.0}, r"dropout=1.0 is not within \[0, 1\)"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPT(256, 16, **arguments)
+
+
+def test_too_long_a_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="a sequence of 17 tokens is longer than block_size=16"):
+        GPT(256, 16)(torch.zeros(1, 17, dtype=torch.int64))
