@@ -60,11 +60,19 @@ class CommConfig:
 
 
 @dataclass
+class KeepBest:
+    metric: str = MISSING
+    mode: str = "min"
+
+
+@dataclass
 class CheckpointConfig:
     format: str = MISSING
     every_steps: int | None = MISSING
     every_epochs: int | None = MISSING
     keep_last: int = MISSING
+    keep_best: KeepBest | None = MISSING
+    keep_every: int | None = MISSING
     timeout_s: float = MISSING
 
 
@@ -220,11 +228,14 @@ def _validate(config: Config) -> None:
     _require(config, "distributed.backend", "in", ("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl"))
     _require(config, "distributed.timeout_s", ">", 0)
     _require(config, "comm.algorithm", "in", ("native",))
-    _require(config, "checkpoint.format", "in", ("full",))
+    _require(config, "checkpoint.format", "in", ("full", "sharded"))
     _require(config, "checkpoint.every_steps", ">=", 1)
     _require(config, "checkpoint.every_epochs", ">=", 1)
     _require(config, "checkpoint.keep_last", ">=", 1)
+    _require(config, "checkpoint.keep_every", ">=", 1)
     _require(config, "checkpoint.timeout_s", ">", 0)
+    if config.checkpoint.keep_best is not None:
+        _require(config, "checkpoint.keep_best.mode", "in", ("min", "max"))
 
     if isinstance(config.strategy, DdpConfig):
         _require(config, "strategy.bucket_cap_mb", ">", 0)

@@ -20,3 +20,17 @@ class NonFiniteLossError(RunEndError, ArithmeticError):
     """The loss was NaN or Inf on some rank; no rank applied that step's update."""
 
     exit_code = 3
+
+
+class StoppedBySignal(RunEndError):  # noqa: N818, it is no error
+    """A signal asked for a stop; the run was saved at `step` and can be resumed there.
+
+    The exit status is 75, EX_TEMPFAIL of sysexits.h, "try again later": a job script can requeue on it, and
+    cannot take it for a crash (1), a mistake (2) or a kill that saved nothing (128 + signal number).
+    """
+
+    exit_code = 75
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped by a signal after step {step}; resume=auto goes on from there")
+        self.step = step

@@ -1,0 +1,105 @@
+"""A small model in training, plain or sharded, whose every number can be compared."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.checkpoint import Checkpointer, full
+from trainer.checkpoint.tree import take_apart
+from trainer.config import CheckpointConfig
+from trainer.distributed import Dist
+from trainer.state import Progress, TrainState
+
+CONFIG = {"seed": 0, "optim.lr": 0.1, "run_dir": "here"}
+
+
+def settings(**changes: Any) -> CheckpointConfig:
+    values: dict[str, Any] = {
+        "format": "full",
+        "every_steps": None,
+        "every_epochs": 1,
+        "keep_last": 2,
+        "keep_best": None,
+        "keep_every": None,
+        "timeout_s": 60.0,
+    }
+    return CheckpointConfig(**{**values, **changes})
+
+
+def facts() -> Dist:
+    rank, world = torch_dist.get_rank(), torch_dist.get_world_size()
+    return Dist(rank, rank, world, world, (0,) * world, torch.device("cpu"), "gloo")
+
+
+def checkpointer(run_dir: Path, **changes: Any) -> Checkpointer:
+    return Checkpointer(settings(**changes), run_dir, facts(), strategy="test", config=CONFIG)
+
+
+class Net(nn.Module):
+    """Parameters that do not divide evenly, a buffer, dropout, and a parameter that never gets a gradient."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.3)
+        self.second = nn.Linear(width, 3)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.dropout(torch.relu(self.norm(self.first(x)))))
+
+
+def train_state(sharded: bool = False, width: int = 7, seed: int = 0, optimizer: str = "adamw") -> TrainState:
+    torch.manual_seed(seed)
+    model = Net(width)
+    if sharded:
+        mesh = init_device_mesh("cpu", (torch_dist.get_world_size(),))
+        for layer in (model.first, model.second):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    if optimizer == "adamw":
+        optim: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    else:
+        optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9 if optimizer == "momentum" else 0)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optim, [3, 6])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    return TrainState(model, optim, schedule, scaler, Progress())
+
+
+def train(state: TrainState, steps: int) -> None:
+    """``steps`` optimizer steps, four to an epoch, on data that depends on the step alone."""
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(state.progress.step)
+        x = torch.randn(12, 5, generator=generator)
+        state.model.train()
+        loss = state.model(x).square().mean()
+        state.scaler.scale(loss).backward()  # type: ignore[attr-defined]
+        for parameter in state.model.parameters():
+            if parameter.grad is not None and not isinstance(parameter, DTensor):
+                torch_dist.all_reduce(parameter.grad, torch_dist.ReduceOp.SUM)
+        state.scaler.step(state.optimizer)  # type: ignore[attr-defined]
+        state.scaler.update()  # type: ignore[attr-defined]
+        state.schedule.step()  # type: ignore[attr-defined]
+        state.optimizer.zero_grad()
+        state.progress.advance(12, 4)
+
+
+def everything(state: TrainState) -> dict[str, Any]:
+    """All of ``state``, as whole tensors and plain values."""
+    tensors, plain = take_apart(state.state_dict())
+    whole = full.gather(tensors, rank=0)
+    return {"tensors": {name: tensor.clone() for name, tensor in whole.items()}, "plain": plain}
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a["plain"] == b["plain"]
+    assert a["tensors"].keys() == b["tensors"].keys()
+    for name, tensor in a["tensors"].items():
+        assert torch.equal(tensor, b["tensors"][name]), name

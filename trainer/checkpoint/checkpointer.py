@@ -1,0 +1,237 @@
+"""Saving and resuming a run, agreed among all ranks."""
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from trainer import seeding
+from trainer.checkpoint import full, sharded
+from trainer.checkpoint.hashing import FileDigest, write_json
+from trainer.checkpoint.matching import targets_for
+from trainer.checkpoint.source import RNG, STATE, Source
+from trainer.checkpoint.store import Retention, Store, verify
+from trainer.checkpoint.tree import put_together, take_apart
+from trainer.config import CheckpointConfig
+from trainer.distributed import Dist
+from trainer.errors import UserError
+from trainer.state import Progress, TrainState
+
+log = logging.getLogger(__name__)
+
+_MAY_DIFFER = ("run_dir", "resume")  # settings that say where and whence, not what
+_T = TypeVar("_T")
+
+
+class Checkpointer:
+    """Saves a ``TrainState`` under ``run_dir/checkpoints`` and restores it. Every method but ``due`` is
+    collective.
+
+    Ranks meet in a gloo group of their own with its own long timeout, so that a slow disk is no failure of
+    the network. What goes wrong on one rank is told to all before anyone raises: nobody is left waiting.
+    """
+
+    def __init__(
+        self,
+        settings: CheckpointConfig,
+        run_dir: Path,
+        dist: Dist,
+        *,
+        strategy: str,
+        config: Mapping[str, Any],
+    ) -> None:
+        """``config`` holds the run's settings by dotted name, plain values only: kept, and compared on
+        resume."""
+        self._settings, self._dist = settings, dist
+        self._strategy, self._config = strategy, dict(config)
+        self._store = Store(Path(run_dir) / "checkpoints")
+        timeout = timedelta(seconds=settings.timeout_s)
+        self._group = cast(torch_dist.ProcessGroup, torch_dist.new_group(backend="gloo", timeout=timeout))
+        self._last_saved: int | None = None
+
+    def due(self, progress: Progress, end_of_epoch: bool) -> bool:
+        """Whether the settings ask for a checkpoint now, after an optimizer step or at the end of an
+        epoch."""
+        every_steps, every_epochs = self._settings.every_steps, self._settings.every_epochs
+        if every_steps is not None and progress.step % every_steps == 0:
+            return True
+        return end_of_epoch and every_epochs is not None and progress.epoch % every_epochs == 0
+
+    def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> None:
+        """Save ``state``; ``metrics`` (of its evaluation, say) rank it for ``keep_best``.
+
+        Raises:
+            UserError: on every rank alike, naming the rank that failed and why; nothing of the attempt
+            remains.
+        """
+        step = state.progress.step
+        if self._last_saved == step:
+            return
+        tensors, plain = take_apart(state.state_dict())
+        if self._settings.format == "full":
+            tensors = full.gather(tensors, self._dist.rank)
+        self._write(step, tensors, plain, self._gather_rng(), dict(metrics or {}))
+        self._last_saved = step
+
+    def restore(self, state: TrainState, resume: str | None) -> bool:
+        """Continue from a checkpoint if ``resume`` asks for one; False if there is none to continue from.
+
+        Args:
+            resume: None; "auto" for the newest checkpoint of this run_dir that verifies; or the path of one.
+
+        Raises:
+            UserError: on every rank alike: the checkpoint is missing, damaged, or of another model.
+        """
+        self._on_main(self._store.clean)
+        if resume is None:
+            return False
+        directory = self._on_main(lambda: self._choose(resume))
+        if directory is None:
+            log.info("resume=auto: no checkpoint in %s, starting anew", self._store.root)
+            return False
+        source = self._everywhere(lambda: Source.open(directory))
+        targets = self._everywhere(lambda: targets_for(state, source.shapes, source.facts["state"]))
+        self._everywhere(lambda: source.read_into(targets, self._group))
+        state.load_state_dict(put_together(source.facts["state"], targets))
+        self._restore_rng(source, state.progress)
+        self._report(source, state.progress)
+        self._last_saved = state.progress.step if directory.parent == self._store.root else None
+        return True
+
+    def close(self) -> None:
+        """Finish what is still being written."""
+
+    # ---- writing
+
+    def _write(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        plain: dict[str, Any],
+        rng: Mapping[str, Any] | None,
+        metrics: dict[str, float],
+    ) -> None:
+        directory = self._store.temporary(step)
+        try:
+            self._on_main(lambda: self._store.begin(step))
+            digests = self._everywhere(lambda: self._write_part(directory, tensors, plain, rng))
+            files = {name: digest for part in self._gather(digests) for name, digest in part.items()}
+            self._on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
+        except UserError as error:
+            self._on_main(lambda: self._store.abandon(step))
+            raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error
+        best = self._settings.keep_best
+        retention = Retention(
+            self._settings.keep_last, (best.metric, best.mode) if best else None, self._settings.keep_every
+        )
+        self._on_main(lambda: self._store.prune(retention))
+
+    def _write_part(
+        self,
+        directory: Path,
+        tensors: Mapping[str, Tensor],
+        plain: dict[str, Any],
+        rng: Mapping[str, Any] | None,
+    ) -> dict[str, FileDigest]:
+        digests: dict[str, FileDigest] = {}
+        if self._settings.format == "sharded":
+            digests |= sharded.write(directory, tensors, self._group)
+        elif self._dist.rank == 0:
+            digests[full.TENSORS] = full.write(directory / full.TENSORS, tensors)
+        if self._dist.rank == 0:
+            assert rng is not None
+            rng_tensors, rng_plain = take_apart(rng)
+            digests[RNG] = full.write(directory / RNG, rng_tensors)
+            facts = {
+                "strategy": self._strategy,
+                "world_size": self._dist.world_size,
+                "torch_version": torch.__version__,
+                "config": self._config,
+                "state": plain,
+                "rng": rng_plain,
+            }
+            digests[STATE] = write_json(directory / STATE, facts)
+        return digests
+
+    def _gather_rng(self) -> dict[str, Any] | None:
+        """Every rank's generators, on rank 0."""
+        states = self._gather(seeding.rng_state())
+        return {str(rank): state for rank, state in enumerate(states)} if self._dist.rank == 0 else None
+
+    # ---- reading
+
+    def _choose(self, resume: str) -> Path | None:
+        if resume != "auto":
+            directory = Path(resume).resolve()
+            if (directory / "checkpoints").is_dir():
+                raise UserError(
+                    f"resume={resume} is a run, not a checkpoint; take one of {resume}/checkpoints/step_*"
+                )
+            verify(directory)
+            return directory
+        for directory in self._store.newest_first():
+            try:
+                verify(directory)
+                return directory
+            except UserError as error:
+                log.warning("resume=auto passes over %s: %s", directory.name, error)
+        return None
+
+    def _restore_rng(self, source: Source, progress: Progress) -> None:
+        if source.facts["world_size"] == self._dist.world_size:
+            seeding.set_rng_state(source.rng(self._dist.rank))
+        else:
+            # Nobody's state fits; go on from numbers not used before this step.
+            seeding.seed_everything((torch.initial_seed() + progress.step) % 2**63, self._dist.rank)
+
+    def _report(self, source: Source, progress: Progress) -> None:
+        if self._dist.rank != 0:
+            return
+        log.info("resumed from %s at step %d", source.directory, progress.step)
+        then, now = source.facts["config"], self._config
+        for key in sorted(then.keys() | now.keys()):
+            if key not in _MAY_DIFFER and then.get(key) != now.get(key):
+                log.info("  %s was %r in the checkpoint, is %r now", key, then.get(key), now.get(key))
+
+    # ---- agreement
+
+    def _gather(self, value: _T) -> list[_T]:
+        gathered: list[Any] = [None] * self._dist.world_size
+        torch_dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def _on_main(self, action: Callable[[], _T]) -> _T:
+        """Rank 0's result of ``action`` on every rank, or its error on every rank."""
+        result = self._attempt(action) if self._dist.rank == 0 else None
+        box = [result]
+        torch_dist.broadcast_object_list(box, src=0, group=self._group)
+        assert box[0] is not None
+        value, error = box[0]
+        if error is not None:
+            raise UserError(error)
+        return cast(_T, value)
+
+    def _everywhere(self, action: Callable[[], _T]) -> _T:
+        """This rank's result of ``action``, once every rank has one; any rank's error is everybody's."""
+        value, error = self._attempt(action)
+        errors = self._gather(error)
+        failed = {rank: message for rank, message in enumerate(errors) if message is not None}
+        if failed:
+            rank, first = next(iter(failed.items()))
+            raise UserError(first if all(message == first for message in errors) else f"rank {rank}: {first}")
+        return cast(_T, value)
+
+    @staticmethod
+    def _attempt(action: Callable[[], _T]) -> tuple[_T | None, str | None]:
+        try:
+            return action(), None
+        except UserError as error:
+            return None, str(error)
+        except Exception as error:
+            log.debug("while reading or writing a checkpoint", exc_info=True)
+            return None, f"{type(error).__name__}: {error}"

@@ -1,0 +1,67 @@
+"""Random numbers: where they start on each rank, and how their state is kept and put back."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed Python, NumPy and torch (CPU and every CUDA device), differently on each ``rank``.
+
+    Ranks differ so that dropout and the like differ between data replicas; the order of the data never comes
+    from here. ``numpy.random.SeedSequence`` mixes the two numbers: neighbours in seed or rank share nothing.
+    """
+    words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint32)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.manual_seed((int(words[2]) << 32) | int(words[3]))
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every generator of this process, in tensors, numbers and lists only.
+
+    CUDA states come with the current device first, so that they find their place again under another
+    numbering.
+    """
+    version, words, gauss_next = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    return {
+        "python": {"version": version, "words": torch.tensor(words), "gauss_next": gauss_next},
+        "numpy": {
+            "bit_generator": numpy_state["bit_generator"],
+            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in _cuda_devices_current_first()],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what ``rng_state`` gave. CUDA states beyond the devices present here are left out."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
+    np.random.set_state(
+        {
+            "bit_generator": numpy["bit_generator"],
+            "state": {"key": numpy["key"].numpy().astype(np.uint32), "pos": numpy["pos"]},
+            "has_gauss": numpy["has_gauss"],
+            "gauss": numpy["gauss"],
+        }
+    )
+    torch.set_rng_state(state["torch"])
+    for device, cuda_state in zip(_cuda_devices_current_first(), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(cuda_state, device)
+
+
+def _cuda_devices_current_first() -> list[int]:
+    # A process that never touched CUDA has no state there, and asking would make a context on GPU 0.
+    if not torch.cuda.is_initialized():
+        return []
+    count, current = torch.cuda.device_count(), torch.cuda.current_device()
+    return [(current + offset) % count for offset in range(count)]

@@ -1,0 +1,116 @@
+"""What a run is at a step boundary: its progress, and everything that training changes."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+# What torch.compile and activation checkpointing put into parameter names.
+_WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+@dataclass
+class Progress:
+    """How far a run has come. All counts are global, so that they mean the same at any world size.
+
+    ``step_in_epoch * global_batch_size`` samples of epoch ``epoch`` are done; the next one follows in the
+    order that (seed, epoch) gives.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    samples_seen: int = 0
+
+    def advance(self, global_batch_size: int, steps_per_epoch: int) -> None:
+        """Count one optimizer step; after the last one of an epoch stands the beginning of the next."""
+        self.step += 1
+        self.step_in_epoch += 1
+        self.samples_seen += global_batch_size
+        if self.step_in_epoch == steps_per_epoch:
+            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+
+
+class HasState(Protocol):
+    """A learning-rate schedule or a gradient scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass
+class TrainState:
+    """Everything that training changes, but for the random generators.
+
+    ``model`` is the plain module, without a wrapper; its parameters are tensors or, sharded, DTensors. All
+    names in a state dict are those of the plain module, so that any strategy reads what any other wrote.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: HasState
+    scaler: HasState
+    progress: Progress
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dicts and lists of plain values and of the live tensors, not copied."""
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": self._optimizer_state(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "progress": asdict(self.progress),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Make this state the saved one; sharded tensors must come sharded as they are here."""
+        set_model_state_dict(self.model, saved["model"])
+        self._load_optimizer_state(saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        # An idle scaler saves nothing; one that starts to work with this run keeps its own beginning.
+        if saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+        for name, value in saved["progress"].items():
+            setattr(self.progress, name, value)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state_dict with parameter names in place of their numbers.
+
+        torch.distributed.checkpoint.state_dict has this too, but takes a step with zero gradients to learn
+        the layout, refuses SGD without momentum, and refuses a parameter that never had a gradient.
+        """
+        names = self._optimizer_names()
+        packed = self.optimizer.state_dict()
+        return {
+            "state": {names[index]: state for index, state in packed["state"].items()},
+            "param_groups": [
+                group | {"params": [names[index] for index in group["params"]]}
+                for group in packed["param_groups"]
+            ],
+        }
+
+    def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
+        numbers = {name: index for index, name in enumerate(self._optimizer_names())}
+        self.optimizer.load_state_dict(
+            {
+                "state": {numbers[name]: state for name, state in saved["state"].items()},
+                "param_groups": [
+                    group | {"params": [numbers[name] for name in group["params"]]}
+                    for group in saved["param_groups"]
+                ],
+            }
+        )
+
+    def _optimizer_names(self) -> list[str]:
+        names = {parameter: name for name, parameter in parameter_names(self.model)}
+        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its name in the plain module."""
+    for name, parameter in model.named_parameters():
+        yield ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES), parameter
