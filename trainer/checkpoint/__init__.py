@@ -1,5 +1,6 @@
 """Checkpoints that cannot be torn, and a resume that is exact to the bit."""
 
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.weights import load_weights
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "load_weights"]

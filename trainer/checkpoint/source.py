@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
@@ -58,3 +59,13 @@ class Source:
     def rng(self, rank: int) -> dict[str, Any]:
         """What ``seeding.rng_state`` gave on ``rank``."""
         return put_together(self.facts["rng"][str(rank)], full.open_tensors(self.directory / RNG))
+
+    def model_weights(self) -> dict[str, Tensor]:
+        """The model's whole tensors by their names in the model, without a process group."""
+        weights = {
+            name: torch.empty(shape, dtype=dtype)
+            for name, (shape, dtype) in self.shapes.items()
+            if name.startswith("model.")
+        }
+        self.read_into(weights, None)
+        return {name.removeprefix("model."): tensor for name, tensor in weights.items()}

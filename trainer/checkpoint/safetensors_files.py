@@ -1,0 +1,37 @@
+"""Files of the safetensors library, which is optional: ``pip install ringmaster-trainer[safetensors]``."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from trainer.errors import UserError
+
+try:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+except ImportError:
+    _INSTALLED = False
+else:
+    _INSTALLED = True
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The CPU tensors of ``path``. UserError if it is missing, malformed, or the library is."""
+    _require_library(path)
+    try:
+        return load_file(path, device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is not readable as safetensors: {error}") from error
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors`` to ``path``. One that shares memory with another, as tied weights do, is written
+    twice."""
+    _require_library(path)
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
+
+
+def _require_library(path: Path) -> None:
+    if not _INSTALLED:
+        raise UserError(f"{path} needs the safetensors library: pip install safetensors")
