@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from trainer.distributed import Dist
 
@@ -72,6 +71,11 @@ def table(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=self.stream)  # above the bar, where there is one
+
+
 @contextmanager
 def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
     """Send the trainer's messages to the terminal and, on rank 0, to run_dir/train.log.
@@ -80,7 +84,7 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
     """
     log.setLevel(logging.DEBUG)
     log.propagate = False
-    console = logging.StreamHandler(sys.stdout if dist.is_main else sys.stderr)
+    console = _Console(sys.stdout if dist.is_main else sys.stderr)
     console.setLevel(logging.INFO if dist.is_main else logging.WARNING)
     if not dist.is_main:
         console.setFormatter(logging.Formatter(f"[rank {dist.rank}] %(message)s"))
@@ -91,8 +95,7 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
         handlers.append(to_file)
     log.handlers = handlers
     try:
-        with logging_redirect_tqdm([log]):
-            yield
+        yield
     except Exception:
         log.debug("the run ends here", exc_info=True)
         raise

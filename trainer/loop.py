@@ -136,7 +136,7 @@ def train_step(
                 loss = job.task.loss(job.model, batch) / job.accumulation
             mean_loss += loss.detach()
             if last:
-                guard.launch(mean_loss, bool(job.stop_request))
+                guard.launch(mean_loss, job.stop_request.is_set)
             state.scaler.scale(loss).backward()
     stop = guard.settle(state.progress.step + 1)
 

@@ -1,0 +1,93 @@
+"""The door of the settings: what it lets in, what it refuses, and in which words."""
+
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+
+from tests.runs import CONF, composed, settings
+from trainer.config import flatten, load
+from trainer.errors import UserError
+
+OPTIONS = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "experiment"
+)
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+# Settings without which an option means nothing.
+NEEDS = {
+    "data=imagefolder": ["data.dataset.root=/data"],
+    "experiment=imagefolder_resnet50": ["data.dataset.root=/data"],
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_composes(option: str) -> None:
+    assert settings(option, *NEEDS.get(option, []))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes(experiment: str) -> None:
+    option = f"experiment={experiment}"
+    assert settings(option, *NEEDS.get(option, []))
+
+
+def test_groups_are_not_empty() -> None:
+    assert len(EXPERIMENTS) >= 4
+    assert {"strategy", "comm", "model", "data", "optim", "schedule", "checkpoint"} <= {
+        option.split("=")[0] for option in OPTIONS
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+foo=1", "foo is not a setting"),
+        ("+train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
+        ("+strategy.bucket_mb=1", "strategy.bucket_mb is not a setting; did you mean strategy.bucket_cap_mb?"),
+        ("+data.root=x", "data.root is not a setting"),
+        ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
+        ("train.compile=perhaps", "train.compile: Value 'perhaps' is not a valid bool"),
+        ("train.epochs=0", "train.epochs is 0, but must be at least 1"),
+        ("train.max_steps=0", "train.max_steps is 0, but must be at least 1"),
+        ("optim.lr=nan", "optim.lr is nan, but must be a finite number"),
+        ("optim.lr=-1", "optim.lr is -1, but must be at least 0"),
+        ("optim.lr=fast", "optim.lr is 'fast', but must be a number"),
+        ("schedule.final_fraction=inf", "schedule.final_fraction is inf, but must be a finite number"),
+        ("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
+        ("train.clip_grad_norm=0", "train.clip_grad_norm is 0.0, but must be greater than 0"),
+        ("seed=-1", "seed is -1, but must be at least 0"),
+        ("distributed.timeout_s=0", "distributed.timeout_s is 0.0, but must be greater than 0"),
+        ("train.epochs=???", "train.epochs has no value"),
+        ("~model._target_", "model has no _target_"),
+    ],
+)
+def test_refuses(override: str, words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load(composed(override))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_hydra_refuses_unknown_keys_before_us() -> None:
+    with pytest.raises(HydraException):
+        composed("train.epoch=1")
+
+
+def test_zero_and_null_are_values() -> None:
+    config = settings("seed=0", "optim.lr=0", "train.clip_grad_norm=null")
+    assert config.seed == 0
+    assert config.optim["lr"] == 0
+    assert config.train.clip_grad_norm is None
+    assert settings("seed=null").seed is None
+
+
+def test_flatten_names_settings_as_the_command_line_does() -> None:
+    flat = flatten(settings("train.epochs=7"))
+    assert flat["train.epochs"] == 7
+    assert flat["data.dataset._target_"].endswith("Digits")
+    assert all(not isinstance(value, dict) or not value for value in flat.values())
+
+
+def test_config_imports_no_torch() -> None:
+    text = Path(CONF.parent, "trainer", "config.py").read_text()
+    assert "import torch" not in text
