@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainer import config
-
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -28,3 +29,25 @@ def train(*overrides: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     return run(settings(*overrides))
+
+
+def trained(*overrides: str) -> dict[str, Tensor]:
+    """Run up to the last step and return this rank's own view of the whole model, parameters and buffers."""
+    from trainer.distributed import process_group
+    from trainer.loop import fit
+    from trainer.run import assemble
+    from trainer.signals import StopRequest
+
+    torch.set_num_threads(1)
+    config = settings(*overrides)
+    with StopRequest() as stop_request, process_group(config.distributed) as dist:
+        job = assemble(config, dist, stop_request, Path(str(config.run_dir)), seed=config.seed or 0)
+        fit(job)
+        job.checkpointer.close()
+        job.strategy.close()
+        job.run_log.close()
+        state = job.state.model.state_dict()
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, value in state.items()
+        }

@@ -1,0 +1,99 @@
+"""The same seed and global batch give the same model under every strategy, on any number of ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from tests.runs import trained
+
+COMMON = ("train.max_steps=20", "train.global_batch_size=64", "train.eval_every_epochs=0", "schedule=constant")
+MODELS = {
+    "mlp": ("data=digits", "model=mlp", "model.hidden=[64,64]", "optim.lr=0.1"),
+    "gpt": ("data=text", "model=gpt", "data.dataset.block_size=32", "model.width=32", "model.depth=2")
+    + ("model.num_heads=2", "optim=sgd", "optim.lr=0.1"),
+}
+STRATEGIES = {
+    "ddp x2": (2, "strategy=ddp"),
+    "ddp x4": (4, "strategy=ddp"),
+    "fsdp x2": (2, "strategy=fsdp"),
+    "fsdp x4": (4, "strategy=fsdp"),
+    "fsdp hybrid 2x2": (4, "strategy=fsdp", "strategy.shard_group=host"),
+}
+HOSTS = {"fsdp hybrid 2x2": [0, 0, 1, 1]}
+
+
+def models_of_all_ranks(
+    run_dir: Path, model: str, world_size: int, *overrides: str, fn: Callable[..., Any] = trained, **kwargs: Any
+) -> list[dict[str, Tensor]]:
+    options = (*COMMON, *MODELS[model], *overrides, f"run_dir={run_dir}", "checkpoint.every_epochs=null")
+    return run_ranks(fn, world_size, *options, init=False, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    run_dir = tmp_path_factory.mktemp("single")
+    return {name: models_of_all_ranks(run_dir, name, 1, "strategy=single")[0] for name in MODELS}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest |a - b| / (atol + rtol |b|) with the tolerances of fp32 sums; above 1 is too far."""
+    assert one.keys() == other.keys()
+    return max(((one[k] - other[k]).abs() / (1e-6 + 1e-4 * other[k].abs())).max().item() for k in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [None, 4], ids=["whole", "accumulated"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", MODELS)
+def test_equals_single(
+    tmp_path: Path, single: dict[str, dict[str, Tensor]], model: str, strategy: str, micro: int | None
+) -> None:
+    world_size, *overrides = STRATEGIES[strategy]
+    batch = [] if micro is None else [f"train.micro_batch_size={micro}"]
+    ranks = models_of_all_ranks(tmp_path, model, world_size, *overrides, *batch, hosts=HOSTS.get(strategy))
+    for rank, theirs in enumerate(ranks):
+        for name, value in theirs.items():
+            assert torch.equal(value, ranks[0][name]), f"rank {rank} differs from rank 0 in {name}"
+    print(f"{model} {strategy} micro={micro}: {distance(ranks[0], single[model]):.3f} of the tolerance")
+    assert distance(ranks[0], single[model]) < 1
+
+
+@pytest.mark.parametrize("strategy", ["ddp x2", "fsdp x2"])
+def test_mlp_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]], strategy: str) -> None:
+    test_equals_single(tmp_path, single, "mlp", strategy, None)
+
+
+def deaf_on_rank_1(*overrides: str) -> dict[str, Tensor]:
+    """A broken double: rank 1 takes part in the all-reduce, and then keeps its own gradient."""
+    from trainer.strategies.ddp import Ddp
+
+    class Deaf(Ddp):
+        def wrap(self, model):  # type: ignore[no-untyped-def]
+            model = super().wrap(model)
+            model.register_comm_hook(None, keep_own_gradient)
+            return model
+
+    import trainer.strategies.ddp as module
+
+    module.Ddp = Deaf
+    return trained(*overrides)
+
+
+def keep_own_gradient(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    own = bucket.buffer().clone()
+    dist.all_reduce(bucket.buffer())
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(own if dist.get_rank() == 1 else bucket.buffer() / dist.get_world_size())
+    return future
+
+
+def test_catches_a_rank_that_skips_the_reduction(tmp_path: Path, single: dict[str, dict[str, Tensor]]) -> None:
+    sound, deaf = models_of_all_ranks(tmp_path, "mlp", 2, "strategy=ddp", fn=deaf_on_rank_1)
+    assert distance(deaf, single["mlp"]) > 100
+    assert not all(torch.equal(sound[name], deaf[name]) for name in sound)
