@@ -6,14 +6,15 @@ they name, which validates them itself. Defaults live in conf/, this file holds 
 Imports no torch, so that a mistake is reported before torch has loaded.
 """
 
+import copy
 import dataclasses
 import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from trainer.errors import UserError
@@ -73,6 +74,7 @@ class CheckpointConfig:
     keep_last: int = MISSING
     keep_best: KeepBest | None = MISSING
     keep_every: int | None = MISSING
+    async_: bool = MISSING  # `async` to the person, but a word of Python's own
     timeout_s: float = MISSING
 
 
@@ -139,7 +141,7 @@ def load(composed: DictConfig) -> Config:
         _require(composed, "strategy.name", "in", STRATEGIES)
         schema = OmegaConf.structured(Config)
         schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
-        merged = OmegaConf.merge(schema, composed)
+        merged = OmegaConf.merge(schema, _renamed(composed, "async", "async_"))
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(f"{missing[0]} has no value; give it one: {missing[0]}=...")
@@ -150,7 +152,7 @@ def load(composed: DictConfig) -> Config:
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} has no value; give it one: {error.full_key}=...") from error
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{str(error.full_key).rstrip('_')}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
     _validate(config)
     return config
@@ -158,12 +160,26 @@ def load(composed: DictConfig) -> Config:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Return every setting by its dotted name, as a person would write it on the command line."""
-    return dict(_leaves(dataclasses.asdict(config), ""))
+    return dict(_leaves(_as_dict(config), ""))
 
 
 def to_yaml(config: Config) -> str:
     """Return the resolved settings as YAML that `--config-dir` can read back."""
-    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(_as_dict(config)))
+
+
+def _as_dict(config: Config) -> dict[str, Any]:
+    settings = OmegaConf.create(dataclasses.asdict(config))
+    return cast(dict[str, Any], OmegaConf.to_container(_renamed(settings, "async_", "async")))
+
+
+def _renamed(settings: DictConfig, key: str, new: str) -> DictConfig:
+    """A copy of `settings` in which `checkpoint.<key>` is called `new`."""
+    settings = copy.deepcopy(settings)
+    with open_dict(settings):
+        if "checkpoint" in settings and key in settings.checkpoint:
+            settings.checkpoint[new] = settings.checkpoint.pop(key)
+    return settings
 
 
 def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -109,6 +109,7 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
             meter.pause()
             job.checkpointer.save(job.state)
             if stop:
+                job.checkpointer.close()
                 raise StoppedBySignal(progress.step)
             meter.start()
         yield

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,14 +34,6 @@ class Progress:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
 
 
-class HasState(Protocol):
-    """A learning-rate schedule or a gradient scaler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
-
-
 @dataclass
 class TrainState:
     """Everything that training changes, but for the random generators.
@@ -52,8 +44,8 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    schedule: HasState
-    scaler: HasState
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
     progress: Progress
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Save and restore among real ranks: the same rank count, another one, another layout, either format."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,36 @@ def test_goes_on_as_if_never_stopped(tmp_path: Path, format: str, sharded: bool,
         assert torch.equal(original[rank]["draw"], resumed[rank]["draw"])
     if world == 2:
         assert not torch.equal(original[0]["draw"], original[1]["draw"])
+
+
+def _async(run_dir: Path, format: str) -> dict[str, Any]:
+    """Save twice while training goes on; the first write is held up until training has gone on."""
+    state = tiny.train_state(sharded=True)
+    checkpointer = tiny.checkpointer(run_dir, format=format, async_=True)
+    tiny.train(state, 2)
+    gate = threading.Event()
+    commit = checkpointer._store.commit
+    checkpointer._store.commit = lambda *args: (gate.wait(30), commit(*args))[1]  # type: ignore[assignment]
+    checkpointer.save(state)
+    saved = tiny.everything(state)
+    tiny.train(state, 1)
+    visible_early = list((run_dir / "checkpoints").glob("step_*"))
+    threading.Timer(0.3, gate.set).start()
+    begin = time.monotonic()
+    checkpointer.save(state)  # at most one in flight: this one waits
+    waited_s = time.monotonic() - begin
+    checkpointer.close()
+    return {"saved": saved, "visible_early": len(visible_early), "waited_s": waited_s}
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_async_saves_what_was_when_it_was_asked(tmp_path: Path, format: str) -> None:
+    results = run_ranks(_async, 2, tmp_path, format)
+    assert results[0]["visible_early"] == 0
+    assert results[0]["waited_s"] > 0.2
+    (tmp_path / "checkpoints" / "step_00000003").rename(tmp_path / "step_3")
+    resumed = run_ranks(_resume, 2, tmp_path, "auto", format, True)
+    tiny.assert_same(results[0]["saved"], resumed[0]["saved"])
 
 
 def test_refuses_another_model(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def settings(**changes: Any) -> CheckpointConfig:
         "keep_last": 2,
         "keep_best": None,
         "keep_every": None,
+        "async_": False,
         "timeout_s": 60.0,
     }
     return CheckpointConfig(**{**values, **changes})
@@ -80,13 +81,13 @@ def train(state: TrainState, steps: int) -> None:
         x = torch.randn(12, 5, generator=generator)
         state.model.train()
         loss = state.model(x).square().mean()
-        state.scaler.scale(loss).backward()  # type: ignore[attr-defined]
+        state.scaler.scale(loss).backward()
         for parameter in state.model.parameters():
             if parameter.grad is not None and not isinstance(parameter, DTensor):
                 torch_dist.all_reduce(parameter.grad, torch_dist.ReduceOp.SUM)
-        state.scaler.step(state.optimizer)  # type: ignore[attr-defined]
-        state.scaler.update()  # type: ignore[attr-defined]
-        state.schedule.step()  # type: ignore[attr-defined]
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.schedule.step()
         state.optimizer.zero_grad()
         state.progress.advance(12, 4)
 

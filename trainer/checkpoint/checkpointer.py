@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer import seeding
 from trainer.checkpoint import full, sharded
+from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.hashing import FileDigest, write_json
 from trainer.checkpoint.matching import targets_for
 from trainer.checkpoint.source import RNG, STATE, Source
@@ -53,6 +54,8 @@ class Checkpointer:
         timeout = timedelta(seconds=settings.timeout_s)
         self._group = cast(torch_dist.ProcessGroup, torch_dist.new_group(backend="gloo", timeout=timeout))
         self._last_saved: int | None = None
+        self._in_flight: InBackground | None = None
+        self._stager = host_stager(dist.device)
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
         """Whether the settings ask for a checkpoint now, after an optimizer step or at the end of an
@@ -65,6 +68,10 @@ class Checkpointer:
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> None:
         """Save ``state``; ``metrics`` (of its evaluation, say) rank it for ``keep_best``.
 
+        With ``checkpoint.async`` this returns once ``state`` is copied to host memory; a failure of the
+        writing that follows is raised by the next ``save`` or by ``close``. Without memory for a second copy
+        in flight, the next ``save`` waits for the one before.
+
         Raises:
             UserError: on every rank alike, naming the rank that failed and why; nothing of the attempt
             remains.
@@ -72,11 +79,19 @@ class Checkpointer:
         step = state.progress.step
         if self._last_saved == step:
             return
+        self._finish()
         tensors, plain = take_apart(state.state_dict())
         if self._settings.format == "full":
             tensors = full.gather(tensors, self._dist.rank)
-        self._write(step, tensors, plain, self._gather_rng(), dict(metrics or {}))
+        rng = self._gather_rng()
         self._last_saved = step
+        if self._settings.async_:
+            tensors = cast(dict[str, Tensor], self._stager.stage(tensors))
+            self._in_flight = InBackground(
+                lambda: self._write(step, tensors, plain, rng, dict(metrics or {}))
+            )
+        else:
+            self._write(step, tensors, plain, rng, dict(metrics or {}))
 
     def restore(self, state: TrainState, resume: str | None) -> bool:
         """Continue from a checkpoint if ``resume`` asks for one; False if there is none to continue from.
@@ -104,7 +119,20 @@ class Checkpointer:
         return True
 
     def close(self) -> None:
-        """Finish what is still being written."""
+        """Wait for what is still being written. To be called when a run ends well, not after an exception.
+
+        Raises:
+            UserError: it could not be written; on every rank alike.
+        """
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._in_flight is None:
+            return
+        if not self._in_flight.is_done:
+            log.info("waiting for the checkpoint of step %s, which is still being written", self._last_saved)
+        in_flight, self._in_flight = self._in_flight, None
+        in_flight.wait()
 
     # ---- writing
 

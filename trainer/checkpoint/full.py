@@ -15,11 +15,11 @@ TENSORS = "tensors.pt"
 
 
 def gather(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Whole CPU tensors on rank 0, nothing on the others. Collective: all ranks, the same names in the same
+    """Whole tensors on rank 0, nothing on the others. Collective: all ranks, the same names in the same
     order.
 
-    One tensor at a time is made whole, so that the others need memory for one only. A plain CPU tensor is not
-    copied.
+    A sharded tensor is made whole and moved to the CPU, one at a time, so that no device holds more than one.
+    Any other stays what it is: the live tensor.
     """
     whole = {}
     for name, tensor in tensors.items():
@@ -27,15 +27,16 @@ def gather(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         if isinstance(tensor, DTensor):
             # CPU offload leaves shards where the mesh's backend does not reach.
             tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
+            tensor = tensor.cpu() if rank == 0 else tensor
         if rank == 0:
-            whole[name] = tensor.cpu()
+            whole[name] = tensor
     return whole
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """``torch.save`` the flat dict of CPU ``tensors``, hashed on the way and fsynced."""
+    """``torch.save`` the flat dict of ``tensors`` as CPU tensors, hashed on the way and fsynced."""
     with HashingFile(path) as file:
-        torch.save(dict(tensors), cast(IO[bytes], file))
+        torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, cast(IO[bytes], file))
     return file.digest
 
 

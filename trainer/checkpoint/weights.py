@@ -36,8 +36,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     common = wanted.keys() & found.keys()
     if not common:
         raise UserError(
-            f"model.init_from={path} has no name in common with this model: it holds {first_five(sorted(found))}, "
-            f"the model {first_five(sorted(wanted))}"
+            f"model.init_from={path} has no name in common with this model: it holds "
+            f"{first_five(sorted(found))}; the model {first_five(sorted(wanted))}"
         )
     different = [
         f"{name} ({list(found[name].shape)} there, {list(wanted[name].shape)} here)"

@@ -1,0 +1,54 @@
+"""What a save while training goes on needs: a copy of the state, and a thread that writes it."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+
+def host_stager(device: torch.device) -> DefaultStager:
+    """torch's stager: copies tensors to host memory that it keeps for the next copy, pinned for a CUDA
+    device.
+
+    ``stage`` returns when the copy is whole, so that training may change the originals.
+    """
+    is_cuda = device.type == "cuda"
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=is_cuda,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=is_cuda,
+        )
+    )
+
+
+class InBackground:
+    """``action`` in a thread of its own; ``wait`` returns when it is done, or raises what it raised.
+
+    The thread is a daemon: when training fails, the process ends at once and leaves a temporary directory,
+    which the next start removes. An executor of the standard library would make the failure wait for the
+    disk.
+    """
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._action()
+        except BaseException as error:
+            self._error = error
