@@ -1,0 +1,212 @@
+"""The preflight on real processes and hosts: it passes where all is well, and names what is not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hosts import hosts, torchrun_on
+from tests.ranks import RankFailure, run_ranks
+from trainer.comm import links, preflight
+from trainer.comm.checks import CHECKS, NEED_TWO
+
+
+def _preflight(*argv: str) -> tuple[int, str]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = preflight.main(list(argv))
+    return code, out.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_operations_pass(world_size: int, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    results = run_ranks(_preflight, world_size, "--json", str(figures), init=False)
+    assert [code for code, _ in results] == [0] * world_size
+    table = results[0][1]
+    assert "all passed" in table
+    assert all(text == "" for _, text in results[1:]), "rank 0 alone prints"
+    ran = json.loads(figures.read_text())["operations_ms"]
+    assert set(ran) == set(CHECKS) - (NEED_TWO if world_size == 1 else set())
+    if world_size > 1:
+        assert "127.0.0.1" in table
+
+
+@pytest.mark.netns
+def test_two_hosts_are_measured(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    with hosts(2, rate="200mbit") as (a, b):
+        results = run_ranks(_preflight, 4, "--json", str(figures), init=False, hosts=[a, a, b, b])
+        assert [code for code, _ in results] == [0] * 4, results
+        for host in (a, b):
+            assert host.address in results[0][1]
+    read = json.loads(figures.read_text())
+    rates = {(link["source"], link["target"]): link["gbit_s"] for link in read["links"]}
+    assert set(rates) == {(0, 0), (1, 1), (0, 1), (1, 0)}
+    assert all(0.15 < rates[ends] < 0.21 for ends in ((0, 1), (1, 0)))
+    assert min(rates[0, 0], rates[1, 1]) > 0.5
+    assert [host["interface"] for host in read["hosts"]] == ["eth0", "eth0"]
+
+
+def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
+    """A double of torch.distributed in which one operation gives zeros on rank 1."""
+    right: Any = getattr(dist, operation)
+
+    def broken(got: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = right(got, *args, **kwargs)
+        if os.environ["RANK"] == "1":
+            got.zero_()
+        return work
+
+    setattr(dist, operation, broken)
+    return _preflight(*argv)
+
+
+@pytest.mark.parametrize(
+    ("operation", "row"),
+    [
+        ("all_reduce", "all_reduce"),
+        ("broadcast", "broadcast"),
+        ("recv", "send, recv"),
+        ("scatter", "scatter"),
+        ("reduce", "reduce"),
+        ("all_gather_into_tensor", "all_gather"),
+        ("reduce_scatter_tensor", "reduce_scatter"),
+    ],
+)
+def test_a_wrong_result_is_named(operation: str, row: str) -> None:
+    results = run_ranks(_zeros_from, 2, operation, "--timeout-s", "2", init=False)
+    assert [code for code, _ in results] == [1, 1]
+    table = results[0][1]
+    assert "FAIL on ranks [1]" in next(line for line in table.splitlines() if line.startswith(row))
+    assert f"rank 1 (host 0, {os.uname().nodename}): {row}" in table
+
+
+def _stop_in(operation: str, *argv: str) -> tuple[int, str]:
+    """Rank 1 does not come back from one operation, as a process that the kernel has stopped."""
+
+    def stopped(*_: Any, **__: Any) -> None:
+        time.sleep(1000)
+
+    if os.environ["RANK"] == "1":
+        setattr(dist, operation, stopped)
+        os._exit = lambda code: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    return _preflight(*argv)
+
+
+def test_a_rank_that_hangs_names_itself() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match="rank 1: died") as failure:
+        run_ranks(_stop_in, 3, "scatter", "--timeout-s", "1", init=False)
+    assert time.monotonic() - started < 20
+    code, table = failure.value.results[0]
+    assert code == 1
+    assert "rank 1 (host 0" in table
+    assert "scatter failed: no answer for" in table
+
+
+def _freeze(*argv: str) -> tuple[int, str]:
+    """Rank 1 is stopped by the kernel before its first check: it can say nothing."""
+    if os.environ["RANK"] == "1":
+        CHECKS["broadcast"] = lambda me: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment, return-value]
+    return _preflight(*argv)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_silent_is_named() -> None:
+    with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
+        run_ranks(_freeze, 3, "--timeout-s", "1", init=False, timeout_s=15)
+    assert failure.value.results.keys() == {0, 2}
+    code, table = failure.value.results[0]
+    assert code == 1
+    assert "rank 1 (host 0" in table
+    assert "gives no sign of life" in table
+    assert "GLOO_SOCKET_IFNAME" in table
+
+
+def _absent(*argv: str) -> tuple[int, str]:
+    return (0, "") if os.environ["RANK"] == "1" else _preflight(*argv)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    results = run_ranks(_absent, 3, "--timeout-s", "1", init=False)
+    assert [code for code, _ in results] == [1, 0, 1]
+    assert "missing: [1]" in results[0][1]
+
+
+def test_a_wrong_interface_is_named() -> None:
+    results = run_ranks(_preflight, 2, "--timeout-s", "2", init=False, env={"GLOO_SOCKET_IFNAME": "nope0"})
+    assert [code for code, _ in results] == [1, 1]
+    table = results[0][1]
+    assert "connect failed" in table
+    assert "nope0" in table
+    assert "lo (127.0.0.1)" in table
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_a_link_that_goes_down_is_named(tmp_path: Path) -> None:
+    with hosts(2) as (a, b):
+        # The store is on host 0: host 1 can only speak for itself, and host 0 only see it silent.
+        cut = threading.Timer(0.5, b.link_down)
+        cut.start()
+        out = tmp_path / "rank1"
+        with pytest.raises(RankFailure, match="rank 1: died with exit code 1") as failure:
+            run_ranks(_slow_preflight, 2, str(out), "--timeout-s", "1", init=False, hosts=[a, b])
+        cut.join()
+    code, table = failure.value.results[0]
+    assert code == 1
+    assert "rank 1 (host 1" in table
+    assert "gives no sign of life" in table
+    assert re.search(
+        r"rank 1 \(host 1.*the store of rank 0 at 10.77.0.1:29500 does not answer", out.read_text()
+    )
+
+
+def _slow_preflight(out: str, *argv: str) -> tuple[int, str]:
+    """What rank 1 prints goes to a file, as it ends itself: its main thread is stuck on the dead network."""
+    if os.environ["RANK"] == "1":
+        os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY), 2)
+    first, *_ = CHECKS
+    right = CHECKS[first]
+
+    def slow(me: Any) -> Any:
+        time.sleep(1)
+        return right(me)
+
+    CHECKS[first] = slow
+    return _preflight(*argv) if os.environ["RANK"] == "0" else (preflight.main(list(argv)), "")
+
+
+def test_every_pair_meets_once() -> None:
+    for count in range(1, 12):
+        rounds = list(links.pairings(count))
+        meetings = Counter(frozenset(pair) for pairs in rounds for pair in pairs)
+        assert len(meetings) == count * (count - 1) // 2
+        assert set(meetings.values()) <= {1}
+        for pairs in rounds:
+            players = [player for pair in pairs for player in pair]
+            assert len(players) == len(set(players))
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_under_torchrun() -> None:
+    with hosts(2) as members, torchrun_on(members, 2, "-m", "trainer.comm.preflight") as launch:
+        first, second = launch.succeed(timeout_s=90)
+    assert "2 hosts, 4 processes" in first
+    assert "all passed" in first
+    assert "all passed" not in second

@@ -1,0 +1,155 @@
+"""Check the network before a job burns hours: `torchrun ... -m trainer.comm.preflight`.
+
+Runs every operation that training needs on values whose result is known, measures the links between hosts,
+and prints one table on rank 0. Exits with 1, and says which rank, host and operation, when anything is wrong;
+it never waits longer than `--timeout-s` for any one answer.
+
+The verdict does not travel over the network under test but through torchrun's store, and every operation has
+a clock of its own, so that a rank that hangs is seen by itself and by the others.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from trainer.comm import interface
+from trainer.comm.checks import CHECKS, NEED_TWO, wrong
+from trainer.comm.join import JoinError, Place, connect, deadline, meet
+from trainer.comm.links import measure
+from trainer.comm.report import Report, Verdict
+
+_GRACE_S = 2.0  # between one rank's noticing of a failure and another's
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _options(argv)
+    try:
+        with deadline(3 * options.timeout_s, lambda: _leave("the store of rank 0 does not answer")):
+            place = meet(options.timeout_s)
+    except JoinError as error:
+        print(f"preflight: {error}", file=sys.stderr, flush=True)
+        return 1
+    report = Report()
+
+    def give_up(operation: str) -> None:
+        report.stopped_in, report.error = operation, f"no answer for {options.timeout_s + _GRACE_S:g} s"
+        os._exit(_conclude(place, report, options))
+
+    try:
+        _examine(place, report, options, give_up)
+    except Exception as error:  # the backends raise many types, all of which mean: this operation failed here
+        report.error = str(error).strip() or repr(error)
+    code = _conclude(place, report, options)
+    if code == 0:
+        dist.destroy_process_group()
+    return code
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trainer.comm.preflight", description=__doc__)
+    parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
+    parser.add_argument("--timeout-s", type=float, default=20.0, help="the longest wait for one answer (20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, for trainer.comm.plan")
+    options = parser.parse_args(argv)
+    if not options.timeout_s > 0:
+        parser.error(f"--timeout-s {options.timeout_s}: a positive number of seconds is needed")
+    return options
+
+
+def _examine(
+    place: Place, report: Report, options: argparse.Namespace, give_up: Callable[[str], None]
+) -> None:
+    """Run everything; `report.stopped_in` always names what is being tried."""
+
+    @contextmanager
+    def trying(operation: str, steps: int = 1) -> Iterator[None]:
+        report.stopped_in = operation
+        limit_s = steps * options.timeout_s + _GRACE_S  # gloo's own deadline comes first and says more
+        with deadline(limit_s, lambda: give_up(operation)):
+            yield
+        report.stopped_in = ""
+
+    timeout = timedelta(seconds=options.timeout_s)
+    report.others = interface.interfaces()
+    with trying("connect"):
+        me = connect(place, options.backend, options.timeout_s)
+    report.backend = f"{dist.get_backend()} on {me.device.type}"
+    with trying("monitored_barrier"):
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(control, dist.ProcessGroup)
+        dist.monitored_barrier(control, timeout, wait_all_ranks=True)
+    for name, check in CHECKS.items():
+        if name in NEED_TWO and place.world_size < 2:
+            report.skipped[name] = "needs two ranks"
+            continue
+        with trying(name):
+            try:
+                fault = wrong(check(me))
+            except (NotImplementedError, RuntimeError) as error:
+                if "not support" not in str(error):
+                    raise
+                report.skipped[name] = "this backend has none"
+                continue
+            started = time.perf_counter()
+            wrong(check(me))
+            report.operations[name] = (fault or "", (time.perf_counter() - started) * 1e3)
+    with trying("links between hosts", steps=len(set(place.hosts)) + 1):
+        report.links = measure(me, place.ranks_by_host)
+    if used := interface.in_use(without_port=int(place.master.rpartition(":")[2] or 0)):
+        report.interface, report.address = used
+    with trying("monitored_barrier at the end"):
+        dist.monitored_barrier(control, timeout, wait_all_ranks=True)
+
+
+def _conclude(place: Place, report: Report, options: argparse.Namespace) -> int:
+    """Bring all reports to rank 0, which prints and decides; return the exit code of this process."""
+    store, rank = place.control, place.rank
+    # Rank 0 may notice a failure one deadline later than this rank, and then waits one for the others.
+    limit_s = 2 * options.timeout_s + 4 * _GRACE_S
+    alone = (
+        f"{place.name(rank)} failed in {report.stopped_in or 'the end'}: {report.error}; "
+        f"the store of rank 0 at {place.master} does not answer either"
+    )
+    with deadline(limit_s + _GRACE_S, lambda: _leave(alone)):
+        try:
+            store.set(f"report/{rank}", report.dumps())
+            if rank == 0:
+                verdict = Verdict(place, _reports(place, options.timeout_s + 2 * _GRACE_S))
+                print(verdict, flush=True)
+                if options.json:
+                    options.json.write_text(verdict.json())
+                store.set("verdict", str(int(not verdict.passed)))
+            store.wait(["verdict"], timedelta(seconds=limit_s))
+            return int(store.get("verdict"))
+        except RuntimeError:
+            print(f"preflight: {alone}", file=sys.stderr, flush=True)
+            return 1
+
+
+def _leave(message: str) -> None:
+    # A store whose network is dead never returns from its own timeout: it waits to have that confirmed.
+    print(f"preflight: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _reports(place: Place, timeout_s: float) -> list[Report | None]:
+    """All ranks' reports; None for a rank that gave none."""
+    deadline = time.monotonic() + timeout_s
+    reports: list[Report | None] = []
+    for rank in range(place.world_size):
+        key = f"report/{rank}"
+        with suppress(RuntimeError):
+            place.control.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        reports.append(Report.loads(place.control.get(key)) if place.control.check([key]) else None)
+    return reports
+
+
+if __name__ == "__main__":
+    sys.exit(main())
