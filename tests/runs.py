@@ -1,7 +1,11 @@
 """Whole runs of the trainer inside a test: composed as train.py composes them, in ranks of tests.ranks."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -10,6 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer import config
+
+if TYPE_CHECKING:
+    from trainer.loop import Job
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -31,10 +38,10 @@ def train(*overrides: str) -> dict[str, Any]:
     return run(settings(*overrides))
 
 
-def trained(*overrides: str) -> dict[str, Tensor]:
-    """Run up to the last step and return this rank's own view of the whole model, parameters and buffers."""
+@contextmanager
+def job_of(*overrides: str) -> Iterator[Job]:
+    """The parts of a run, put together in this process and let go of at the end."""
     from trainer.distributed import process_group
-    from trainer.loop import fit
     from trainer.run import assemble
     from trainer.signals import StopRequest
 
@@ -42,12 +49,19 @@ def trained(*overrides: str) -> dict[str, Tensor]:
     config = settings(*overrides)
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
         job = assemble(config, dist, stop_request, Path(str(config.run_dir)), seed=config.seed or 0)
-        fit(job)
+        yield job
         job.checkpointer.close()
         job.strategy.close()
         job.run_log.close()
-        state = job.state.model.state_dict()
+
+
+def trained(*overrides: str) -> dict[str, Tensor]:
+    """Run up to the last step and return this rank's own view of the whole model, parameters and buffers."""
+    from trainer.loop import fit
+
+    with job_of(*overrides) as job:
+        fit(job)
         return {
             name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-            for name, value in state.items()
+            for name, value in job.state.model.state_dict().items()
         }

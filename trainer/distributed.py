@@ -1,5 +1,6 @@
 """Process group set-up and clean-up: the only place that calls init_process_group."""
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from trainer.config import DistributedConfig
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
+
+_runs = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,8 @@ def _meet(place: launch.Place, timeout: timedelta) -> dist.Store:
     """Return the store that torchrun's environment names, once every rank has signed it."""
     world_size = place.world_size
     store, _, _ = next(iter(dist.rendezvous("env://", place.rank, world_size, timeout=timeout)))
+    # A second run in the same processes meets in the same store, and must not read what the first left.
+    store = dist.PrefixStore(f"run_{next(_runs)}", store)
     store.set(f"arrived/{place.rank}", "")
     try:
         store.wait([f"arrived/{other}" for other in range(world_size)], timeout)

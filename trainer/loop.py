@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ from trainer.strategies import Strategy
 from trainer.tasks import Task
 
 log = logging.getLogger(__name__)
+
+# fp16 may skip the first update for an overflow; the schedule counts steps of data all the same.
+warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks, gathered unit by unit."""
 
 import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
@@ -66,7 +67,9 @@ class Fsdp(Strategy):
         return nullcontext()  # the mixed precision policy casts parameters and inputs
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        # Sharded: an overflow in one rank's shard must skip the step on all.
+        # Sharded: an overflow in one rank's shard must skip the step on all. Its flag is a plain tensor beside
+        # DTensor gradients, which torch replicates as meant, and warns.
+        warnings.filterwarnings("ignore", message="Found a non-scalar tensor with numel=1")
         return ShardedGradScaler(self.device.type, enabled=self.precision == "fp16")
 
     @contextmanager

@@ -1,0 +1,75 @@
+"""bf16 and fp16 train like fp32, and an fp16 overflow on any rank skips the step on all."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import run_ranks
+from tests.runs import job_of, train
+from trainer.loop import Job
+
+QUICK = ("train.max_steps=66", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "model.hidden=[32]")
+WORLD_SIZE = {"single": 1, "ddp": 2, "fsdp": 2}
+
+
+def losses(strategy: str, run_dir: Path) -> list[float]:
+    return [
+        train(f"strategy={strategy}", f"train.precision={precision}", f"run_dir={run_dir}", *QUICK)["train/loss"]
+        for precision in ("fp32", "bf16", "fp16")
+    ]
+
+
+@pytest.mark.parametrize("strategy", WORLD_SIZE)
+def test_half_precision_trains_alike(strategy: str, tmp_path: Path) -> None:
+    fp32, bf16, fp16 = run_ranks(losses, WORLD_SIZE[strategy], strategy, tmp_path, init=False)[0]
+    assert fp32 < 1.5, "from ln 10 = 2.3, so that the comparisons below compare something learned"
+    assert bf16 == pytest.approx(fp32, rel=0.01)
+    assert fp16 == pytest.approx(fp32, rel=0.01)
+    assert bf16 != fp32 != fp16, "equal bits would mean that the precision was ignored"
+
+
+def overflow_here(job: Job) -> None:
+    """Let the gradient of this rank's batch, or under FSDP of this rank's shard, overflow."""
+    first = next(job.model.parameters())
+    if not isinstance(first, DTensor):
+        first.register_hook(lambda grad: grad * torch.inf)
+        return
+    scaler = job.state.scaler
+    unscaled = scaler.step
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        first.grad.to_local().fill_(torch.inf)  # type: ignore[union-attr]
+        unscaled(optimizer)
+
+    scaler.step = step  # type: ignore[method-assign]
+
+
+def overflow(strategy: str, run_dir: Path) -> dict[str, Any]:
+    from trainer.guard import StepGuard
+    from trainer.loop import train_step
+    from trainer.metrics import Meter
+
+    options = (f"strategy={strategy}", "train.precision=fp16", f"run_dir={run_dir}", *QUICK)
+    with warnings.catch_warnings(record=True) as caught, job_of(*options) as job:
+        batches = job.train_loader.epoch(0)
+        guard, meter = StepGuard(job.dist), Meter(job.dist)
+        before = [parameter.detach().clone() for parameter in job.model.parameters()]
+        scaler = job.state.scaler
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**17})
+        if job.dist.rank == job.dist.world_size - 1:
+            overflow_here(job)
+        train_step(job, batches, guard, meter, measure_norm=False)
+        same = all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
+    return {"same": same, "scale": scaler.get_scale(), "warnings": [str(w.message) for w in caught]}
+
+
+@pytest.mark.parametrize("strategy", WORLD_SIZE)
+def test_overflow_skips_the_step_everywhere(strategy: str, tmp_path: Path) -> None:
+    for rank in run_ranks(overflow, WORLD_SIZE[strategy], strategy, tmp_path, init=False):
+        assert rank["same"]
+        assert rank["scale"] == 2.0**16
+        assert rank["warnings"] == []
