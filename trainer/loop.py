@@ -1,5 +1,6 @@
 """The training loop: `fit` trains epochs and evaluates and saves between them; nothing calls back."""
 
+import itertools
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ from trainer.errors import StoppedBySignal
 from trainer.guard import StepGuard
 from trainer.loggers import RunLog
 from trainer.metrics import Mark, Meter, peak_memory_bytes
+from trainer.seeding import rng_state, set_rng_state
 from trainer.signals import StopRequest
 from trainer.state import TrainState
 from trainer.strategies import Strategy
@@ -43,6 +45,7 @@ class Job:
     eval_loader: EvalLoader
     settings: TrainConfig
     accumulation: int  # micro-batches per step
+    first_step: int  # where a resumed run goes on
     total_steps: int
     checkpointer: Checkpointer
     run_log: RunLog
@@ -58,7 +61,7 @@ def fit(job: Job) -> dict[str, float]:
     """
     progress, settings = job.state.progress, job.settings
     guard, meter = StepGuard(job.dist), Meter(job.dist)
-    first_step, last_epoch = progress.step, (job.total_steps - 1) // job.train_loader.steps_per_epoch
+    last_epoch = (job.total_steps - 1) // job.train_loader.steps_per_epoch
     warm_up = 10 if progress.epoch == last_epoch else job.train_loader.steps_per_epoch
     steady = epoch_begin = meter.mark()
     evaluation: dict[str, float] = {}
@@ -66,7 +69,7 @@ def fit(job: Job) -> dict[str, float]:
     while progress.step < job.total_steps:
         epoch_begin = meter.mark()
         for _ in train_epoch(job, guard, meter):
-            if progress.step == first_step + warm_up:
+            if progress.step == job.first_step + warm_up:
                 steady = meter.mark()
         finished = progress.step == job.total_steps
         if settings.eval_every_epochs and (finished or progress.epoch % settings.eval_every_epochs == 0):
@@ -94,6 +97,8 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
     """Train to the end of the epoch or of the run, whichever comes first; yields after each step."""
     progress, settings = job.state.progress, job.settings
     epoch, batches = progress.epoch, job.train_loader.epoch(progress.epoch, progress.step_in_epoch)
+    if progress.step == job.first_step > 0 and job.strategy.changes_after_first_step:
+        batches = warm_up(job, batches)
     window = meter.mark()
     job.model.train()
     meter.start()
@@ -118,6 +123,25 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
             meter.start()
         yield
     meter.pause()
+
+
+def warm_up(job: Job, batches: Iterator[Any]) -> Iterator[Any]:
+    """Put a resumed strategy where its first backward pass had put it before the stop; return `batches` whole.
+
+    A forward and backward pass on the next batch, of which nothing remains but what the strategy made of it.
+    """
+    batch = next(batches)
+    generators, buffers = rng_state(), [buffer.clone() for buffer in job.state.model.buffers()]
+    job.model.train()
+    with job.strategy.autocast():
+        loss = job.task.loss(job.model, to_device(batch, job.dist.device, job.settings.channels_last))
+    job.state.scaler.scale(loss).backward()
+    job.state.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in zip(job.state.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    set_rng_state(generators)
+    return itertools.chain([batch], batches)
 
 
 def train_step(

@@ -131,6 +131,7 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest, run_dir: Pat
         eval_loader=eval_loader,
         settings=config.train,
         accumulation=accumulation,
+        first_step=state.progress.step,
         total_steps=total_steps,
         checkpointer=checkpointer,
         run_log=run_log,

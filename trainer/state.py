@@ -105,4 +105,12 @@ class TrainState:
 def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Each parameter once, under its name in the plain module."""
     for name, parameter in model.named_parameters():
-        yield ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES), parameter
+        yield _plain_name(name), parameter
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    return {_plain_name(name) for name, _ in model.named_buffers()}
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)

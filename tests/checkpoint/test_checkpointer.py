@@ -62,7 +62,7 @@ def _async(run_dir: Path, format: str) -> dict[str, Any]:
     tiny.train(state, 2)
     gate = threading.Event()
     commit = checkpointer._store.commit
-    checkpointer._store.commit = lambda *args: (gate.wait(30), commit(*args))[1]  # type: ignore[assignment]
+    checkpointer._store.commit = lambda *args: (gate.wait(30), commit(*args))[1]  # type: ignore[method-assign]
     checkpointer.save(state)
     saved = tiny.everything(state)
     tiny.train(state, 1)

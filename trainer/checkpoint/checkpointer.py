@@ -21,7 +21,7 @@ from trainer.checkpoint.tree import put_together, take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.state import Progress, TrainState
+from trainer.state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,10 @@ class Checkpointer:
         tensors, plain = take_apart(state.state_dict())
         if self._settings.format == "full":
             tensors = full.gather(tensors, self._dist.rank)
+        elif self._dist.rank != 0:
+            # Running statistics follow each rank's own data; those of rank 0 are the model's.
+            of_rank_0 = {f"model.{name}" for name in buffer_names(state.model)}
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in of_rank_0}
         rng = self._gather_rng()
         self._last_saved = step
         if self._settings.async_:

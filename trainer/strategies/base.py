@@ -21,11 +21,13 @@ class Strategy:
         num_replicas: into how many parts the global batch is split.
         replica: which of the parts is this process's.
         devices: the devices that this process keeps busy.
+        changes_after_first_step: whether the first backward pass changes how later ones sum gradients.
         notes: what a person should know about how the request was met.
     """
 
     num_replicas = 1
     replica = 0
+    changes_after_first_step = False
 
     def __init__(self, device: torch.device, precision: str, compile_model: bool) -> None:
         self.devices = [device]

@@ -19,6 +19,9 @@ class Ddp(Strategy):
         super().__init__(dist.device, precision, compile_model)
         self.settings = settings
         self.num_replicas, self.replica = dist.world_size, dist.rank
+        # DDP lays out its buckets anew, in the order in which the first backward pass filled them. Where an
+        # element lies decides in which order an all-reduce adds up the ranks, and so its last bit.
+        self.changes_after_first_step = self.num_replicas > 1
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch's SyncBatchNorm has no CPU kernel")
 

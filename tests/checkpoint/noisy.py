@@ -1,0 +1,42 @@
+"""A model and a dataset that draw random numbers wherever training can: what makes a resume hard."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """60 samples of 10 numbers in 4 classes, with fresh noise added at each reading."""
+
+    num_classes = 4
+    input_shape = (10,)
+
+    def __init__(self, split: str) -> None:
+        generator = torch.Generator().manual_seed(len(split))
+        self.inputs = torch.randn(60, 10, generator=generator)
+        self.labels = torch.randint(4, (60,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index] + 0.1 * torch.randn(10), self.labels[index]
+
+
+class DropoutNet(nn.Module):
+    """Dropout in front of batch norm, so that its running statistics depend on the generators too."""
+
+    def __init__(self, num_classes: int, norm: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 40), nn.Linear(40, 40)
+        self.norm = nn.BatchNorm1d(40) if norm else nn.Identity()
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(40, num_classes)
+
+    @property
+    def fsdp_units(self) -> list[nn.Module]:
+        return [self.first, self.second, self.head]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.dropout(torch.relu(self.first(x))))
+        return self.head(self.dropout(torch.relu(self.second(x))))
