@@ -64,6 +64,15 @@ def exits() -> Iterator[None]:
         raise
 
 
+def refuse_sweep_in_ranks(num_trials: int) -> None:
+    """A sweep inside torchrun would run on every rank at once; each trial must be a launch of its own."""
+    if num_trials > 1 and place().under_torchrun:
+        raise UserError(
+            f"-m (multirun) inside torchrun would start all {num_trials} trials on every rank; sweep outside, "
+            "one launch per trial: for lr in 0.1 0.01; do torchrun ... train.py optim.lr=$lr; done"
+        )
+
+
 def _say_once(message: str) -> None:
     """Print for all ranks: rank 0 at once; another rank only if rank 0 then lives on, and so had nothing to say.
 
@@ -80,4 +89,4 @@ def _message(error: Exception) -> str:
     unknown = re.match(r"Could not override '(.+?)'", str(error))
     if unknown:
         return f"{unknown[1]} is not a setting; `python train.py --cfg job` prints all"
-    return str(error)
+    return str(error).partition("\nConfig search path")[0]
