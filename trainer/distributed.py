@@ -18,6 +18,7 @@ from trainer.errors import UserError
 log = logging.getLogger(__name__)
 
 _runs = itertools.count()
+_GLOO_WORDS = ("gloo/", "pair closure")
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _name_the_silent(error: Exception, store: dist.Store, rank: int, hosts: list
     """
     grace = timedelta(seconds=2)
     # gloo raises plain RuntimeErrors that only their text tells from others.
-    in_communication = isinstance(error, dist.DistError) or "gloo" in str(error)
+    in_communication = isinstance(error, dist.DistError) or any(words in str(error) for words in _GLOO_WORDS)
     try:
         store.set(f"failed/{rank}", "")
         if in_communication:

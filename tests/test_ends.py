@@ -1,0 +1,233 @@
+"""How runs end that do not end well: who is named, what is printed, and that nobody is left behind."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import CONF, job_of, train
+
+ROOT = CONF.parent
+TINY = (
+    "data.dataset._target_=tests.user_parts.Stripes",
+    "model._target_=tests.user_parts.Tiny",
+    "~model.input_shape",
+    "~model.num_classes",
+    "~model.hidden",
+    "train.global_batch_size=24",
+    "train.epochs=2",
+)
+
+
+def failing(rank: int, call: int, how: str) -> tuple[str, ...]:
+    return ("data.task._target_=tests.user_parts.FailsAt", "~data.task.label_smoothing") + (
+        f"+data.task.rank={rank}",
+        f"+data.task.call={call}",
+        f"+data.task.how='{how}'",
+    )
+
+
+def command(*overrides: str, ranks: int = 1) -> list[str]:
+    if ranks == 1:
+        return [sys.executable, "train.py", *overrides]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*torchrun, "train.py", *overrides]
+
+
+def finish(argv: list[str], timeout_s: float = 60) -> tuple[int, str, float]:
+    """Run to the end; return exit code, output, and for how long."""
+    begin = time.monotonic()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
+
+
+# ---- mistakes
+
+
+def refusals(*mistakes: tuple[str, ...]) -> list[str]:
+    messages = []
+    for mistake in mistakes:
+        try:
+            train("run_dir=/nowhere/that/exists", *mistake)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+            if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
+                dist.destroy_process_group()
+        else:
+            messages.append("accepted")
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mistakes"),
+    [
+        (
+            1,
+            {
+                ("train.micro_batch_size=30",): r"micro_batch_size is 30.*nearest that does: 32",
+                ("train.global_batch_size=2000",): r"1438 samples, fewer than one global batch of 2000",
+                ("distributed.device=cuda",): r"distributed.device=cuda, but torch sees no GPU",
+                ("distributed.backend=mpi",): r"built without MPI",
+                ("distributed.backend=nccl",): r"nccl needs CUDA",
+                ("+model.foo=1",): r"model: models.mlp.MLP .*'foo'",
+                ("model.hidden=[0]",): r"model: models.mlp.MLP .*width of at least 1",
+                ("model._target_=models.mlp.Mlp",): r"model: .*models.mlp.Mlp",
+                ("schedule.warmup_steps=100000",): r"schedule: .*warmup_steps is 100000",
+                ("data.dataset._target_=tests.user_parts.Stripes",): r"model.input_shape is auto, but Stripes has no",
+                ("strategy.sync_batchnorm=true",): r"sync_batchnorm=true needs CUDA",
+                ("strategy=fsdp", "strategy.cpu_offload=true"): r"cpu_offload=true",
+                ("resume=/nowhere",): r"/nowhere",
+                ("model.init_from=/nowhere",): r"/nowhere",
+            },
+        ),
+        (
+            2,
+            {
+                ("strategy=dp",): r"strategy=dp is one process, but 2 were started",
+                ("strategy=single",): r"strategy=single is one process, but 2 were started",
+                ("train.global_batch_size=63",): r"global_batch_size is 63.*2 replicas; nearest that does: 62",
+                ("train.global_batch_size=1",): r"nearest that does: 2",
+                ("strategy=fsdp", "strategy.shard_group=3"): r"groups of 3 ranks, which do not divide the 2 ranks",
+            },
+        ),
+    ],
+    ids=["one process", "two ranks"],
+)
+def test_mistakes_are_refused_with_a_way_out(
+    world_size: int, mistakes: dict[tuple[str, ...], str], tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these are the refusals of a machine without a GPU")
+    options = [(*mistake, f"run_dir={tmp_path}") for mistake in mistakes]
+    for rank in run_ranks(refusals, world_size, *options, init=False, timeout_s=100):
+        for message, pattern in zip(rank, mistakes.values(), strict=True):
+            assert message.startswith("UserError: ")
+            assert re.search(pattern, message), message
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mistake_is_printed_once(ranks: int, tmp_path: Path) -> None:
+    code, output, _ = finish(command("train.global_batch_size=2001", f"run_dir={tmp_path}", ranks=ranks))
+    assert code != 0
+    assert output.count("train.global_batch_size") == 1
+    assert ranks > 1 or (code, "Traceback" in output, output.count("\n")) == (2, False, 1)
+
+
+def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
+    code, output, seconds = finish(command("train.epoch=1"))
+    assert (code, output.count("train.epoch is not a setting"), "Traceback" in output) == (2, 1, False)
+    assert seconds < 5
+
+
+def test_a_sweep_inside_ranks_is_refused() -> None:
+    _, output, _ = finish(command("-m", "optim.lr=0.1,0.2", ranks=2))
+    assert output.count("-m (multirun) inside torchrun") == 1
+
+
+# ---- ranks that disagree
+
+
+def with_own_overrides(run_dir: Path, *by_rank: str) -> None:
+    train(f"run_dir={run_dir}", *TINY, by_rank[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ("seed=5", "rank 1 (host 0) differs from rank 0 in seed: 5 against 0"),
+        ("+model.width=9", "rank 1 (host 0) differs from rank 0 in model.width: 9 against None"),
+    ],
+)
+def test_disagreeing_settings_are_refused(theirs: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(with_own_overrides, 2, tmp_path, "seed=0", theirs, init=False)
+    assert all(named in report for report in failure.value.reports.values())
+    assert len(failure.value.reports) == 2
+
+
+def with_other_model(run_dir: Path) -> None:
+    import tests.user_parts as parts
+
+    if os.environ["RANK"] == "1":
+        wide = parts.Tiny.__init__
+        parts.Tiny.__init__ = lambda self: wide(self, width=9)  # type: ignore[method-assign, misc]
+    train(f"run_dir={run_dir}", *TINY)
+
+
+def test_disagreeing_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(with_other_model, 2, tmp_path, init=False)
+    named = "differs from rank 0 in parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"
+    assert all(named in report for report in failure.value.reports.values())
+
+
+# ---- losses that are not finite
+
+
+def up_to_nan(value: str, run_dir: Path) -> dict[str, Any]:
+    from trainer.errors import NonFiniteLossError
+    from trainer.loop import fit
+
+    history: list[list[torch.Tensor]] = []
+    with job_of(*TINY, *failing(1, 5, value), f"run_dir={run_dir}", "checkpoint.every_epochs=null") as job:
+        step = job.state.optimizer.step
+        job.state.optimizer.step = lambda *args: (  # type: ignore[method-assign]
+            step(*args),
+            history.append([parameter.detach().clone() for parameter in job.model.parameters()]),
+        )
+        try:
+            fit(job)
+        except NonFiniteLossError as error:
+            unchanged = all(
+                torch.equal(a, b) for a, b in zip(history[-1], job.model.parameters(), strict=True)
+            )
+            return {"message": str(error), "updates": len(history), "unchanged": unchanged}
+    raise AssertionError("the run ended as if all were well")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(value: str, tmp_path: Path) -> None:
+    for rank in run_ranks(up_to_nan, 2, value, tmp_path, init=False):
+        assert "the loss of step 5 is NaN or Inf on rank 1 (host 0)" in rank["message"]
+        assert rank["updates"] == 4
+        assert rank["unchanged"]
+
+
+# ---- ranks that fail, die or hang
+
+
+def test_torchrun_shows_the_root_cause_and_all_are_gone_within_5_s(tmp_path: Path) -> None:
+    raising = "data.dataset._target_=tests.user_parts.Raises"
+    code, output, _ = finish(command(*TINY, raising, f"run_dir={tmp_path}", ranks=3))
+    gone = time.time()
+    root_cause = output.partition("Root Cause")[2]
+    assert code != 0
+    assert "rank      : 1 (local_rank: 1)" in root_cause
+    assert "RuntimeError: the answer was 41" in root_cause
+    assert "tests/user_parts.py" in root_cause
+    assert gone - float(re.search(r"raised at ([0-9.]+)", output)[1]) < 5  # type: ignore[index]
+
+
+def timed(run_dir: Path, *overrides: str) -> None:
+    try:
+        train(f"run_dir={run_dir}", *TINY, *overrides)
+    except Exception as error:
+        raise AssertionError(f"{error!r}\n{getattr(error, '__notes__', None)}") from error
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_the_silent_rank_is_named(how: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(timed, 3, tmp_path, "distributed.timeout_s=4", *failing(1, 3, how), init=False, timeout_s=60)
+    for rank in (0, 2):
+        assert "no sign of rank 1 (host 0)" in failure.value.reports[rank]
+

@@ -1,0 +1,63 @@
+"""What a user would bring: a model, a dataset and a task of their own, and faulty ones among them."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trainer.tasks import Classification
+
+
+class Stripes(Dataset[tuple[Tensor, Tensor]]):
+    """Sample k is a row of noise whose mean tells its class; read one by one, no attributes for `auto`."""
+
+    def __init__(self, split: str, num_samples: int = 128) -> None:
+        generator = torch.Generator().manual_seed({"train": 1, "eval": 2}[split])
+        self.labels = torch.arange(num_samples) % 2
+        self.rows = torch.randn(num_samples, 6, generator=generator) + self.labels[:, None]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.rows[index], self.labels[index]
+
+
+class Raises(Stripes):
+    """Fails on rank 1 alone, at one of its samples."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if os.environ.get("RANK") == "1" and index % 16 == 5:
+            print(f"raised at {time.time()}", flush=True)
+            raise RuntimeError("the answer was 41")
+        return super().__getitem__(index)
+
+
+class Tiny(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layers(rows)
+
+
+class FailsAt(Classification):
+    """At the given call of `loss` on the given rank: a loss of `value`, or SIGSTOP, or SIGKILL to itself."""
+
+    def __init__(self, rank: int, call: int, how: str) -> None:
+        super().__init__()
+        self.here, self.call, self.how = int(os.environ.get("RANK", 0)) == rank, call, how
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        self.call -= 1
+        if self.here and self.call == 0:
+            if self.how.startswith("SIG"):
+                os.kill(os.getpid(), getattr(signal, self.how))
+            return loss + float(self.how)
+        return loss
