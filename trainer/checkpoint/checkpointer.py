@@ -1,8 +1,10 @@
 """Saving and resuming a run, agreed among all ranks."""
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from trainer import seeding
 from trainer.checkpoint import full, sharded
 from trainer.checkpoint.background import InBackground, host_stager
-from trainer.checkpoint.hashing import FileDigest, write_json
+from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.matching import targets_for
 from trainer.checkpoint.source import RNG, STATE, Source
 from trainer.checkpoint.store import Retention, Store, verify
@@ -109,7 +111,7 @@ class Checkpointer:
         self._on_main(self._store.clean)
         if resume is None:
             return False
-        directory = self._on_main(lambda: self._choose(resume))
+        directory = self._choose(resume)
         if directory is None:
             log.info("resume=auto: no checkpoint in %s, starting anew", self._store.root)
             return False
@@ -187,7 +189,7 @@ class Checkpointer:
                 "state": plain,
                 "rng": rng_plain,
             }
-            digests[STATE] = write_json(directory / STATE, facts)
+            digests[STATE] = write_text(directory / STATE, json.dumps(facts, indent=1))
         return digests
 
     def _gather_rng(self) -> dict[str, Any] | None:
@@ -198,20 +200,17 @@ class Checkpointer:
     # ---- reading
 
     def _choose(self, resume: str) -> Path | None:
-        if resume != "auto":
-            directory = Path(resume).resolve()
-            if (directory / "checkpoints").is_dir():
-                raise UserError(
-                    f"resume={resume} is a run, not a checkpoint; take one of {resume}/checkpoints/step_*"
-                )
-            verify(directory)
-            return directory
-        for directory in self._store.newest_first():
+        """The directory that ``resume`` means, verified, each rank its share of the files; collective."""
+        auto = resume == "auto"
+        for directory in self._on_main(lambda: self._store.newest_first() if auto else [_existing(resume)]):
             try:
-                verify(directory)
+                self._everywhere(partial(verify, directory, self._dist.rank, self._dist.world_size))
                 return directory
             except UserError as error:
-                log.warning("resume=auto passes over %s: %s", directory.name, error)
+                if not auto:
+                    raise
+                if self._dist.rank == 0:
+                    log.warning("resume=auto passes over %s: %s", directory.name, error)
         return None
 
     def _restore_rng(self, source: Source, progress: Progress) -> None:
@@ -267,3 +266,14 @@ class Checkpointer:
         except Exception as error:
             log.debug("while reading or writing a checkpoint", exc_info=True)
             return None, f"{type(error).__name__}: {error}"
+
+
+def _existing(resume: str) -> Path:
+    directory = Path(resume).resolve()
+    if not directory.is_dir():
+        raise UserError(f"resume={resume} is no directory; take a checkpoint's, or resume=auto")
+    if (directory / "checkpoints").is_dir():
+        raise UserError(
+            f"resume={resume} is a run; take one of its checkpoints, or run_dir={resume} resume=auto"
+        )
+    return directory

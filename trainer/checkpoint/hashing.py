@@ -1,7 +1,6 @@
 """Files that know their sha256 by the time they are on the disk."""
 
 import hashlib
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -100,10 +99,10 @@ def digest_of(path: Path) -> FileDigest:
     return FileDigest(sha.hexdigest(), num_bytes)
 
 
-def write_json(path: Path, value: Any) -> FileDigest:
-    """Write ``value`` as JSON to the new file ``path``, fsynced."""
+def write_text(path: Path, text: str) -> FileDigest:
+    """Write ``text`` to the new file ``path``, fsynced."""
     with HashingFile(path) as file:
-        file.write(json.dumps(value, indent=1).encode())
+        file.write(text.encode())
     return file.digest
 
 

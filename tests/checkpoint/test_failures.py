@@ -1,0 +1,185 @@
+"""Saves that fail or crawl: one clear error on all ranks, the checkpoint before whole, nothing left over."""
+
+import contextlib
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from tests.checkpoint import tiny
+from tests.ranks import run_ranks
+from trainer.checkpoint import checkpointer as checkpointer_module
+from trainer.checkpoint import store
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1.5 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a tmpfs")
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
+    """Save, then fail to save because the disk is full, then make room and save again."""
+    rank = torch_dist.get_rank()
+    state = tiny.train_state(sharded=True)
+    checkpointer = tiny.checkpointer(run_dir, format=format, async_=async_)
+    tiny.train(state, 1)
+    checkpointer.save(state)
+    checkpointer.close()
+    saved = tiny.everything(state)
+    ballast = run_dir / "ballast"
+    if rank == 0:
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        os.truncate(ballast, ballast.stat().st_size - 12288)  # room to begin, not to finish
+    tiny.train(state, 1)
+    with pytest.raises(UserError) as failure:
+        checkpointer.save(state)
+        checkpointer.close()
+    torch_dist.barrier()
+    entries = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
+    fresh = tiny.train_state(sharded=True, seed=8)
+    assert tiny.checkpointer(run_dir).restore(fresh, "auto")
+    tiny.assert_same(tiny.everything(fresh), saved)
+    if rank == 0:
+        ballast.unlink()
+    torch_dist.barrier()
+    tiny.train(state, 1)
+    checkpointer.save(state)
+    checkpointer.close()
+    return {
+        "message": str(failure.value),
+        "entries": entries,
+        "after": sorted(entry.name for entry in (run_dir / "checkpoints").iterdir()),
+    }
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str, async_: bool) -> None:
+    results = run_ranks(_fill_the_disk, 2, small_disk, format, async_)
+    for result in results:
+        assert result["message"] == results[0]["message"]
+        assert "checkpoint of step 2 could not be saved" in result["message"]
+        assert "No space left on device" in result["message"]
+        assert result["entries"] == ["latest", "step_00000001"]
+        assert result["after"] == ["latest", "step_00000001", "step_00000003"]
+
+
+def _fail_on_one_rank(run_dir: Path, failing_rank: int) -> tuple[str, float]:
+    state = tiny.train_state(sharded=True)
+    checkpointer = tiny.checkpointer(run_dir, format="sharded")
+    if torch_dist.get_rank() == failing_rank:
+
+        def refuse(*args: Any) -> None:
+            raise PermissionError(13, "Permission denied", "a file")
+
+        checkpointer_module.sharded._HashingFileSystem.create_stream = refuse  # type: ignore
+    begin = time.monotonic()
+    with pytest.raises(UserError) as failure:
+        checkpointer.save(state)
+    return str(failure.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_one_ranks_failure_strands_nobody(tmp_path: Path, failing_rank: int) -> None:
+    results = run_ranks(_fail_on_one_rank, 2, tmp_path, failing_rank)
+    assert results[0][0] == results[1][0]
+    assert f"rank {failing_rank}" in results[0][0] and "Permission denied" in results[0][0]
+    assert max(seconds for _, seconds in results) < 10
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def _save_slowly(run_dir: Path, format: str) -> float:
+    """A commit of 3 s where the network may take 1 s."""
+    torch_dist.init_process_group("gloo", timeout=timedelta(seconds=1))
+    state = tiny.train_state(sharded=True)
+    tiny.train(state, 1)
+    checkpointer = tiny.checkpointer(run_dir, format=format)
+    commit = store.Store.commit
+
+    def slow(*args: Any) -> Path:
+        time.sleep(3)
+        return commit(*args)
+
+    store.Store.commit = slow  # type: ignore
+    begin = time.monotonic()
+    checkpointer.save(state)
+    seconds = time.monotonic() - begin
+    torch_dist.all_reduce(torch.ones(1))
+    torch_dist.destroy_process_group()
+    return seconds
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_a_save_may_take_longer_than_the_network(tmp_path: Path, format: str) -> None:
+    assert min(run_ranks(_save_slowly, 2, tmp_path, format, init=False)) > 2.5
+
+
+def _pass_over(run_dir: Path) -> dict[str, Any]:
+    state = tiny.train_state()
+    checkpointer = tiny.checkpointer(run_dir, keep_last=5)
+    saved = []
+    for _ in range(3):
+        tiny.train(state, 1)
+        checkpointer.save(state)
+        saved.append(tiny.everything(state))
+    (run_dir / "checkpoints" / "step_00000003" / "manifest.json").unlink()
+    with (run_dir / "checkpoints" / "step_00000002" / "tensors.pt").open("r+b") as file:
+        file.seek(300)
+        file.write(b"\xff\xff")
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    checkpointer_module.log.addHandler(handler)
+    checkpointer_module.log.setLevel(logging.INFO)
+    fresh = tiny.train_state(seed=4)
+    other = checkpointer_module.Checkpointer(
+        tiny.settings(),
+        run_dir,
+        tiny.facts(),
+        strategy="test",
+        config={**tiny.CONFIG, "optim.lr": 0.5, "new": 1},
+    )
+    assert other.restore(fresh, "auto")
+    tiny.assert_same(tiny.everything(fresh), saved[0])
+    with pytest.raises(UserError, match="step_00000002 is damaged"):
+        other.restore(fresh, str(run_dir / "checkpoints" / "step_00000002"))
+    with pytest.raises(UserError, match="is a run; take one of its checkpoints"):
+        other.restore(fresh, str(run_dir))
+    assert not tiny.checkpointer(run_dir / "empty").restore(fresh, "auto")
+    assert not other.restore(fresh, None)
+    return {"messages": messages}
+
+
+def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
+    (result,) = run_ranks(_pass_over, 1, tmp_path)
+    text = "\n".join(result["messages"])
+    assert "passes over step_00000003" in text and "no manifest.json" in text
+    assert "passes over step_00000002" in text and "sha256 of tensors.pt" in text
+    assert "resumed from" in text and "step_00000001 at step 1" in text
+    assert "optim.lr was 0.1 in the checkpoint, is 0.5 now" in text
+    assert "new was" in text

@@ -1,0 +1,129 @@
+"""The directories of a run: which live, which go, and what is never touched."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint.hashing import write_text
+from trainer.checkpoint.store import (
+    MANIFEST,
+    Manifest,
+    Retention,
+    Store,
+    manifest_text,
+    read_manifest,
+    verify,
+)
+from trainer.errors import UserError
+
+
+def _save(store: Store, step: int, **metrics: float) -> Path:
+    directory = store.begin(step)
+    return store.commit(step, "full", {"a.txt": write_text(directory / "a.txt", f"step {step}")}, metrics)
+
+
+def _steps(store: Store) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in store.directories()]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(last=2), [50, 60]),
+        (Retention(last=1, every=20), [20, 40, 60]),
+        (Retention(last=1, best=("loss", "min")), [30, 60]),
+        (Retention(last=1, best=("loss", "max")), [10, 60]),
+        (Retention(last=1, best=("accuracy", "max")), [60]),
+        (Retention(last=9), [10, 20, 30, 40, 50, 60]),
+    ],
+)
+def test_keeps_the_last_the_best_and_every_nth(tmp_path: Path, retention: Retention, kept: list[int]) -> None:
+    store = Store(tmp_path)
+    for step, loss in ((10, 5.0), (20, 2.0), (30, 1.0), (40, 3.0)):
+        _save(store, step, loss=loss)
+    _save(store, 50)
+    _save(store, 60)
+    gone = store.prune(retention)
+    assert _steps(store) == kept
+    assert len(gone) == 6 - len(kept)
+    assert verify(tmp_path / "latest").step == 60
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    other = Store(outside)
+    _save(other, 1)
+    store = Store(tmp_path / "checkpoints")
+    for step in range(3):
+        _save(store, step)
+    (store.root / "step_00000007").symlink_to(outside / "step_00000001")
+    (store.root / "step_mine").mkdir()
+    (store.root / "notes.txt").write_text("keep")
+    (store.root / "step_00000009").mkdir()  # somebody's: it has no manifest
+    store.prune(Retention(last=1))
+    assert _steps(other) == [1] and verify(outside / "step_00000001").step == 1
+    names = {entry.name for entry in store.root.iterdir()}
+    assert names == {"step_00000002", "step_00000007", "step_mine", "notes.txt", "step_00000009", "latest"}
+
+
+def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
+    """After a run was sent back to step 5, its old step 10 is an abandoned future."""
+    store = Store(tmp_path)
+    for step in (5, 10, 6):
+        _save(store, step)
+    assert [path.name[-2:] for path in store.newest_first()] == ["06", "10", "05"]
+    _save(store, 10)
+    assert [path.name[-2:] for path in store.newest_first()] == ["10", "06", "05"]
+    assert (tmp_path / "step_00000010" / "a.txt").read_text() == "step 10"
+
+
+def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    _save(store, 1)
+    (store.begin(2) / "half").write_text("...")
+    _save(store, 3).rename(tmp_path / ".replaced_step_00000003")  # killed between the two renames
+    (tmp_path / ".tmp_latest").symlink_to("step_00000001")
+    store.clean()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000003"]
+    assert verify(tmp_path / "step_00000003").step == 3
+
+
+def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    directory = store.begin(1)
+    digest = write_text(directory / "a.txt", "a")
+    with pytest.raises(OSError, match="is run_dir on a file system that all hosts share"):
+        store.commit(1, "sharded", {"a.txt": digest, "from_another_host": digest}, {})
+
+
+def test_a_part_of_the_files_can_be_verified_by_each_rank(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    directory = store.begin(1)
+    files = {name: write_text(directory / name, name) for name in "abcd"}
+    final = store.commit(1, "sharded", files, {})
+    (final / "c").write_text("C")
+    verify(final, 1, 2)
+    with pytest.raises(UserError, match="sha256 of c"):
+        verify(final, 0, 2)
+
+
+@pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/b", "..", "", "a\\b", "manifest.json"])
+def test_refuses_a_manifest_that_climbs_out(tmp_path: Path, name: str) -> None:
+    store = Store(tmp_path)
+    directory = store.begin(1)
+    digest = write_text(directory / "a.txt", "a")
+    final = store.commit(1, "full", {"a.txt": digest}, {})
+    (final / MANIFEST).write_text(manifest_text(Manifest("full", 1, 0.0, {name: digest})))
+    with pytest.raises(UserError, match="only plain file names beside it"):
+        read_manifest(final)
+
+
+def test_a_fifo_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    final = _save(store, 1)
+    (final / "a.txt").unlink()
+    os.mkfifo(final / "a.txt")
+    with pytest.raises(UserError, match="no plain file"):
+        verify(final)

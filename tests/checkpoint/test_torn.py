@@ -1,0 +1,133 @@
+"""A save killed anywhere leaves the old checkpoint or the new one, whole."""
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as torch_dist
+
+from tests.checkpoint import tiny
+from tests.ranks import RankFailure, run_ranks
+from trainer.checkpoint import hashing, store
+
+OLD, NEW = 2, 3
+
+
+class Points:
+    """Counts the places of a save where a kill could tear it, and dies at one of them."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        self.kill_at = kill_at
+        self.names: list[str] = []
+
+    def reached(self, name: str, half: Callable[[], Any] = lambda: None) -> None:
+        self.names.append(name)
+        if len(self.names) - 1 == self.kill_at:
+            half()  # the part of the action that got done
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def install(self) -> None:
+        write, fsync, remove = hashing.HashingFile.write, os.fsync, shutil.rmtree
+        rename, replace, symlink, mkdir = Path.rename, Path.replace, Path.symlink_to, Path.mkdir
+
+        def hashing_write(file: hashing.HashingFile, data: Any) -> int:
+            is_manifest = Path(f"/proc/self/fd/{file.fileno()}").readlink().name == store.MANIFEST
+            half = memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2]
+            self.reached("manifest" if is_manifest else "write", lambda: write(file, half))
+            return write(file, data)
+
+        def do_fsync(descriptor: int) -> None:
+            self.reached("fsync")
+            fsync(descriptor)
+
+        def do_rename(path: Path, target: Path) -> Path:
+            self.reached("prune" if target.name.startswith(".tmp") else "rename")
+            return rename(path, target)
+
+        def do_replace(path: Path, target: Path) -> Path:
+            self.reached("latest")
+            return replace(path, target)
+
+        def do_symlink(path: Path, target: str) -> None:
+            self.reached("latest")
+            symlink(path, target)
+
+        def do_mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+            self.reached("mkdir")
+            mkdir(path, *args, **kwargs)
+
+        def do_rmtree(path: Path, **kwargs: Any) -> None:
+            self.reached("prune", lambda: next(Path(path).iterdir()).unlink())
+            remove(path, **kwargs)
+
+        hashing.HashingFile.write = hashing_write  # type: ignore
+        os.fsync = do_fsync  # type: ignore
+        shutil.rmtree = do_rmtree  # type: ignore
+        Path.rename, Path.replace, Path.symlink_to = do_rename, do_replace, do_symlink  # type: ignore
+        Path.mkdir = do_mkdir  # type: ignore
+
+
+def _train_and_save(
+    run_dir: Path, format: str, last_step: int, kill_rank: int = 0, kill_at: int | None = None
+) -> dict[str, Any]:
+    """Go on from the newest checkpoint to ``last_step`` and save there."""
+    state = tiny.train_state(sharded=True)
+    checkpointer = tiny.checkpointer(run_dir, format=format, keep_last=1)
+    checkpointer.restore(state, "auto")
+    found = tiny.everything(state)
+    tiny.train(state, last_step - state.progress.step)
+    points = Points(kill_at if torch_dist.get_rank() == kill_rank else None)
+    points.install()
+    checkpointer.save(state)
+    return {"found": found, "saved": tiny.everything(state), "points": points.names}
+
+
+def _kill_everywhere(tmp_path: Path, format: str, num_points: int) -> None:
+    """Kill one rank of a save at ``num_points`` points spread over all there are."""
+    pristine = tmp_path / "pristine"
+    old = run_ranks(_train_and_save, 2, pristine, format, OLD)[0]["saved"]
+    whole = run_ranks(
+        _train_and_save, 2, shutil.copytree(pristine, tmp_path / "whole", symlinks=True), format, NEW
+    )
+    new = whole[0]["saved"]
+    tiny_differs = any(not new["tensors"][k].equal(v) for k, v in old["tensors"].items())
+    assert tiny_differs and old["plain"] != new["plain"]
+    places = [(rank, at) for rank in range(2) for at in range(len(whole[rank]["points"]))]
+    if num_points < len(places):
+        places = [places[round(i * (len(places) - 1) / (num_points - 1))] for i in range(num_points)]
+    names = {whole[rank]["points"][at] for rank, at in places}
+    assert num_points < 30 or names == {"write", "fsync", "manifest", "rename", "latest", "prune", "mkdir"}
+    outcomes = []
+    for number, (rank, at) in enumerate(places):
+        run_dir = shutil.copytree(pristine, tmp_path / str(number), symlinks=True)
+        with pytest.raises(RankFailure, match=f"rank {rank}: died with exit code -9"):
+            run_ranks(_train_and_save, 2, run_dir, format, NEW, rank, at)
+        found = run_ranks(_train_and_save, 2, run_dir, format, NEW)[0]["found"]
+        is_old = found["plain"]["progress"]["step"] == OLD
+        with contextlib.suppress(AssertionError):
+            tiny.assert_same(found, old if is_old else new)
+            outcomes.append("old" if is_old else "new")
+        leftovers = [
+            entry.name for entry in (run_dir / "checkpoints").iterdir() if entry.name.startswith(".")
+        ]
+        assert leftovers == []
+        shutil.rmtree(run_dir)
+    assert len(outcomes) == len(places), f"{len(places) - len(outcomes)} mixtures"
+    assert num_points < 30 or set(outcomes) == {"old", "new"}
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_a_killed_save_tears_nothing(tmp_path: Path, format: str) -> None:
+    _kill_everywhere(tmp_path, format, num_points=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_a_killed_save_tears_nothing_at_any_point(tmp_path: Path, format: str) -> None:
+    _kill_everywhere(tmp_path, format, num_points=30)
