@@ -10,7 +10,7 @@ composed: list[DictConfig] = []  # one; several in a multirun; none for --help a
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def compose(settings: DictConfig) -> None:
-    """Only collect: what runs inside Hydra's main has its errors reported, and its traceback cut, by Hydra."""
+    """Only collect: Hydra would report the errors of what runs in here, and cut their tracebacks."""
     composed.append(settings)
 
 

@@ -43,7 +43,10 @@ def test_groups_are_not_empty() -> None:
     [
         ("+foo=1", "foo is not a setting"),
         ("+train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
-        ("+strategy.bucket_mb=1", "strategy.bucket_mb is not a setting; did you mean strategy.bucket_cap_mb?"),
+        (
+            "+strategy.bucket_mb=1",
+            "strategy.bucket_mb is not a setting; did you mean strategy.bucket_cap_mb?",
+        ),
         ("+data.root=x", "data.root is not a setting"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
         ("train.compile=perhaps", "train.compile: Value 'perhaps' is not a valid bool"),

@@ -28,7 +28,9 @@ TINY = (
 
 
 def failing(rank: int, call: int, how: str) -> tuple[str, ...]:
-    return ("data.task._target_=tests.user_parts.FailsAt", "~data.task.label_smoothing") + (
+    return (
+        "data.task._target_=tests.user_parts.FailsAt",
+        "~data.task.label_smoothing",
         f"+data.task.rank={rank}",
         f"+data.task.call={call}",
         f"+data.task.how='{how}'",
@@ -82,7 +84,9 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
                 ("model.hidden=[0]",): r"model: models.mlp.MLP .*width of at least 1",
                 ("model._target_=models.mlp.Mlp",): r"model: .*models.mlp.Mlp",
                 ("schedule.warmup_steps=100000",): r"schedule: .*warmup_steps is 100000",
-                ("data.dataset._target_=tests.user_parts.Stripes",): r"model.input_shape is auto, but Stripes has no",
+                (
+                    "data.dataset._target_=tests.user_parts.Stripes",
+                ): r"model.input_shape is auto, but Stripes has no",
                 ("strategy.sync_batchnorm=true",): r"sync_batchnorm=true needs CUDA",
                 ("strategy=fsdp", "strategy.cpu_offload=true"): r"cpu_offload=true",
                 ("resume=/nowhere",): r"/nowhere",
@@ -94,9 +98,14 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
             {
                 ("strategy=dp",): r"strategy=dp is one process, but 2 were started",
                 ("strategy=single",): r"strategy=single is one process, but 2 were started",
-                ("train.global_batch_size=63",): r"global_batch_size is 63.*2 replicas; nearest that does: 62",
+                (
+                    "train.global_batch_size=63",
+                ): r"global_batch_size is 63.*2 replicas; nearest that does: 62",
                 ("train.global_batch_size=1",): r"nearest that does: 2",
-                ("strategy=fsdp", "strategy.shard_group=3"): r"groups of 3 ranks, which do not divide the 2 ranks",
+                (
+                    "strategy=fsdp",
+                    "strategy.shard_group=3",
+                ): r"groups of 3 ranks, which do not divide the 2 ranks",
             },
         ),
     ],
@@ -166,7 +175,9 @@ def with_other_model(run_dir: Path) -> None:
 def test_disagreeing_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(with_other_model, 2, tmp_path, init=False)
-    named = "differs from rank 0 in parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"
+    named = (
+        "differs from rank 0 in parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"
+    )
     assert all(named in report for report in failure.value.reports.values())
 
 
@@ -227,7 +238,8 @@ def timed(run_dir: Path, *overrides: str) -> None:
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_the_silent_rank_is_named(how: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(timed, 3, tmp_path, "distributed.timeout_s=4", *failing(1, 3, how), init=False, timeout_s=60)
+        run_ranks(
+            timed, 3, tmp_path, "distributed.timeout_s=4", *failing(1, 3, how), init=False, timeout_s=60
+        )
     for rank in (0, 2):
         assert "no sign of rank 1 (host 0)" in failure.value.reports[rank]
-

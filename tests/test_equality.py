@@ -12,11 +12,24 @@ from torch import Tensor
 from tests.ranks import run_ranks
 from tests.runs import trained
 
-COMMON = ("train.max_steps=20", "train.global_batch_size=64", "train.eval_every_epochs=0", "schedule=constant")
+COMMON = (
+    "train.max_steps=20",
+    "train.global_batch_size=64",
+    "train.eval_every_epochs=0",
+    "schedule=constant",
+)
 MODELS = {
     "mlp": ("data=digits", "model=mlp", "model.hidden=[64,64]", "optim.lr=0.1"),
-    "gpt": ("data=text", "model=gpt", "data.dataset.block_size=32", "model.width=32", "model.depth=2")
-    + ("model.num_heads=2", "optim=sgd", "optim.lr=0.1"),
+    "gpt": (
+        "data=text",
+        "model=gpt",
+        "data.dataset.block_size=32",
+        "model.width=32",
+        "model.depth=2",
+        "model.num_heads=2",
+        "optim=sgd",
+        "optim.lr=0.1",
+    ),
 }
 STRATEGIES = {
     "ddp x2": (2, "strategy=ddp"),
@@ -29,7 +42,12 @@ HOSTS = {"fsdp hybrid 2x2": [0, 0, 1, 1]}
 
 
 def models_of_all_ranks(
-    run_dir: Path, model: str, world_size: int, *overrides: str, fn: Callable[..., Any] = trained, **kwargs: Any
+    run_dir: Path,
+    model: str,
+    world_size: int,
+    *overrides: str,
+    fn: Callable[..., Any] = trained,
+    **kwargs: Any,
 ) -> list[dict[str, Tensor]]:
     options = (*COMMON, *MODELS[model], *overrides, f"run_dir={run_dir}", "checkpoint.every_epochs=null")
     return run_ranks(fn, world_size, *options, init=False, **kwargs)
@@ -93,7 +111,9 @@ def keep_own_gradient(_: object, bucket: dist.GradBucket) -> torch.futures.Futur
     return future
 
 
-def test_catches_a_rank_that_skips_the_reduction(tmp_path: Path, single: dict[str, dict[str, Tensor]]) -> None:
+def test_catches_a_rank_that_skips_the_reduction(
+    tmp_path: Path, single: dict[str, dict[str, Tensor]]
+) -> None:
     sound, deaf = models_of_all_ranks(tmp_path, "mlp", 2, "strategy=ddp", fn=deaf_on_rank_1)
     assert distance(deaf, single["mlp"]) > 100
     assert not all(torch.equal(sound[name], deaf[name]) for name in sound)

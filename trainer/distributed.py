@@ -145,7 +145,7 @@ def _check_backend(backend: str, device: torch.device) -> None:
     if "nccl" in backend and not (dist.is_nccl_available() and device.type == "cuda"):
         raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; take gloo")
     if "nccl" not in backend and device.type == "cuda" and backend != "mpi":
-        log.warning("distributed.backend=%s on %s: every collective goes through host memory", backend, device)
+        log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
 
 
 def _meet(place: launch.Place, timeout: timedelta) -> dist.Store:
@@ -186,4 +186,4 @@ def _name_the_silent(error: Exception, store: dist.Store, rank: int, hosts: list
             error.add_note("the store of rank 0 does not answer: its process or its host is gone")
             return
         named = ", ".join(f"rank {other} (host {hosts[other]})" for other in silent)
-        error.add_note(f"no sign of {named} {grace.total_seconds():.0f} s after this: it hangs, or it is gone")
+        error.add_note(f"no sign of {named} {grace.total_seconds():.0f} s after this: hanging, or gone")

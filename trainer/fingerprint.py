@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 def inputs(model: nn.Module, train_set: Sized, eval_set: Sized) -> dict[str, Any]:
     """Name to value of all that the ranks must have in common besides the settings."""
-    tensors = {f"parameter {name}": value for name, value in model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"parameter {name}": value for name, value in model.named_parameters()}
     tensors |= {f"buffer {name}": value for name, value in model.named_buffers()}
     return {
         "the torch version": torch.__version__,
@@ -31,10 +31,11 @@ def parameters_sha256(model: nn.Module) -> str:
         model: unwrapped; its state dict carries no prefix.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    tensors: dict[str, Tensor] = get_model_state_dict(model, options=options)
+    tensors = get_model_state_dict(model, options=options)
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
+        tensor = tensors[name]
+        assert isinstance(tensor, Tensor)
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""How a process of a run starts and ends: torchrun's environment, messages and exit codes. Imports no torch."""
+"""How a process of a run starts and ends: torchrun's environment, messages, exit codes. Imports no torch."""
 
 import os
 import re
@@ -68,13 +68,13 @@ def refuse_sweep_in_ranks(num_trials: int) -> None:
     """A sweep inside torchrun would run on every rank at once; each trial must be a launch of its own."""
     if num_trials > 1 and place().under_torchrun:
         raise UserError(
-            f"-m (multirun) inside torchrun would start all {num_trials} trials on every rank; sweep outside, "
+            f"-m (multirun) inside torchrun starts all {num_trials} trials on every rank; sweep outside, "
             "one launch per trial: for lr in 0.1 0.01; do torchrun ... train.py optim.lr=$lr; done"
         )
 
 
 def _say_once(message: str) -> None:
-    """Print for all ranks: rank 0 at once; another rank only if rank 0 then lives on, and so had nothing to say.
+    """Print for all ranks: rank 0 at once; another only if rank 0 then lives on, and so had nothing to say.
 
     torchrun ends the other ranks as soon as rank 0 has left.
     """

@@ -52,7 +52,7 @@ class RunLog:
             self._writer.flush()
 
     def line(self, text: str) -> None:
-        """Print a line that belongs to the progress of the run; a bar, where there is one, shows it instead."""
+        """Print a line on the progress of the run; a bar, where there is one, shows it instead."""
         if self.enabled:
             if self._bar.disable:
                 log.info("%s", text)
@@ -71,7 +71,7 @@ def table(rows: Mapping[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
-class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+class _Console(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=self.stream)  # above the bar, where there is one
 

@@ -62,14 +62,14 @@ def fit(job: Job) -> dict[str, float]:
     progress, settings = job.state.progress, job.settings
     guard, meter = StepGuard(job.dist), Meter(job.dist)
     last_epoch = (job.total_steps - 1) // job.train_loader.steps_per_epoch
-    warm_up = 10 if progress.epoch == last_epoch else job.train_loader.steps_per_epoch
+    unsteady_steps = 10 if progress.epoch == last_epoch else job.train_loader.steps_per_epoch
     steady = epoch_begin = meter.mark()
     evaluation: dict[str, float] = {}
 
     while progress.step < job.total_steps:
         epoch_begin = meter.mark()
         for _ in train_epoch(job, guard, meter):
-            if progress.step == job.first_step + warm_up:
+            if progress.step == job.first_step + unsteady_steps:
                 steady = meter.mark()
         finished = progress.step == job.total_steps
         if settings.eval_every_epochs and (finished or progress.epoch % settings.eval_every_epochs == 0):
@@ -126,7 +126,7 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
 
 
 def warm_up(job: Job, batches: Iterator[Any]) -> Iterator[Any]:
-    """Put a resumed strategy where its first backward pass had put it before the stop; return `batches` whole.
+    """Put a resumed strategy where its first backward pass had put it before the stop; return `batches`.
 
     A forward and backward pass on the next batch, of which nothing remains but what the strategy made of it.
     """
@@ -202,9 +202,9 @@ def report(job: Job, meter: Meter, window: Mark, grad_norm: Tensor | None) -> No
     progress, devices = job.state.progress, job.strategy.devices
     loss = meter.mean_loss(window)  # waits for the device, so that the times below are complete
     ms = meter.ms_per_step(window)
-    values = {
+    values: dict[str, float] = {
         "train/loss": loss,
-        "train/lr": job.state.schedule.get_last_lr()[0],
+        "train/lr": float(job.state.schedule.get_last_lr()[0]),
         "train/epoch": progress.epoch + progress.step_in_epoch / job.train_loader.steps_per_epoch,
         "speed/samples_per_second": job.settings.global_batch_size / ms["step"] * 1e3,
         **{f"speed/ms_per_step/{part}": value for part, value in ms.items()},
@@ -217,13 +217,13 @@ def report(job: Job, meter: Meter, window: Mark, grad_norm: Tensor | None) -> No
         values["data/skipped_samples"] = job.train_loader.num_skipped
     job.run_log.scalars(values, progress.step)
     job.run_log.line(
-        f"step {progress.step}/{job.total_steps}  epoch {values['train/epoch']:.2f}  loss {values['train/loss']:.4f}"
-        f"  lr {values['train/lr']:.2e}  {values['speed/samples_per_second']:.0f} samples/s"
+        f"step {progress.step}/{job.total_steps}  epoch {values['train/epoch']:.2f}  loss {loss:.4f}  "
+        f"lr {values['train/lr']:.2e}  {values['speed/samples_per_second']:.0f} samples/s"
     )
 
 
 def to_device(batch: Any, device: torch.device, channels_last: bool) -> Any:
-    """Return `batch` (tensors in tuples, lists and dicts) on `device`; pinned memory is copied asynchronously."""
+    """Return `batch` (tensors in tuples, lists, dicts) on `device`, asynchronously from pinned memory."""
     if isinstance(batch, Tensor):
         if channels_last and batch.ndim == 4:
             return batch.to(device, non_blocking=True, memory_format=torch.channels_last)

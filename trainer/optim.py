@@ -42,7 +42,7 @@ def _decay(
     shape: Callable[[float], float],
 ) -> LambdaLR:
     if not 0 <= warmup_steps < total_steps:
-        raise ValueError(f"warmup_steps is {warmup_steps}, but must lie in 0..{total_steps - 1} (total_steps)")
+        raise ValueError(f"warmup_steps is {warmup_steps}, but must lie below total_steps, {total_steps}")
     if not 0 <= final_fraction <= 1:
         raise ValueError(f"final_fraction is {final_fraction}, but must lie in 0..1")
 

@@ -99,7 +99,8 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest, run_dir: Pat
     )
     checkpointer.restore(state, config.resume)
 
-    run_log = RunLog(dist, run_dir, total_steps, state.progress.step)
+    first_step = state.progress.step
+    run_log = RunLog(dist, run_dir, total_steps, first_step)
     run_log.text("config", f"```yaml\n{to_yaml(config)}\n```")
     batch = f"{strategy.num_replicas} replicas x {micro_batch_size} x {accumulation} accumulated"
     processes = f"{dist.num_hosts} x {dist.local_world_size} processes, {dist.backend}"
@@ -111,9 +112,9 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest, run_dir: Pat
                 "hosts": f"{processes} on {dist.device.type}",
                 "precision": config.train.precision + (", compiled" if config.train.compile else ""),
                 "model": f"{config.model['_target_']}, {num_parameters:,} parameters",
-                "data": f"{config.data.dataset['_target_']}, {len(train_set):,} to train, {len(eval_set):,} to evaluate",
+                "data": f"{config.data.dataset['_target_']}, {len(train_set):,} + {len(eval_set):,} held out",
                 "batch": f"{config.train.global_batch_size} = {batch}",
-                "steps": f"{total_steps:,} of {train_loader.steps_per_epoch:,} an epoch, from {state.progress.step:,}",
+                "steps": f"{total_steps:,}, {train_loader.steps_per_epoch:,} an epoch, from {first_step:,}",
                 "seed": str(seed),
                 "run": str(run_dir),
             }
@@ -131,7 +132,7 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest, run_dir: Pat
         eval_loader=eval_loader,
         settings=config.train,
         accumulation=accumulation,
-        first_step=state.progress.step,
+        first_step=first_step,
         total_steps=total_steps,
         checkpointer=checkpointer,
         run_log=run_log,

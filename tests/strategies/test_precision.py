@@ -12,13 +12,20 @@ from tests.ranks import run_ranks
 from tests.runs import job_of, train
 from trainer.loop import Job
 
-QUICK = ("train.max_steps=66", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "model.hidden=[32]")
+QUICK = (
+    "train.max_steps=66",
+    "train.eval_every_epochs=0",
+    "checkpoint.every_epochs=null",
+    "model.hidden=[32]",
+)
 WORLD_SIZE = {"single": 1, "ddp": 2, "fsdp": 2}
 
 
 def losses(strategy: str, run_dir: Path) -> list[float]:
     return [
-        train(f"strategy={strategy}", f"train.precision={precision}", f"run_dir={run_dir}", *QUICK)["train/loss"]
+        train(f"strategy={strategy}", f"train.precision={precision}", f"run_dir={run_dir}", *QUICK)[
+            "train/loss"
+        ]
         for precision in ("fp32", "bf16", "fp16")
     ]
 

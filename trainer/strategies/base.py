@@ -47,7 +47,7 @@ class Strategy:
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's module within `model`: no prefix in its parameter names, no collective of ours."""
+        """Return the user's module within `model`: no prefix in its parameter names, no collective."""
         return model
 
     def autocast(self) -> AbstractContextManager:
@@ -57,7 +57,7 @@ class Strategy:
         return torch.autocast(self.device.type, DTYPES[self.precision])
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """fp16 needs its loss scaled to keep small gradients; for other precisions a scaler that does nothing."""
+        """fp16 needs its loss scaled to keep small gradients; for others the scaler does nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:

@@ -23,7 +23,7 @@ class Ddp(Strategy):
         # element lies decides in which order an all-reduce adds up the ranks, and so its last bit.
         self.changes_after_first_step = self.num_replicas > 1
         if settings.sync_batchnorm and dist.device.type != "cuda":
-            raise UserError("strategy.sync_batchnorm=true needs CUDA: torch's SyncBatchNorm has no CPU kernel")
+            raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.settings.sync_batchnorm:

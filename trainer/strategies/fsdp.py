@@ -33,13 +33,14 @@ class Fsdp(Strategy):
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self.mesh = _mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
-            raise UserError("strategy.cpu_offload=true, but the model already trains on the CPU; set it to false")
+            raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
         if self.mesh.ndim == 2:
             replicate, shard = self.mesh.shape
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        units = getattr(model, "fsdp_units", None) or list(_units_by_size(model, self.settings.unit_min_params))
+        by_size = _units_by_size(model, self.settings.unit_min_params)
+        units = getattr(model, "fsdp_units", None) or list(by_size)
         if not self.settings.cpu_offload:
             model = model.to(self.device)
         # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output, from
@@ -47,19 +48,19 @@ class Fsdp(Strategy):
         param_dtype = DTYPES[self.settings.param_dtype or self.precision]
         precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=DTYPES[self.settings.reduce_dtype])
         root_precision = MixedPrecisionPolicy(param_dtype, precision.reduce_dtype, output_dtype=torch.float32)
-        offload = CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy()
-        reshard = self.settings.reshard_after_forward
+        shard = functools.partial(
+            fully_shard,
+            mesh=self.mesh,
+            reshard_after_forward=self.settings.reshard_after_forward,
+            offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
+        )
         for unit in units:
             if self.settings.activation_checkpointing:
                 unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
             if self.compile_model:
                 unit.compile()
-            fully_shard(
-                unit, mesh=self.mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload
-            )
-        fully_shard(
-            model, mesh=self.mesh, reshard_after_forward=reshard, mp_policy=root_precision, offload_policy=offload
-        )
+            shard(unit, mp_policy=precision)
+        shard(model, mp_policy=root_precision)
         self.notes.append(f"fsdp: {len(units)} units and the root")
         return model
 
@@ -67,8 +68,8 @@ class Fsdp(Strategy):
         return nullcontext()  # the mixed precision policy casts parameters and inputs
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        # Sharded: an overflow in one rank's shard must skip the step on all. Its flag is a plain tensor beside
-        # DTensor gradients, which torch replicates as meant, and warns.
+        # Sharded: an overflow in one rank's shard must skip the step on all. Its flag is a plain tensor
+        # beside DTensor gradients, which torch replicates as meant, and warns.
         warnings.filterwarnings("ignore", message="Found a non-scalar tensor with numel=1")
         return ShardedGradScaler(self.device.type, enabled=self.precision == "fp16")
 
