@@ -1,11 +1,13 @@
 """Loader settings for tests, and a loader built with few words."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -27,6 +29,7 @@ def train_loader(
     *,
     micro: int | None = None,
     seed: int = 0,
+    timeout_s: float = 60,
     **settings: Any,
 ) -> TrainLoader:
     local = global_batch_size // num_replicas
@@ -38,8 +41,18 @@ def train_loader(
         num_replicas=num_replicas,
         replica=replica,
         seed=seed,
+        timeout_s=timeout_s,
         device=CPU,
     )
+
+
+def message_of(batches: Iterable[Any]) -> str:
+    """What reading them raises. (A test that kept the exception would keep its frames and their workers.)"""
+    try:
+        list(batches)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")
 
 
 def eval_loader(

@@ -1,6 +1,6 @@
 """Images held in memory as two tensors, a batch of which is one indexing step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -47,14 +47,32 @@ class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._as_float(self.images[index]), self.labels[index]
+        return self.as_float(self.images[index]), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The batch (images (B, C, H, W) float32, labels (B,) int64), already collated."""
         where = torch.from_numpy(
             np.asarray(indices, dtype=np.int64)
         )  # torch parses a list at a third the speed
-        return self._as_float(self.images.index_select(0, where)), self.labels.index_select(0, where)
+        return self.as_float(self.images.index_select(0, where)), self.labels.index_select(0, where)
 
-    def _as_float(self, images: Tensor) -> Tensor:
+    def as_float(self, images: Tensor) -> Tensor:
+        """One image or a batch, as it goes to the model."""
         return images * self.scale + self.shift if images.dtype == torch.uint8 else images
+
+
+class AugmentedImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images in memory, each changed at random when fetched, so sample by sample: no ``__getitems__``."""
+
+    def __init__(self, images: ImagesInMemory, augment: Callable[[Tensor], Tensor]) -> None:
+        self.originals = images
+        self.augment = augment
+        self.num_classes = images.num_classes
+        self.input_shape = images.input_shape
+
+    def __len__(self) -> int:
+        return len(self.originals)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        changed = self.augment(self.originals.images[index])
+        return self.originals.as_float(changed), self.originals.labels[index]

@@ -1,6 +1,9 @@
 """Loaders: torch's DataLoader round our samplers and readers, one life long for the whole run."""
 
+import ctypes
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -10,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from trainer.data.reader import BatchReader, EvalReader, TrainReader
 from trainer.data.sampler import EvalSampler, TrainSampler
 from trainer.errors import UserError
+
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 class LoaderSettings(Protocol):
@@ -141,7 +146,9 @@ def _data_loader(
         persistent_workers=settings.persistent_workers and in_workers,
         pin_memory=device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
         timeout=timeout_s if in_workers else 0,
-        worker_init_fn=_outlive_the_first_signal,
+        # Children of the main process, as those of Python 3.14's default, the fork server, are not.
+        multiprocessing_context="fork" if in_workers else None,
+        worker_init_fn=_obey_the_main_process_alone,
         # one of its own: each epoch it draws a number, which must not come from the run's generator
         generator=torch.Generator().manual_seed(reader.seed),
     )
@@ -154,20 +161,27 @@ def _as_it_is(batch: Any) -> Any:
 def _raise_errors(batches: DataLoader[Any]) -> Iterator[Any]:
     for batch in batches:
         if isinstance(batch, UserError):
-            raise batch
+            # Not `raise batch`: this frame and its exception would hold each other, and DataLoader, when left
+            # to the garbage collector, waits 5 s for each of its workers.
+            raise UserError(str(batch))
         yield batch
 
 
-def _outlive_the_first_signal(worker_id: int) -> None:
-    """Let a worker go on when a signal to stop reaches the whole session: its batches are still wanted.
+def _obey_the_main_process_alone(worker_id: int) -> None:
+    """Let a worker outlive the signals that stop a whole session, but not its main process.
 
-    Ctrl-C and SIGUSR1 are the main process's business. The second SIGTERM kills, for that is how DataLoader
-    ends a worker that does not answer. A worker whose main process is gone notices within seconds and ends.
+    The main process may still want batches on its way to a checkpoint. A SIGTERM from it, which is how
+    DataLoader ends a worker that does not answer, counts; should it be killed, the kernel kills the worker,
+    also one that is stuck. (Workers are forked from the main thread: the kernel watches that thread.)
     """
-
-    def be_ready_to_die(signum: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, be_ready_to_die)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_the_main_process_says_so, daemon=True).start()
+
+
+def _end_when_the_main_process_says_so() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

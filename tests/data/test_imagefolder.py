@@ -1,0 +1,122 @@
+"""A folder of images for each class: real PNG and JPEG files, some of them broken."""
+
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+from PIL import Image
+
+from tests.data.settings import eval_loader, message_of, train_loader
+from trainer.data.imagefolder import MEAN, STD, ImageFolder
+from trainer.errors import UserError
+
+COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Four images in each class to train on, one to evaluate on; of odd sizes, modes and formats."""
+    for split, count in (("train", 4), ("val", 1)):
+        for name, colour in COLOURS.items():
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                image = Image.new("RGB", (40 + i, 30), colour)
+                image.convert("P" if i == 1 else "RGB").save(folder / f"{i}.{'jpg' if i == 2 else 'png'}")
+    return tmp_path
+
+
+def huge_png(width: int, height: int) -> bytes:
+    """A few bytes that claim to be an enormous image."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0"))
+        + chunk(b"IEND", b"")
+    )
+
+
+def test_images_come_normalised_with_the_number_of_their_class(root: Path) -> None:
+    train, held_out = ImageFolder("train", str(root), 16), ImageFolder("eval", str(root), 16)
+    assert (len(train), len(held_out), train.num_classes, train.input_shape) == (8, 2, 2, (3, 16, 16))
+    for dataset in (train, held_out):
+        for image, label in (dataset[i] for i in range(len(dataset))):
+            colour = torch.tensor(COLOURS[("blue", "red")[label]]) / 255
+            expected = (colour - torch.tensor(MEAN)) / torch.tensor(STD)
+            assert image.shape == (3, 16, 16)
+            torch.testing.assert_close(image, expected.view(3, 1, 1).expand(3, 16, 16), atol=0.02, rtol=0)
+
+
+def test_training_crops_at_random_and_evaluation_takes_the_centre(root: Path) -> None:
+    """On an image whose red grows from left to right."""
+    ramp = Image.frombytes("L", (64, 64), bytes(range(0, 256, 4)) * 64)
+    Image.merge("RGB", (ramp, ramp, ramp)).save(root / "train/blue/0.png")
+    Image.merge("RGB", (ramp, ramp, ramp)).save(root / "val/blue/0.png")
+    held_out = ImageFolder("eval", str(root), 56)
+    image, _ = held_out[0]
+    assert torch.equal(image, held_out[0][0])
+    row = (image[0, 0] * STD[0] + MEAN[0]) * 255
+    torch.testing.assert_close(row, torch.arange(16.0, 240, 4), atol=0.01, rtol=0)  # 4 pixels off either side
+    train = ImageFolder("train", str(root), 56)
+    crops = [train[0][0] for _ in range(12)]
+    assert len({crop[0, 0, 0].item() for crop in crops}) > 6
+    mirrored = sum((crop[0, 0, -1] < crop[0, 0, 0]).item() for crop in crops)
+    assert 0 < mirrored < 12
+
+
+BROKEN = {
+    "no image at all": lambda path: path.write_text("not an image"),
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-40]),
+    "a decompression bomb": lambda path: path.write_bytes(huge_png(20_000, 20_000)),
+    "a suspiciously large image": lambda path: path.write_bytes(huge_png(10_000, 10_000)),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_image_is_named_with_path_and_index(root: Path, how: str, workers: int) -> None:
+    path = root / "train/red/2.jpg"  # index 6
+    BROKEN[how](path)
+    loader = train_loader(ImageFolder("train", str(root), 16), 8, num_workers=workers)
+    message = message_of(loader.epoch(0))
+    assert message.startswith(f"sample 6 of ImageFolder cannot be read: {path}: ")
+    assert "\n" not in message
+
+
+def test_a_broken_image_can_be_skipped(root: Path) -> None:
+    for path in ("train/red/2.jpg", "val/red/0.png"):
+        (root / path).write_bytes(b"")
+    train = train_loader(ImageFolder("train", str(root), 16), 8, on_bad_sample="skip", num_workers=2)
+    [(images, labels)] = list(train.epoch(0))
+    assert images.shape == (8, 3, 16, 16)
+    assert labels.sum() == 4
+    assert train.num_skipped == 1
+    held_out = eval_loader(ImageFolder("eval", str(root), 16), 8, on_bad_sample="skip")
+    [((images, labels), is_real)] = list(held_out)
+    assert (labels.tolist(), is_real, held_out.num_skipped) == ([0], True, 1)
+
+
+def test_folders_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.dataset.root=/nowhere: no folder /nowhere/train"):
+        ImageFolder("train", "/nowhere")
+    (root / "train/green").mkdir()
+    with pytest.raises(UserError, match=r"green"):  # without an image
+        ImageFolder("train", str(root))
+    Image.new("RGB", (8, 8)).save(root / "train/green/0.png")
+    with pytest.raises(UserError, match=r"must hold the same classes, but 1 are in one of them only: green"):
+        ImageFolder("eval", str(root))
+    (root / "val").rename(root / "test")
+    with pytest.raises(UserError, match=r"no folder .*/val or .*/eval"):
+        ImageFolder("eval", str(root))
+    with pytest.raises(UserError, match="image_size=0"):
+        ImageFolder("train", str(root), 0)

@@ -1,0 +1,235 @@
+"""Batches are the same for any number of workers, ranks and stops; broken samples are named or skipped."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+from tests.data.settings import eval_loader, message_of, train_loader
+from tests.ranks import RankFailure, run_ranks
+from trainer.data.digits import Digits
+from trainer.errors import UserError
+
+
+class Noisy(Dataset[tuple[torch.Tensor, int]]):
+    """Sample i is i plus noise from each of the three generators; some samples cannot be read."""
+
+    def __init__(self, num_samples: int = 24, broken: tuple[int, ...] = ()) -> None:
+        self.num_samples = num_samples
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.broken:
+            raise OSError(f"folder/{index}.png: truncated")
+        noise = [random.random(), np.random.rand(), torch.rand(()).item()]
+        return torch.tensor([index + part / 2 for part in noise]), index
+
+
+def epoch(loader: Any, number: int = 0, first_step: int = 0) -> list[torch.Tensor]:
+    return [inputs for inputs, _ in loader.epoch(number, first_step)]
+
+
+def indices(batches: Any) -> list[int]:
+    return [index for _, labels in batches for index in labels.tolist()]
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_augmentation_does_not_depend_on_workers(persistent: bool) -> None:
+    alone, helped = (
+        train_loader(Noisy(), 8, seed=5, num_workers=n, persistent_workers=persistent) for n in (0, 2)
+    )
+    for number in (0, 1):
+        assert torch.equal(torch.stack(epoch(alone, number)), torch.stack(epoch(helped, number)))
+    # ... and epochs, samples and the three generators differ from one another
+    values = torch.cat(epoch(alone, 0) + epoch(alone, 1))
+    noise = values - values.floor()
+    assert noise.unique().numel() == noise.numel()
+
+
+def test_augmentation_does_not_depend_on_the_world_size_nor_on_a_resume() -> None:
+    whole = torch.stack(epoch(train_loader(Noisy(), 8), 3))
+    for replica in (0, 1):
+        half = torch.stack(epoch(train_loader(Noisy(), 8, 2, replica, micro=2), 3, first_step=1))
+        assert torch.equal(whole[1:, replica::2].flatten(0, 1), half.flatten(0, 1))
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), Digits("train")])
+def test_reading_leaves_the_generators_of_the_process_alone(dataset: Any) -> None:
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    for _ in train_loader(dataset, 8).epoch(0):
+        assert states() == before
+    for _ in eval_loader(dataset, 8):
+        assert states() == before
+
+
+def test_in_memory_data_comes_in_one_step() -> None:
+    digits = Digits("train")
+    images, labels = next(train_loader(digits, 64).epoch(0))
+    order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))[:64]
+    assert torch.equal(images, digits.images[order])
+    assert torch.equal(labels, digits.labels[order])
+
+
+def test_a_subset_and_a_list_of_samples_are_batched_too() -> None:
+    """Subset has `__getitems__` for any dataset: one of random samples must be seeded all the same."""
+
+    class Listed(Noisy):
+        def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
+            return [(torch.tensor([float(index)]), index) for index in indices]
+
+    [(inputs, labels)] = list(train_loader(Listed(8), 8).epoch(0))
+    assert inputs.squeeze(1).tolist() == labels.tolist()
+    subset = train_loader(Subset(Noisy(), range(8)), 8)
+    assert torch.equal(epoch(subset)[0], epoch(subset)[0])
+    [(images, _)] = list(train_loader(Subset(Digits("train"), range(8)), 8).epoch(0))
+    assert images.shape == (8, 1, 8, 8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_sample_is_one_message(workers: int) -> None:
+    for batches in (
+        train_loader(Noisy(broken=(13,)), 8, num_workers=workers).epoch(0),
+        iter(eval_loader(Noisy(broken=(13,)), 8, num_workers=workers)),
+    ):
+        assert message_of(batches) == (
+            "sample 13 of Noisy cannot be read: folder/13.png: truncated; "
+            "mend it, or set data.on_bad_sample=skip"
+        )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_replaces_a_skipped_sample_by_the_next(workers: int) -> None:
+    loader = train_loader(Noisy(broken=(13, 14, 23)), 8, num_workers=workers, on_bad_sample="skip")
+    batches = list(loader.epoch(0))
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).tolist()
+    assert indices(batches) == [{13: 15, 14: 15, 23: 0}.get(index, index) for index in order]
+    assert loader.num_skipped == 4  # 13 led to 14
+    list(loader.epoch(1))
+    assert loader.num_skipped == 8
+
+
+def test_evaluation_leaves_a_skipped_sample_out() -> None:
+    loader = eval_loader(Noisy(10, broken=(3, 8, 9)), 2, on_bad_sample="skip")
+    batches = list(loader)
+    assert indices(batch for batch, is_real in batches if is_real) == [0, 1, 2, 4, 5, 6, 7]
+    assert [is_real for _, is_real in batches] == [True, True, True, True, False]
+    assert loader.num_skipped == 3
+
+
+def test_nothing_but_broken_samples_is_an_error_not_a_loop() -> None:
+    with pytest.raises(UserError, match="none of the 100 samples from index"):
+        list(train_loader(Noisy(200, broken=tuple(range(200))), 8, on_bad_sample="skip").epoch(0))
+
+
+def test_a_mistake_in_code_is_not_taken_for_a_broken_sample() -> None:
+    class Mistaken(Noisy):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            raise TypeError("a mistake")
+
+    with pytest.raises(TypeError, match="a mistake"):
+        list(train_loader(Mistaken(), 8, on_bad_sample="skip").epoch(0))
+
+
+@pytest.mark.parametrize("dataset_class", [Noisy, Digits])
+@pytest.mark.parametrize(("num_samples", "replicas", "batch"), [(10, 3, 2), (3, 8, 2), (1, 2, 5), (16, 4, 4)])
+def test_evaluation_counts_every_sample_once(
+    dataset_class: Any, num_samples: int, replicas: int, batch: int
+) -> None:
+    dataset = Noisy(num_samples) if dataset_class is Noisy else Subset(Digits("eval"), range(num_samples))
+    ranks = [list(eval_loader(dataset, batch, replicas, replica)) for replica in range(replicas)]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert all(len(labels) > 0 for batches in ranks for (_, labels), _ in batches)  # fillers have samples too
+    real = [labels for batches in ranks for (_, labels), is_real in batches if is_real]
+    assert sorted(torch.cat(real).tolist()) == sorted(dataset[i][1] for i in range(num_samples))
+    if num_samples < replicas:
+        assert [is_real for _, is_real in ranks[-1]] == [False]
+
+
+def test_an_empty_evaluation_set_is_refused() -> None:
+    with pytest.raises(UserError, match="the evaluation data is empty"):
+        eval_loader(Noisy(0), 8)
+
+
+def started_workers() -> Iterator[Any]:
+    """What is left of an epoch of ten batches after the first from each of the two workers."""
+    batches = train_loader(Noisy(80), 8, num_workers=2).epoch(0)
+    next(batches)
+    next(batches)
+    return batches
+
+
+def _interrupted_epoch() -> tuple[int, int]:
+    """Stop the workers' session as a launcher would; return how many then live, and the batches to come."""
+    batches = started_workers()
+    pids = " ".join(str(worker.pid) for worker in active_children())
+    subprocess.run(
+        ["sh", "-c", f"kill -INT {pids}; kill -USR1 {pids}; kill -TERM {pids}"], check=True, timeout=10
+    )
+    time.sleep(0.2)
+    return len(active_children()), sum(1 for _ in batches)
+
+
+def test_workers_outlive_the_signals_that_stop_a_session() -> None:
+    assert run_ranks(_interrupted_epoch, 1, init=False) == [(2, 8)]
+
+
+def _killed_worker() -> None:
+    batches = started_workers()
+    worker = active_children()[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    list(batches)
+
+
+def test_the_main_process_hears_at_once_of_a_worker_that_was_killed() -> None:
+    with pytest.raises(RankFailure, match=r"DataLoader worker \(pid.*\) is killed by signal"):
+        run_ranks(_killed_worker, 1, init=False, timeout_s=30)
+
+
+class Stuck(Noisy):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(3600)
+        raise AssertionError
+
+
+def _stuck_worker() -> None:
+    next(train_loader(Stuck(), 8, num_workers=1, timeout_s=1).epoch(0))
+
+
+@pytest.mark.slow  # DataLoader itself waits 5 s for a worker before it ends it
+def test_a_stuck_worker_is_an_error_after_the_deadline_and_dies_with_its_parent() -> None:
+    with pytest.raises(RankFailure, match="DataLoader timed out after 1 seconds"):
+        run_ranks(_stuck_worker, 1, init=False, timeout_s=30)
+
+
+def _abandoned_workers(pids: Path) -> None:
+    batches = started_workers()
+    pids.write_text(" ".join(str(worker.pid) for worker in active_children()))
+    os.kill(os.getpid(), signal.SIGKILL)
+    next(batches)
+
+
+def test_workers_end_soon_after_a_main_process_that_was_killed(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="exit code -9"):
+        run_ranks(_abandoned_workers, 1, tmp_path / "pids", init=False)
+    workers = [Path("/proc", pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 15
+    while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(worker.exists() for worker in workers)

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from models.vit import ViT
+
+
+def test_shapes_and_units() -> None:
+    model = ViT((1, 8, 8), 10, patch_size=2, width=32, depth=3, num_heads=4)
+    assert model(torch.randn(5, 1, 8, 8)).shape == (5, 10)
+    assert model.position_embedding.shape == (16, 32)
+    assert model.fsdp_units == list(model.blocks)
+    assert ViT((3, 8, 12), 10, patch_size=4, width=32, num_heads=4)(torch.randn(5, 3, 8, 12)).shape == (5, 10)
+
+
+def test_every_patch_and_its_place_count() -> None:
+    torch.manual_seed(0)
+    model = ViT((1, 8, 8), 10, width=32, num_heads=4).eval()
+    image = torch.randn(1, 1, 8, 8)
+    logits = model(image)
+    for row, column in ((0, 0), (0, 7), (7, 0), (7, 7)):
+        changed = image.clone()
+        changed[0, 0, row, column] += 1
+        assert (model(changed) - logits).abs().max() > 1e-5
+    turned = image.roll(4, dims=3)  # the same patches in other places
+    assert (model(turned) - logits).abs().max() > 1e-5
+
+
+def test_all_parameters_get_gradients() -> None:
+    model = ViT((1, 8, 8), 10, width=32, num_heads=4, dropout=0.1)
+    model(torch.randn(5, 1, 8, 8)).square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"patch_size": 3}, "patch_size=3 does not divide images of 8x8 pixels"),
+        ({"width": 100}, "width=100 is not a multiple of num_heads=3"),
+        ({"depth": 0}, "depth=0 is not at least 1"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ViT((1, 8, 8), 10, **arguments)
