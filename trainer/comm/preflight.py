@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from trainer.comm import interface
 from trainer.comm.checks import CHECKS, NEED_TWO, wrong
+from trainer.comm.costs import measure_costs
 from trainer.comm.join import JoinError, Place, connect, deadline, meet
-from trainer.comm.links import measure
+from trainer.comm.links import measure_links
 from trainer.comm.report import Report, Verdict
 
 _GRACE_S = 2.0  # between one rank's noticing of a failure and another's
@@ -101,7 +102,9 @@ def _examine(
             wrong(check(me))
             report.operations[name] = (fault or "", (time.perf_counter() - started) * 1e3)
     with trying("links between hosts", steps=len(set(place.hosts)) + 1):
-        report.links = measure(me, place.ranks_by_host)
+        report.links = measure_links(me, place.ranks_by_host)
+    with trying("costs of the processors"):
+        report.costs = measure_costs(me, place.ranks_by_host)
     if used := interface.in_use(without_port=int(place.master.rpartition(":")[2] or 0)):
         report.interface, report.address = used
     with trying("monitored_barrier at the end"):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from trainer.comm.checks import CHECKS
+from trainer.comm.costs import Costs
 from trainer.comm.join import Place
 from trainer.comm.links import Link
 
@@ -20,6 +21,7 @@ class Report:
     operations: dict[str, tuple[str, float]] = field(default_factory=dict)  # name: (fault or "", ms)
     skipped: dict[str, str] = field(default_factory=dict)  # name: why
     links: list[Link] = field(default_factory=list)  # those that start here
+    costs: Costs | None = None  # the same on all ranks
     interface: str = ""  # as the kernel sees the open connections
     address: str = ""
     others: dict[str, str] = field(default_factory=dict)  # name and address of every interface here
@@ -32,9 +34,10 @@ class Report:
 
     @staticmethod
     def loads(text: bytes) -> "Report":
-        report = Report(**json.loads(text))
-        report.links = [Link(**link) for link in json.loads(text)["links"]]
-        return report
+        fields = json.loads(text)
+        fields["links"] = [Link(**link) for link in fields["links"]]
+        fields["costs"] = Costs(**fields["costs"]) if fields["costs"] else None
+        return Report(**fields)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Verdict:
             ],
             "operations_ms": {name: ms for name, (_, ms) in first.operations.items()},
             "links": [asdict(link) for link in self._links()],
+            "costs": asdict(first.costs) if first.costs else None,
         }
         return json.dumps(figures, indent=1) + "\n"
 
@@ -113,6 +117,8 @@ class Verdict:
                 links.sort(key=lambda link: link.gbit_s)
             rows = [f"{_ends(link):<16}{link.latency_us:>12.0f}{link.gbit_s:>10.2f}" for link in links]
             lines += ["", f"{'link (hosts)':<16}{'latency us':>12}{'Gbit/s':>10}", *_shortened(rows)]
+        if costs := next((report.costs for report in self.reports if report and report.costs), None):
+            lines += ["", str(costs)]
         if faults := self._faults():
             lines += ["", "FAILED", *_shortened(faults), "", *self._advice()]
         else:

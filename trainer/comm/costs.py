@@ -1,0 +1,130 @@
+"""Measure what a byte costs the processors of a host: to copy, to add, and to pass through the network.
+
+On a CPU the clock is processor time, which other programs on the machine hardly change; on a GPU it is the
+wall's. All processes of all hosts work at once, as in an all-reduce, and share caches and memory alike.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.checks import Member
+
+_SEGMENT = 1 << 18  # fp32 elements: 1 MiB, as an all-reduce cuts its bucket
+_SEGMENTS = 24  # more than a cache holds, as a bucket is
+_TURN_S = 0.1
+_TURNS = 3
+_STREAM_BYTES = 8 << 20
+_BURST = 200  # messages
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of one processor, but for `parallelism`; medians of several turns, means over hosts."""
+
+    copy_s_per_byte: float
+    add_s_per_byte: float  # fp32
+    network_s_per_byte: float  # sent or received, between hosts; what the kernel does in the process's name
+    message_s: float  # for sending or receiving a message, however short
+    parallelism: float  # processors that the processes of a host get when all of them work
+
+    def __str__(self) -> str:
+        copy, add = 1e-9 / self.copy_s_per_byte, 1e-9 / self.add_s_per_byte
+        network, message = self.network_s_per_byte * 1e9, self.message_s * 1e6
+        return (
+            f"processors: {self.parallelism:.1f} for each host; one copies {copy:.1f} GB/s, "
+            f"adds {add:.1f} GB/s,\nspends {network:.2f} s on a GB over the network and {message:.0f} us on a message"
+        )
+
+
+def measure_costs(me: Member, ranks_by_host: Sequence[Sequence[int]]) -> Costs:
+    """A collective over all ranks, which all get the same figures."""
+    bucket = torch.ones(_SEGMENTS * _SEGMENT, device=me.device)
+    slot = torch.zeros(_SEGMENT, device=me.device)
+    segments = bucket.chunk(_SEGMENTS)
+
+    copy_s, processors = _median(me, lambda: _turn(me, lambda segment: slot.copy_(segment), segments))
+    add_s, _ = _median(me, lambda: _turn(me, lambda segment: segment.add_(slot), segments))
+    (network_s,) = _median(me, lambda: _exchange(me, [ranks[0] for ranks in ranks_by_host]))
+    (message_s,) = _median(me, lambda: _burst(me))
+
+    # Processors add up over the ranks of a host; a cost is a mean over the ranks that measured it.
+    found = torch.tensor([copy_s, add_s, network_s, message_s, processors], dtype=torch.float64)
+    table = torch.stack([found, (found > 0).double()]).to(me.device)
+    dist.all_reduce(table)
+    sums, counts = table.cpu()
+    copy_s, add_s, network_s, message_s, _ = (sums / counts.clamp(min=1)).tolist()
+    return Costs(copy_s, add_s, network_s, message_s, parallelism=sums[-1].item() / len(ranks_by_host))
+
+
+def _median(me: Member, turn: Callable[[], tuple[float, ...]]) -> list[float]:
+    turns = []
+    for _ in range(_TURNS):
+        dist.barrier()
+        turns.append(turn())
+    return torch.tensor(turns, dtype=torch.float64).median(0).values.tolist()
+
+
+def _turn(
+    me: Member, work: Callable[[torch.Tensor], torch.Tensor], segments: Sequence[torch.Tensor]
+) -> tuple[float, float]:
+    """(seconds per byte, processors this process got)."""
+    on_gpu = me.device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.thread_time
+    began, started, num_bytes = time.perf_counter(), clock(), 0
+    while time.perf_counter() - began < _TURN_S:
+        for segment in segments:
+            work(segment)
+            num_bytes += segment.nbytes
+        finish(me)
+    spent = clock() - started
+    return spent / num_bytes, 1.0 if on_gpu else spent / (time.perf_counter() - began)
+
+
+def _exchange(me: Member, ring: Sequence[int]) -> tuple[float]:
+    """Seconds per byte of this process's processors while each host sends to the next; 0 for bystanders."""
+    if len(ring) < 2 or me.rank not in ring:
+        return (0.0,)
+    place = ring.index(me.rank)
+    outgoing, incoming = torch.zeros(2, _STREAM_BYTES, dtype=torch.uint8, device=me.device)
+    started = time.process_time()
+    transfers = [
+        dist.P2POp(dist.isend, outgoing, ring[(place + 1) % len(ring)]),
+        dist.P2POp(dist.irecv, incoming, ring[place - 1]),
+    ]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+    finish(me)
+    # A process that waits for a GPU spins; nothing of the transfer is its work.
+    spent = 0.0 if me.device.type == "cuda" else time.process_time() - started
+    return (spent / (2 * _STREAM_BYTES),)
+
+
+def _burst(me: Member) -> tuple[float]:
+    """Seconds per message of this process's processors, over many short ones to and from its neighbours."""
+    if me.world_size < 2:
+        return (0.0,)
+    clock = time.perf_counter if me.device.type == "cuda" else time.process_time
+    tokens = torch.zeros(2 * _BURST, 2, device=me.device)
+    started = clock()
+    transfers = [
+        transfer
+        for i in range(0, 2 * _BURST, 2)
+        for transfer in (
+            dist.P2POp(dist.isend, tokens[i], me.right),
+            dist.P2POp(dist.irecv, tokens[i + 1], me.left),
+        )
+    ]
+    for work in dist.batch_isend_irecv(transfers):
+        work.wait()
+    finish(me)
+    return ((clock() - started) / (2 * _BURST),)
+
+
+def finish(me: Member) -> None:
+    """Wait for what was queued on a GPU; on a CPU nothing is."""
+    if me.device.type == "cuda":
+        torch.cuda.synchronize(me.device)
