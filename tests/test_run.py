@@ -1,0 +1,123 @@
+"""What a run leaves behind: its directory, its figures, its TensorBoard page; and a user's own parts in it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.ranks import run_ranks
+from tests.runs import job_of, train
+
+FIGURES = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
+FIGURES |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}
+QUICK = ("train.epochs=2", "train.log_every_steps=5", "model.hidden=[32]")
+
+
+def quick(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    return train(*QUICK, f"run_dir={run_dir}", *overrides)
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (1, "dp"), (2, "ddp"), (2, "fsdp")])
+def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
+    quickly = run_ranks(quick, world_size, tmp_path, f"strategy={strategy}", init=False)[0]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert quickly == result
+    assert result.keys() >= FIGURES
+    assert (result["strategy"], result["world_size"], result["comm"]) == (strategy, world_size, "native")
+    assert (result["steps"], result["epochs"], result["samples_seen"]) == (44, 2.0, 44 * 64)
+    assert result["eval/accuracy"] > 0.5, "ten classes: chance is 0.1"
+    assert result["samples_per_second"] == pytest.approx(64e3 / result["ms_per_step"])
+    assert f"name: {strategy}" in (tmp_path / "config.yaml").read_text()
+    assert (tmp_path / "train.log").stat().st_size > 0
+
+    events = list((tmp_path / "tensorboard").iterdir())
+    assert len(events) == 1, "one writer"
+    page = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tags = set(page.Tags()["scalars"])
+    assert tags >= {"train/loss", "train/lr", "train/grad_norm", "eval/loss", "eval/accuracy"}
+    assert tags >= {"speed/samples_per_second", *(f"speed/ms_per_step/{p}" for p in ("step", "data", "compute", "rest"))}
+    assert [event.step for event in page.Scalars("train/loss")] == list(range(5, 45, 5))
+    assert page.Tags()["tensors"] == ["config/text_summary"]
+
+
+def hash_of(run_dir: Path, *overrides: str) -> str:
+    return quick(run_dir, *overrides)["param_sha256"]
+
+
+def test_equal_hashes_mean_equal_models(tmp_path: Path) -> None:
+    one, again, other = (
+        run_ranks(hash_of, 1, tmp_path / str(k), f"seed={seed}", init=False)[0] for k, seed in enumerate([1, 1, 2])
+    )
+    assert one == again != other
+
+
+def test_a_seed_is_drawn_once_for_all_ranks(tmp_path: Path) -> None:
+    run_ranks(quick, 2, tmp_path, "seed=null", init=False)
+    run_ranks(quick, 2, tmp_path / "other", "seed=null", init=False)
+    ours, theirs = (json.loads((d / "result.json").read_text()) for d in (tmp_path, tmp_path / "other"))
+    assert ours["param_sha256"] != theirs["param_sha256"]
+
+
+def own_parts(run_dir: Path) -> dict[str, Any]:
+    return train(
+        "data.dataset._target_=tests.user_parts.Stripes",
+        "+data.dataset.num_samples=256",
+        "model._target_=tests.user_parts.Tiny",
+        "~model.input_shape",
+        "~model.num_classes",
+        "~model.hidden",
+        "+model.width=16",
+        "optim._target_=torch.optim.RMSprop",
+        "optim.lr=0.01",
+        "schedule._target_=torch.optim.lr_scheduler.StepLR",
+        "~schedule.warmup_steps",
+        "~schedule.total_steps",
+        "~schedule.final_fraction",
+        "+schedule.step_size=50",
+        f"run_dir={run_dir}",
+        "train.epochs=10",
+    )
+
+
+def test_a_users_own_parts_need_no_edit(tmp_path: Path) -> None:
+    result = run_ranks(own_parts, 2, tmp_path, init=False)[0]
+    assert result["eval/accuracy"] > 0.8, "two classes: chance is 0.5"
+
+
+def last_lr_and_steps(run_dir: Path, *overrides: str) -> tuple[float, int]:
+    from trainer.loop import fit
+
+    with job_of(f"run_dir={run_dir}", *QUICK, *overrides, "checkpoint.every_epochs=null") as job:
+        fit(job)
+        return job.state.schedule.get_last_lr()[0], job.state.progress.step  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("schedule", "lr"), [("constant", 0.1), ("linear", 0.05), ("cosine", 0.05)])
+def test_max_steps_ends_first_and_schedules_know_the_end(schedule: str, lr: float, tmp_path: Path) -> None:
+    final = [] if schedule == "constant" else ["schedule.final_fraction=0.5"]
+    options = (f"schedule={schedule}", *final, "train.max_steps=30", "schedule.warmup_steps=4")
+    last, steps = run_ranks(last_lr_and_steps, 1, tmp_path, *options, init=False)[0]
+    assert steps == 30
+    assert math.isclose(last, lr, rel_tol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_compiled_training_is_the_same_training(strategy: str, tmp_path: Path) -> None:
+    world_size = 1 if strategy == "single" else 2
+    eager, compiled = (
+        run_ranks(
+            quick,
+            world_size,
+            tmp_path / str(compiled),
+            f"strategy={strategy}",
+            f"train.compile={compiled}",
+            init=False,
+            timeout_s=110,
+        )[0]["train/loss"]
+        for compiled in (False, True)
+    )
+    assert compiled == pytest.approx(eager, rel=1e-3)
