@@ -36,7 +36,8 @@ class Costs:
         network, message = self.network_s_per_byte * 1e9, self.message_s * 1e6
         return (
             f"processors: {self.parallelism:.1f} for each host; one copies {copy:.1f} GB/s, "
-            f"adds {add:.1f} GB/s,\nspends {network:.2f} s on a GB over the network and {message:.0f} us on a message"
+            f"adds {add:.1f} GB/s,\n"
+            f"spends {network:.2f} s on a GB over the network and {message:.0f} us on a message"
         )
 
 
