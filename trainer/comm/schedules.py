@@ -82,6 +82,17 @@ class Schedule:
             for index in range(phase.repeat):
                 yield phase.round(index)
 
+    def peers(self, *kinds: Kind) -> list[int]:
+        """The ranks with which this one has moves of the given kinds, in order."""
+        phases = (*self.reduce, *self.gather)
+        return sorted({op.peer for phase in phases for op in phase.ops if op.kind in kinds})
+
+    @property
+    def widest(self) -> int:
+        """Parts in the longest message."""
+        phases = (*self.reduce, *self.gather)
+        return max((op.end - op.begin for phase in phases for op in phase.ops), default=0)
+
     def boundary(self, part: int, numel: int) -> int:
         """The first element of `part` in a bucket of `numel` elements; part `parts` begins at its end."""
         return part * numel // self.parts

@@ -1,0 +1,88 @@
+"""All-reduce of one bucket between hosts on slow links, each algorithm beside gloo's own in the same seconds.
+
+    python -m benchmarks.allreduce_two_hosts [--hosts 2] [--per-host 2] [--megabytes 25] [--rate 1gbit]
+
+Hosts are network namespaces, so this needs root; `--hosts 1` does not. Prints the median time of each
+algorithm, and how many times faster than gloo's all-reduce it is (the median over runs that each have a run
+of gloo before and after: the machine's mood cancels out).
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from tests.hosts import hosts as network
+from tests.ranks import run_ranks
+from trainer.comm.executor import CpuExecutor
+from trainer.comm.schedules import build
+
+WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def measure(
+    hosts: list[int], names: list[str], numel: int, repeat: int, segment_bytes: int, width: int
+) -> dict[str, tuple[float, float]]:
+    """Seconds and speed-up over gloo by name; `ring+bf16` is ring with that wire dtype."""
+    rank = dist.get_rank()
+    bucket = torch.randn(numel)
+    runs: dict[str, Callable[[], object]] = {}
+    for name in names:
+        algorithm, _, wire = name.partition("+")
+        group, schedule = dist.new_group(backend="gloo"), build(algorithm, rank, hosts)
+        executor = CpuExecutor(group, schedule, hosts, WIRE_DTYPES[wire], segment_bytes, width)
+        runs[name] = partial(executor.all_reduce, bucket, len(hosts))
+    gloo = partial(dist.all_reduce, bucket)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    ratios: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(repeat + 1):
+        for name in names:
+            bucket.fill_(rank)
+            before, own, after = timed(gloo), timed(runs[name]), timed(gloo)
+            times[name].append(own)
+            ratios[name].append((before + after) / 2 / own)
+    # The first round opens connections and touches memory for the first time.
+    return {n: (statistics.median(times[n][1:]), statistics.median(ratios[n][1:])) for n in names}
+
+
+def timed(run: Callable[[], object]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    slowest = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("algorithms", nargs="*", default=["hierarchical", "ring", "halving_doubling", "tree"])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=2)
+    parser.add_argument("--megabytes", type=float, default=25.0)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--segment-kb", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=2)
+    args = parser.parse_args()
+    indices = [rank // args.per_host for rank in range(args.hosts * args.per_host)]
+    work = (indices, args.algorithms, int(args.megabytes * 2**20 / 4), args.repeat)
+    with network(args.hosts, args.rate) if args.hosts > 1 else nullcontext([0]) as places:
+        at = [places[i] for i in indices]
+        results = run_ranks(
+            measure, len(indices), *work, args.segment_kb << 10, args.width, hosts=at, timeout_s=600
+        )
+    print(f"{args.hosts} x {args.per_host} ranks, {args.megabytes:g} MiB fp32, links {args.rate}")
+    for name, (seconds, speedup) in results[0].items():
+        print(f"{name:24} {seconds * 1e3:8.1f} ms   {speedup:5.2f} x gloo")
+
+
+if __name__ == "__main__":
+    main()

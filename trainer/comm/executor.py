@@ -1,0 +1,150 @@
+"""Run schedules on CPU tensors: shared memory between the processes of a host, gloo between hosts."""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.gloo import GlooLink
+from trainer.comm.inbox import Inbox
+from trainer.comm.layout import Layout, agree
+from trainer.comm.mailbox import Mailbox, Outbox, Slot, open_mailboxes
+from trainer.comm.program import Move, Visit, lay_out, messages_per_sweep
+from trainer.comm.schedules import Kind, Schedule
+
+
+class CpuExecutor:
+    """All-reduces buckets of a process group, one at a time and in the same order on every rank.
+
+    Args:
+        group: a gloo group of all ranks that nobody else uses meanwhile.
+        schedule: this rank's part.
+        hosts: host index of every rank; ranks that share one exchange data through shared memory.
+        wire_dtype: what sums travel as; None sends them in the dtype of the bucket.
+        segment_bytes, width: see `trainer.comm.pipeline`.
+        timeout_s: the longest that one neighbour may keep this rank waiting.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        schedule: Schedule,
+        hosts: Sequence[int],
+        wire_dtype: torch.dtype | None = None,
+        segment_bytes: int = 1 << 20,
+        width: int = 2,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self._schedule, self._wire_dtype = schedule, wire_dtype
+        self._segment_bytes, self._width = segment_bytes, width
+        self._send_to = schedule.peers(Kind.SEND)
+        self._receive_from = schedule.peers(Kind.ADD, Kind.COPY)
+        self._links = {
+            peer: GlooLink(group, peer, timeout_s) for peer in {*self._send_to, *self._receive_from}
+        }
+        # Uncompressed chunks for other hosts go straight from the bucket; all others from the outbox.
+        self._outbox = Outbox(
+            num_slots=messages_per_sweep(schedule, width),
+            slot_bytes=segment_bytes * schedule.widest // schedule.parts + 2 * torch.float64.itemsize,
+        )
+
+        def here(peers: Sequence[int]) -> list[int]:
+            return [peer for peer in peers if hosts[peer] == hosts[self.rank]]
+
+        def exchange(text: str) -> list[str]:
+            texts = [""] * len(hosts)
+            dist.all_gather_object(texts, text, group=group)
+            return texts
+
+        self._mailboxes = open_mailboxes(
+            self.rank, here(self._send_to), here(self._receive_from), self._outbox, exchange, timeout_s
+        )
+        self._inbox = Inbox({peer: link for peer, link in self._links.items() if peer not in self._mailboxes})
+        self._programs: dict[Layout, list[Visit]] = {}
+        self._wide = torch.empty(0, dtype=torch.float32)  # sums of half precision buckets
+
+    def all_reduce(self, bucket: torch.Tensor, divisor: int = 1) -> dict[int, float]:
+        """Replace `bucket` by its sum over all ranks divided by `divisor`, the same bits on every rank.
+
+        The owner of each part divides it, in the dtype of the sum, before it sends it on.
+
+        Args:
+            bucket: (numel,) contiguous, on the CPU; fp32, fp64, or fp16 or bf16, which are summed in fp32.
+
+        Returns:
+            The seconds waited for each neighbour.
+
+        Raises:
+            PeerError: a neighbour is gone, silent for `timeout_s`, or has a bucket of another layout.
+            ValueError: a dtype that cannot be averaged.
+        """
+        layout = Layout.of(bucket, self._wire_dtype)
+        links: dict[int, Mailbox | GlooLink] = {**self._links, **self._mailboxes}
+        for link in links.values():
+            link.waited_s = 0.0
+        if layout not in self._programs:
+            agree(layout, self._receive_from, self._send_to, self._links)
+            self._programs[layout] = self._lay_out(layout)
+        sums = bucket
+        if layout.sum_dtype != bucket.dtype:
+            sums = self._wide[: bucket.numel()].copy_(bucket)
+        self._run(self._programs[layout], sums, layout, divisor)
+        if sums is not bucket:
+            bucket.copy_(sums)
+        return {peer: link.waited_s for peer, link in links.items()}
+
+    def close(self) -> None:
+        for mailbox in self._mailboxes.values():
+            mailbox.close()
+
+    def _lay_out(self, layout: Layout) -> list[Visit]:
+        if layout.sum_dtype != layout.dtype and layout.numel > self._wide.numel():
+            self._wide = torch.empty(layout.numel, dtype=layout.sum_dtype)
+        sweeps = lay_out(self._schedule, layout.numel, layout.wire.itemsize, self._segment_bytes, self._width)
+        return [visit for visit in chain(*sweeps) if visit.receives or visit.owned or visit.sends]
+
+    def _run(self, program: list[Visit], sums: torch.Tensor, layout: Layout, divisor: int) -> None:
+        compressed = layout.wire != sums.dtype and bool(self._send_to)
+        in_flight: list[tuple[GlooLink, dist.Work]] = []  # sends that still read `sums` itself
+        arrivals = self._inbox.open(program, sums, layout)
+        for visit in program:
+            for move in visit.receives:
+                if move.peer in self._mailboxes:
+                    mailbox = self._mailboxes[move.peer]
+                    message = mailbox.receive((move.end - move.begin) * layout.wire.itemsize, layout.tag)
+                    _take(move, sums, message.view(layout.wire))
+                    mailbox.release()
+                elif (received := arrivals.take(move)) is not None:
+                    _take(move, sums, received)
+            copies: dict[tuple[int, int], tuple[Slot, torch.Tensor]] = {}  # one serves several receivers
+            if visit.owned:
+                owned = sums[slice(*visit.owned)].div_(divisor)
+                if compressed:  # the owner keeps what the others will get
+                    copies[visit.owned] = self._outbox.put(owned, layout.wire)
+                    owned.copy_(copies[visit.owned][1])
+            for move in visit.sends:
+                link = self._links[move.peer]
+                chunk, bounds = sums[move.begin : move.end], (move.begin, move.end)
+                if move.peer not in self._mailboxes and not compressed:
+                    in_flight.append((link, link.send(chunk, layout.tag)))
+                    continue
+                if bounds not in copies:
+                    copies[bounds] = self._outbox.put(chunk, layout.wire)
+                slot, copy = copies[bounds]
+                if move.peer in self._mailboxes:
+                    self._mailboxes[move.peer].send(slot, copy.nbytes, layout.tag)
+                else:
+                    slot.readers.append(partial(link.wait, link.send(copy, layout.tag)))
+        for link, work in in_flight:
+            link.wait(work)
+
+
+def _take(move: Move, sums: torch.Tensor, received: torch.Tensor) -> None:
+    chunk = sums[move.begin : move.end]
+    if move.kind is Kind.ADD:
+        chunk.add_(received)
+    else:
+        chunk.copy_(received)

@@ -1,0 +1,53 @@
+"""Messages between two ranks over a gloo group, with deadlines that name the peer."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.blame import PeerError
+
+
+class GlooLink:
+    """Both directions between this rank and one peer; tensors are contiguous and on the CPU."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, timeout_s: float) -> None:
+        self.peer = peer
+        self.waited_s = 0.0  # for this peer, since somebody set it to 0
+        self._group, self._timeout = group, timedelta(seconds=timeout_s)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> dist.Work:
+        """Begin to send; `tensor` must stay as it is until `wait` has returned."""
+        try:
+            return self._group.send([tensor], self.peer, tag)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def receive(self, tensor: torch.Tensor, tag: int) -> dist.Work:
+        """Begin to receive into `tensor`, which must be as long as what is sent under the tag."""
+        try:
+            return self._group.recv([tensor], self.peer, tag)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a send or receive of this link to be done.
+
+        Raises:
+            PeerError: the peer is gone, or silent for `timeout_s`.
+        """
+        began = time.perf_counter()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def _lost(self, error: RuntimeError) -> PeerError:
+        if "imed out" in str(error):  # gloo has no error class that would tell
+            return PeerError(
+                self.peer, f"did not answer within {self._timeout.total_seconds():g} s", silent=True
+            )
+        return PeerError(self.peer, f"is gone (gloo: {str(error).splitlines()[0]})")

@@ -1,0 +1,43 @@
+"""When a GPU passed a point of its work, in seconds of this process's `time.perf_counter`."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class GpuClock:
+    """Marks points on streams with events, and reads them later, when the GPU has passed them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Compare with the host's clock. Waits for the GPU; do it now and then, as the two drift apart."""
+        torch.cuda.synchronize(self.device)
+        self._origin, self._origin_s = self.mark(), time.perf_counter()
+
+    def mark(self) -> torch.cuda.Event:
+        """Mark the work that is now last on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def times(
+        self, ready: torch.cuda.Event, start: torch.cuda.Event, end: torch.cuda.Event
+    ) -> Callable[[bool], tuple[float, float, float] | None]:
+        """A function that returns the marks' times, or None while the last is ahead and it may not wait."""
+        origin, origin_s = self._origin, self._origin_s
+
+        def read(wait: bool) -> tuple[float, float, float] | None:
+            if wait:
+                end.synchronize()
+            if not end.query():
+                return None
+            first, second, third = (
+                origin_s + origin.elapsed_time(mark) / 1e3 for mark in (ready, start, end)
+            )
+            return first, second, third
+
+        return read

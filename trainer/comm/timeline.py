@@ -1,0 +1,175 @@
+"""When each bucket of gradients was ready, moved and done, and for whom this rank waited meanwhile.
+
+A rank that comes late makes the all-reduce of all the others look long. So lateness is measured where it
+arises: by when each rank's bucket was ready, on one common clock.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.clock import to_common_clock
+from trainer.comm.gpu_clock import GpuClock
+
+
+@dataclass(slots=True)
+class BucketRecord:
+    """One bucket of one backward pass; times are seconds of `time.perf_counter`."""
+
+    index: int
+    num_bytes: int
+    ready: float
+    start: float = 0.0  # when this rank began to move it
+    end: float = 0.0
+    waited_s: dict[int, float] = field(default_factory=dict)  # by neighbour
+    read_gpu: Callable[[bool], tuple[float, float, float] | None] | None = None  # see gpu_clock.times
+
+    @property
+    def label(self) -> str:
+        return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB"
+
+    def settle(self, wait: bool) -> bool:
+        """Fetch the times if a GPU has them; False if it is not there yet and `wait` is false."""
+        if self.read_gpu is not None:
+            times = self.read_gpu(wait)
+            if times is None:
+                return False
+            self.ready, self.start, self.end = times
+            self.read_gpu = None
+        return True
+
+
+@dataclass(slots=True)
+class PassSum:
+    """Communication of backward passes, summed up; hidden + exposed = total."""
+
+    count: int = 0
+    total_s: float = 0.0  # in which some bucket was on its way
+    exposed_s: float = 0.0  # of that, after the last gradient was there: nothing was left to compute
+    waited_s: float = 0.0  # for neighbours
+
+    @property
+    def hidden_s(self) -> float:
+        return self.total_s - self.exposed_s
+
+    def add(self, records: Sequence[BucketRecord]) -> None:
+        """Add the buckets of one backward pass; times at which several move count once."""
+        last_ready = max(record.ready for record in records)
+        counted_to = 0.0
+        for record in sorted(records, key=lambda record: record.start):
+            begin = max(record.start, counted_to)
+            self.total_s += max(0.0, record.end - begin)
+            self.exposed_s += max(0.0, record.end - max(begin, last_ready))
+            self.waited_s += sum(record.waited_s.values())
+            counted_to = max(counted_to, record.end)
+        self.count += 1
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """When each rank's buckets of one backward pass were ready, (rank, bucket), on rank 0's clock."""
+
+    ready: torch.Tensor
+
+    @property
+    def skew_s(self) -> float:
+        """From the first rank to the last, at the bucket that waited longest."""
+        return float((self.ready.amax(0) - self.ready.amin(0)).max())
+
+    @property
+    def last_rank(self) -> int:
+        spread = self.ready.amax(0) - self.ready.amin(0)
+        return int(self.ready[:, spread.argmax()].argmax())
+
+
+@dataclass(slots=True)
+class BucketSum:
+    """One bucket's records of a run, summed up."""
+
+    count: int = 0
+    queued_s: float = 0.0
+    moved_s: float = 0.0
+    waited_s: dict[int, float] = field(default_factory=dict)
+
+    def add(self, record: BucketRecord) -> None:
+        self.count += 1
+        self.queued_s += record.start - record.ready
+        self.moved_s += record.end - record.start
+        for peer, seconds in record.waited_s.items():
+            self.waited_s[peer] = self.waited_s.get(peer, 0.0) + seconds
+
+
+class Timeline:
+    """Collects the records of one rank: some microseconds per bucket, and no message but in `metrics`.
+
+    Args:
+        group: a gloo group of all ranks, idle between backward passes.
+        hosts: host index of every rank; ranks of one host share its clock.
+        gpu_clock: where buckets live on a GPU.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, hosts: Sequence[int], gpu_clock: GpuClock | None = None
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.num_passes = 0  # backward passes begun
+        self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
+        self.arrivals: Arrivals | None = None  # as of the last call of metrics
+        self.buckets: dict[tuple[int, int], BucketSum] = {}  # over the run, by (index, bytes)
+        self.passes = PassSum()  # over the run
+        self.times_last: dict[int, int] = {}  # how often each rank was last, as far as metrics was called
+        self._group, self._hosts, self._gpu_clock = group, hosts, gpu_clock
+        self._recent = PassSum()  # since the last call of metrics
+        self._unsettled: deque[list[BucketRecord]] = deque()
+        self._complete = True  # the newest pass has had its last bucket
+
+    def arrive(self, index: int, num_bytes: int, is_last: bool) -> BucketRecord:
+        """Note that a bucket is ready. Whoever moves it fills in the rest of the record."""
+        if self._complete:
+            self._settle(wait=False)
+            self._unsettled.append([])
+            self.num_passes += 1
+        self._complete = is_last
+        record = BucketRecord(index, num_bytes, time.perf_counter())
+        self._unsettled[-1].append(record)
+        return record
+
+    def metrics(self) -> dict[str, float]:
+        """Means per backward pass since the last call and the arrivals of the last one; {} if there was none.
+
+        A collective of all ranks, to be called between backward passes: compares clocks and gathers stamps.
+        """
+        self._settle(wait=True)
+        if self._gpu_clock is not None:
+            self._gpu_clock.synchronize()
+        recent, self._recent = self._recent, PassSum()
+        if recent.count == 0:
+            return {}
+        ready = [record.ready for record in self.last_pass]
+        self.arrivals = arrivals = Arrivals(to_common_clock(ready, self._hosts, self._group))
+        self.times_last[arrivals.last_rank] = self.times_last.get(arrivals.last_rank, 0) + 1
+        return {
+            "comm/total_ms": 1e3 * recent.total_s / recent.count,
+            "comm/hidden_ms": 1e3 * recent.hidden_s / recent.count,
+            "comm/exposed_ms": 1e3 * recent.exposed_s / recent.count,
+            "comm/waited_ms": 1e3 * recent.waited_s / recent.count,
+            "comm/megabytes": sum(record.num_bytes for record in self.last_pass) / 1e6,
+            "comm/arrival_skew_ms": 1e3 * arrivals.skew_s,
+            "comm/last_rank": float(arrivals.last_rank),
+        }
+
+    def _settle(self, wait: bool) -> None:
+        """Sum up the complete passes whose times are known."""
+        while self._unsettled and (len(self._unsettled) > 1 or self._complete):
+            records = self._unsettled[0]
+            if not all(record.settle(wait) for record in records):
+                return
+            self.last_pass = self._unsettled.popleft()
+            for record in records:
+                self.buckets.setdefault((record.index, record.num_bytes), BucketSum()).add(record)
+            for sums in (self.passes, self._recent):
+                sums.add(records)

@@ -1,0 +1,68 @@
+"""A thread that all-reduces buckets one after another while the backward pass goes on."""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+from torch.futures import Future
+
+from trainer.comm.timeline import BucketRecord
+
+Task = tuple[dist.GradBucket, BucketRecord, Future[torch.Tensor]]
+
+
+class Worker:
+    """Takes buckets in the order given and answers each with a Future.
+
+    After one failure every later bucket fails with the same error: its peers are no longer in step.
+
+    Args:
+        all_reduce: returns the mean of a bucket over all ranks, and adds to the record whom it waited for.
+        release: called at the end, when `all_reduce` is no longer needed.
+    """
+
+    def __init__(
+        self,
+        all_reduce: Callable[[dist.GradBucket, BucketRecord], torch.Tensor],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.error: Exception | None = None
+        self._all_reduce, self._release = all_reduce, release
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        # A daemon: a thread that waits for a peer must not keep a failing process alive.
+        self._thread = threading.Thread(target=self._work, name="all-reduce", daemon=True)
+        self._thread.start()
+
+    def submit(self, bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+        """Have `bucket` all-reduced some time; the Future's value is the mean then."""
+        future: Future[torch.Tensor] = Future()
+        self._tasks.put((bucket, record, future))
+        # DDP, which waits in C++, sees an error only if a callback raises it.
+        return future.then(lambda done: done.value())
+
+    def close(self) -> None:
+        """End the thread, after the buckets it has been given."""
+        self._tasks.put(None)
+        self._thread.join(timeout=10.0)
+        self._release()
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            bucket, record, future = task
+            record.start = time.perf_counter()
+            try:
+                if self.error is not None:
+                    raise self.error
+                with record_function(record.label):
+                    mean = self._all_reduce(bucket, record)
+            except Exception as error:
+                self.error = error
+                record.end = time.perf_counter()
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            else:
+                record.end = time.perf_counter()
+                future.set_result(mean)
