@@ -48,7 +48,7 @@ def job_of(*overrides: str) -> Iterator[Job]:
     torch.set_num_threads(1)
     config = settings(*overrides)
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
-        job = assemble(config, dist, stop_request, Path(str(config.run_dir)), seed=config.seed or 0)
+        job = assemble(config, dist, stop_request)
         yield job
         job.checkpointer.close()
         job.strategy.close()

@@ -62,11 +62,12 @@ def test_groups_are_not_empty() -> None:
         ("distributed.timeout_s=0", "distributed.timeout_s is 0.0, but must be greater than 0"),
         ("train.epochs=???", "train.epochs has no value"),
         ("~model._target_", "model has no _target_"),
+        ("seed=null resume=auto", "resume needs the seed"),
     ],
 )
 def test_refuses(override: str, words: str) -> None:
     with pytest.raises(UserError) as refused:
-        load(composed(override))
+        load(composed(*override.split(" ")))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 

@@ -38,7 +38,10 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     page = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     tags = set(page.Tags()["scalars"])
     assert tags >= {"train/loss", "train/lr", "train/grad_norm", "eval/loss", "eval/accuracy"}
-    assert tags >= {"speed/samples_per_second", *(f"speed/ms_per_step/{p}" for p in ("step", "data", "compute", "rest"))}
+    assert tags >= {
+        "speed/samples_per_second",
+        *(f"speed/ms_per_step/{p}" for p in ("step", "data", "compute", "rest")),
+    }
     assert [event.step for event in page.Scalars("train/loss")] == list(range(5, 45, 5))
     assert page.Tags()["tensors"] == ["config/text_summary"]
 
@@ -49,7 +52,8 @@ def hash_of(run_dir: Path, *overrides: str) -> str:
 
 def test_equal_hashes_mean_equal_models(tmp_path: Path) -> None:
     one, again, other = (
-        run_ranks(hash_of, 1, tmp_path / str(k), f"seed={seed}", init=False)[0] for k, seed in enumerate([1, 1, 2])
+        run_ranks(hash_of, 1, tmp_path / str(k), f"seed={seed}", init=False)[0]
+        for k, seed in enumerate([1, 1, 2])
     )
     assert one == again != other
 

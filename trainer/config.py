@@ -253,6 +253,9 @@ def _validate(config: Config) -> None:
     if config.checkpoint.keep_best is not None:
         _require(config, "checkpoint.keep_best.mode", "in", ("min", "max"))
 
+    if config.resume is not None and config.seed is None:
+        raise UserError("resume needs the seed of the run it goes on with; train.log and config.yaml name it")
+
     if isinstance(config.strategy, DdpConfig):
         _require(config, "strategy.bucket_cap_mb", ">", 0)
         _require(config, "strategy.first_bucket_mb", ">", 0)

@@ -208,7 +208,7 @@ def report(job: Job, meter: Meter, window: Mark, grad_norm: Tensor | None) -> No
         "train/epoch": progress.epoch + progress.step_in_epoch / job.train_loader.steps_per_epoch,
         "speed/samples_per_second": job.settings.global_batch_size / ms["step"] * 1e3,
         **{f"speed/ms_per_step/{part}": value for part, value in ms.items()},
-        **{f"memory/peak_bytes/{device}": size for device, size in peak_memory_bytes(devices).items()},
+        **{f"memory/peak_mib/{device}": size / 2**20 for device, size in peak_memory_bytes(devices).items()},
         **job.strategy.metrics(),
     }
     if grad_norm is not None:

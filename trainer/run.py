@@ -1,5 +1,6 @@
 """The story of a run, from settings to result.json."""
 
+import dataclasses
 import json
 import logging
 import secrets
@@ -37,11 +38,12 @@ def run(config: Config) -> dict[str, Any]:
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
         compare_across_ranks(flatten(config), dist)
         run_dir, seed = from_main((_choose_run_dir(config.run_dir), _choose_seed(config.seed)))
+        config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
         if dist.is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "config.yaml").write_text(to_yaml(config))
         with messages(dist, run_dir):
-            job = assemble(config, dist, stop_request, run_dir, seed)
+            job = assemble(config, dist, stop_request)
             figures = fit(job)
             result = {
                 "strategy": config.strategy.name,
@@ -59,8 +61,13 @@ def run(config: Config) -> dict[str, Any]:
     return result
 
 
-def assemble(config: Config, dist: Dist, stop_request: StopRequest, run_dir: Path, seed: int) -> Job:
-    """Put the parts of a run together, up to the step at which it begins or goes on (a collective)."""
+def assemble(config: Config, dist: Dist, stop_request: StopRequest) -> Job:
+    """Put the parts of a run together, up to the step at which it begins or goes on (a collective).
+
+    `config.run_dir` and `config.seed` are those of this run, chosen and the same on every rank.
+    """
+    assert config.run_dir is not None and config.seed is not None
+    run_dir, seed = Path(config.run_dir), config.seed
     strategy = build_strategy(config, dist)
     micro_batch_size, accumulation = split_batch(config.train, strategy.num_replicas)
 

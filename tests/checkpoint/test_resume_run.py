@@ -61,7 +61,7 @@ def run(dist: Dist, run_dir: Path, *overrides: str, resume: str = "null") -> dic
     """Train to the end; returns all that a run is then, and the batches it saw from where it began."""
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
     with StopRequest() as stop_request:
-        job = assemble(config, dist, stop_request, run_dir, seed=0)
+        job = assemble(config, dist, stop_request)
         recorder = Recorder(job.task)
         loop.fit(dataclasses.replace(job, task=recorder))
     job.checkpointer.close()
