@@ -15,6 +15,7 @@ OPTIONS = sorted(
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 # Settings without which an option means nothing.
 NEEDS = {
+    "model=vision": ["model.name=resnet18"],
     "data=imagefolder": ["data.dataset.root=/data"],
     "experiment=imagefolder_resnet50": ["data.dataset.root=/data"],
 }

@@ -1,0 +1,145 @@
+"""What the harness costs over a bare loop: milliseconds per step, and seconds to the first step.
+
+Runs the same work in turn as a bare PyTorch loop (this file with --bare) and as train.py, each in processes
+of its own: the MLP on the digits, batch 64 per process, SGD with momentum, the loss logged every 50 steps.
+Prints each pair and the medians of their ratios. Start-up is from the start of the launcher to the end of the
+first step.
+
+    python benchmarks/harness_cost.py                   one process
+    python benchmarks/harness_cost.py --processes 2     DDP on gloo
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BATCH, EPOCHS, LOG_EVERY = 64, 20, 50
+
+
+def bare(out: Path) -> None:
+    """The loop a person would write at first: no checkpoint, no evaluation, no check of anything."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data.distributed import DistributedSampler
+    from torch.utils.tensorboard import SummaryWriter
+
+    sys.path.insert(0, str(ROOT))
+    from trainer.data.digits import Digits
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.manual_seed(0)
+    digits = Digits(split="train")
+    dataset = TensorDataset(*digits.__getitems__(list(range(len(digits)))))
+    layers = [nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)]
+    model: nn.Module = nn.Sequential(*layers)
+    sampler = None
+    if world_size > 1:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+        sampler = DistributedSampler(dataset)
+    loader = DataLoader(dataset, BATCH, shuffle=sampler is None, sampler=sampler, drop_last=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    writer = SummaryWriter(str(out.parent)) if rank == 0 else None
+    step, seconds, first_step = 0, 0.0, 0.0
+    for epoch in range(EPOCHS):
+        begin = time.perf_counter()
+        model.train()
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for images, labels in loader:
+            loss = nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            first_step = first_step or time.time()
+            step += 1
+            if writer and step % LOG_EVERY == 0:
+                writer.add_scalar("loss", loss.item(), step)
+        if epoch > 0:
+            seconds += time.perf_counter() - begin
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+    if rank == 0:
+        steady_steps = (EPOCHS - 1) * len(loader)
+        out.write_text(json.dumps({"ms_per_step": 1e3 * seconds / steady_steps, "first_step": first_step}))
+
+
+def launch(processes: int, *arguments: str) -> float:
+    """Run to the end; return when it was started."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    begin = time.time()
+    subprocess.run([*launcher, *arguments], cwd=ROOT, env=environment, check=True, capture_output=True)
+    return begin
+
+
+def measure_bare(processes: int, scratch: Path) -> tuple[float, float]:
+    out = scratch / "bare.json"
+    begin = launch(processes, __file__, "--bare", str(out))
+    result = json.loads(out.read_text())
+    return result["ms_per_step"], result["first_step"] - begin
+
+
+def measure_ours(processes: int, scratch: Path) -> tuple[float, float]:
+    strategy = "single" if processes == 1 else "ddp"
+    common = [f"strategy={strategy}", f"train.global_batch_size={BATCH * processes}", "schedule=constant"]
+    common += [
+        "data.task.label_smoothing=0",
+        "optim.weight_decay=0",
+        "optim.lr=0.05",
+        f"run_dir={scratch}/ours",
+    ]
+    common += ["train.eval_every_epochs=0", "checkpoint.every_epochs=null"]
+    launch(processes, "train.py", *common, f"train.epochs={EPOCHS}", f"train.log_every_steps={LOG_EVERY}")
+    ms_per_step = json.loads((scratch / "ours" / "result.json").read_text())["ms_per_step"]
+
+    # The log says when each step was done, so a run that logs its first tells how long that took.
+    (scratch / "ours" / "train.log").unlink()
+    begin = launch(processes, "train.py", *common, "train.max_steps=2", "train.log_every_steps=1")
+    lines = (scratch / "ours" / "train.log").read_text().splitlines()
+    stamp = next(line for line in lines if " step 1/" in line)[:23]
+    return ms_per_step, datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument(
+        "--bare", type=Path, metavar="OUT", help="be the bare loop, and write its figures to OUT"
+    )
+    arguments = parser.parse_args()
+    if arguments.bare:
+        bare(arguments.bare)
+        return
+    ratios: list[tuple[float, float]] = []
+    print(f"{arguments.processes} process(es)   ms/step bare, ours, ratio    start-up s bare, ours, ratio")
+    for _ in range(arguments.pairs):
+        with tempfile.TemporaryDirectory() as scratch:
+            bare_ms, bare_s = measure_bare(arguments.processes, Path(scratch))
+            ours_ms, ours_s = measure_ours(arguments.processes, Path(scratch))
+        ratios.append((ours_ms / bare_ms, ours_s / bare_s))
+        step, start = ratios[-1]
+        print(
+            f"  {bare_ms:8.3f} {ours_ms:8.3f} {step:7.2f}   {bare_s:8.2f} {ours_s:8.2f} {start:7.2f}",
+            flush=True,
+        )
+    step, start = (statistics.median(column) for column in zip(*ratios, strict=True))
+    print(f"median ratio: step {step:.2f}, start-up {start:.2f}")
+
+
+if __name__ == "__main__":
+    main()
