@@ -44,7 +44,11 @@ class CommHook:
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """What DDP calls when a bucket of gradients is complete."""
         record = self.timeline.arrive(bucket.index(), bucket.buffer().nbytes, bucket.is_last())
-        return self._reduce(bucket, record)
+        with record_function(f"all-reduce {record.label}") as profiled:
+            future = self._reduce(bucket, record)
+            # The range must begin here, on a thread that the profiler watches, and end when the bucket is
+            # done, wherever that is; torch has no public call for it.
+            return profiled._call_end_callbacks_on_future(future)
 
     @contextmanager
     def plain_errors(self) -> Iterator[None]:
@@ -154,8 +158,7 @@ def _timed(hook: TorchHook, state: Any, gpu_clock: GpuClock | None) -> Reduce:
                 record.read_gpu = gpu_clock.times(ready, ready, gpu_clock.mark())
             return done.value()
 
-        with record_function(record.label):
-            return hook(state, bucket).then(finish)
+        return hook(state, bucket).then(finish)
 
     return reduce
 

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from trainer.comm.gloo import GlooLink
@@ -71,7 +70,7 @@ class NcclReducer:
         self._stream.wait_event(ready)
         gradients.record_stream(self._stream)
         future: Future[torch.Tensor] = Future(devices=[self._device])
-        with torch.cuda.stream(self._stream), record_function(record.label):
+        with torch.cuda.stream(self._stream):
             start = self._clock.mark()
             sums = gradients.to(layout.sum_dtype)
             self._run(self._programs[layout], sums, layout)

@@ -7,7 +7,6 @@ from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from trainer.comm.timeline import BucketRecord
@@ -57,8 +56,7 @@ class Worker:
             try:
                 if self.error is not None:
                     raise self.error
-                with record_function(record.label):
-                    mean = self._all_reduce(bucket, record)
+                mean = self._all_reduce(bucket, record)
             except Exception as error:
                 self.error = error
                 record.end = time.perf_counter()

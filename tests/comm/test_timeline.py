@@ -1,0 +1,109 @@
+"""The timeline adds up, names the rank that comes late, shows in the profiler, and costs next to nothing."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.comm.test_hook import network
+from tests.ranks import run_ranks
+from trainer.comm.clock import to_common_clock
+from trainer.comm.hook import attach
+from trainer.comm.timeline import BucketRecord, PassSum
+from trainer.comm.timeline_report import draw, table
+
+
+def record(ready: float, start: float, end: float) -> BucketRecord:
+    return BucketRecord(0, 4, ready, start, end, {1: 0.5})
+
+
+def test_hidden_and_exposed_add_up() -> None:
+    sums = PassSum()
+    sums.add([record(0, 0, 4), record(3, 4, 8)])  # the last gradient at 3: 3 of 8 seconds are hidden
+    assert (sums.total_s, sums.hidden_s, sums.exposed_s, sums.waited_s) == (8, 3, 5, 1)
+    sums.add([record(0, 0, 2), record(1, 1, 3), record(10, 10, 11)])  # two at a time count once
+    assert (sums.count, sums.total_s, sums.exposed_s) == (2, 8 + 4, 5 + 1)
+
+
+def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dict[str, Any]:
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
+    hook = attach(model, algorithm, hosts=hosts, timeout_s=20.0)
+    found: list[dict[str, float]] = []
+    for late in (False, False, True):
+        loss = model(torch.randn(8, 20)).sum()
+        if late and dist.get_rank() == sleeper:
+            time.sleep(0.2)
+        loss.backward()
+        found.append(hook.timeline.metrics())
+    waited = {peer: s for r in hook.timeline.last_pass for peer, s in r.waited_s.items()}
+    figure, text = draw(hook.timeline), table(hook.timeline)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    hook.close()
+    return {"before": found[1], "late": found[2], "waited": waited, "table": text, "labels": labels}
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical"])
+@pytest.mark.parametrize(("hosts", "sleeper"), [([0, 0, 0], 1), ([0, 0, 1, 1], 3)])
+def test_a_rank_that_sleeps_before_its_backward_is_named(
+    algorithm: str, hosts: list[int], sleeper: int
+) -> None:
+    for rank, found in enumerate(run_ranks(sleep_before_backward, len(hosts), algorithm, hosts, sleeper)):
+        late = found["late"]
+        assert late["comm/last_rank"] == sleeper
+        assert 190 < late["comm/arrival_skew_ms"] < 300
+        assert found["before"]["comm/arrival_skew_ms"] < 150
+        assert late["comm/hidden_ms"] + late["comm/exposed_ms"] == pytest.approx(late["comm/total_ms"])
+        if rank != sleeper:  # duration would blame everybody else: their all-reduce looks long
+            assert late["comm/total_ms"] > 150
+        assert any(f"(rank {sleeper}, " in label for label in found["labels"])
+        assert "rank" in found["table"].splitlines()[-1] and "3 times" in found["table"].splitlines()[-1]
+
+
+def stamps_of(hosts: list[int], wrong_by: float) -> torch.Tensor:
+    """All ranks stamp the same moment; the clock of host 1 is wrong."""
+    clock = time.perf_counter
+    if hosts[dist.get_rank()] == 1:
+        time.perf_counter = lambda: clock() + wrong_by
+    dist.barrier()
+    return to_common_clock([time.perf_counter(), time.perf_counter()], hosts, dist.group.WORLD)
+
+
+def test_clocks_of_other_hosts_are_put_right() -> None:
+    for stamps in run_ranks(stamps_of, 4, [0, 0, 1, 1], 1234.5):
+        assert stamps.shape == (4, 2)
+        assert float(stamps.max() - stamps.min()) < 0.1
+
+
+def profile() -> list[str]:
+    model = DistributedDataParallel(network())
+    hook = attach(model, "ring", hosts=[0, 0])
+    with torch.profiler.profile() as profiler:
+        model(torch.randn(8, 20)).sum().backward()
+    hook.close()
+    return [event.key for event in profiler.key_averages()]
+
+
+def test_the_profiler_shows_each_bucket() -> None:
+    for names in run_ranks(profile, 2):
+        assert any(name.startswith("all-reduce bucket 0") for name in names), names
+
+
+def cost_per_bucket() -> float:
+    """Seconds that noting a bucket down takes."""
+    hook = attach(DistributedDataParallel(nn.Linear(4, 4)), "ring", hosts=[0])
+    count = 10_000
+    began = time.perf_counter()
+    for index in range(count):
+        made = hook.timeline.arrive(index % 10, 4, is_last=index % 10 == 9)
+        made.start = made.end = time.perf_counter()
+    seconds = time.perf_counter() - began
+    hook.close()
+    return seconds / count
+
+
+def test_a_record_costs_microseconds() -> None:
+    assert run_ranks(cost_per_bucket, 1)[0] < 1e-4
