@@ -17,7 +17,7 @@ _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = _options(argv)
+    options = parse(argv)
     predictions = predict_all(options, options.hosts)
     print(table(options, predictions))
     if options.plot:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trainer.comm.plan", description=__doc__)
     add = parser.add_argument
     add("--hosts", type=int, required=True)

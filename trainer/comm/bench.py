@@ -1,0 +1,238 @@
+"""Measure every all-reduce algorithm side by side: `torchrun ... -m trainer.comm.bench`.
+
+Prints what nccl-tests print: time, algorithm bandwidth (bytes / time), bus bandwidth (that times 2(P-1)/P,
+what the links of an ideal ring would carry; see nccl-tests' doc/PERFORMANCE.md) and the number of wrong
+elements. Every round runs all algorithms, one after the other, so that whatever else the machine does hits
+all alike; times are medians over rounds, each that of the slowest rank.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.comm.blame import PeerError
+from trainer.comm.checks import Member
+from trainer.comm.costs import finish
+from trainer.comm.executor import CpuExecutor
+from trainer.comm.gpu_clock import GpuClock
+from trainer.comm.join import JoinError, Place, connect, meet
+from trainer.comm.nccl import NcclReducer
+from trainer.comm.schedules import ALGORITHMS, build
+from trainer.comm.timeline import BucketRecord
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NATIVE = "native"
+
+AllReduce = Callable[[Tensor], object]
+"""Replaces a bucket by its sum over all ranks."""
+
+
+@dataclass(frozen=True)
+class Row:
+    size: int  # bytes
+    algorithm: str
+    seconds: float
+    algbw_gb_s: float
+    busbw_gb_s: float
+    wrong: int  # elements, over all ranks
+
+    def __str__(self) -> str:
+        unit = next(unit for unit in "GMK" if self.size >= _UNITS[unit] or unit == "K")
+        return (
+            f"{self.size / _UNITS[unit]:>8g} {unit}  {self.algorithm:<18}{self.seconds * 1e3:>9.3f} ms"
+            f"{self.algbw_gb_s:>12.3f}{self.busbw_gb_s:>12.3f}{self.wrong:>8}"
+        )
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """As much of a GradBucket as a reducer asks for; only DDP can make a real one."""
+
+    tensor: Tensor
+
+    def buffer(self) -> Tensor:
+        return self.tensor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _options(argv)
+    try:
+        place = meet(options.timeout_s)
+    except JoinError as error:
+        print(f"bench: {error}", file=sys.stderr, flush=True)
+        return 1
+    me = connect(place, options.backend, options.timeout_s)
+    runs = _all_reduces(place, me, options)
+    say = print if me.rank == 0 else lambda *_, **__: None
+    sent_as = options.wire_dtype if _wire(options) else options.dtype
+    say(
+        f"bench: {len(set(place.hosts))} hosts, {me.world_size} processes, {dist.get_backend()} on "
+        f"{me.device.type}, {options.dtype} sent as {sent_as}, {options.rounds} rounds\n\n"
+        f"{'size':>10}  {'algorithm':<18}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
+        flush=True,
+    )
+    rows: list[Row] = []
+    for size in options.sizes:
+        try:
+            measured = _measure(me, runs, size, options)
+        except PeerError as error:
+            # No clean-up: the peers may be gone.
+            print(f"bench: {place.name(me.rank)}: {place.name(error.peer)} {error.reason}", file=sys.stderr)
+            return 1
+        rows += measured
+        say(*measured, sep="\n", flush=True)
+    if options.json and me.rank == 0:
+        figures = {"hosts": place.hosts, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    dist.destroy_process_group()
+    return int(any(row.wrong for row in rows))
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trainer.comm.bench", description=__doc__)
+    everything = ",".join([_NATIVE, *ALGORITHMS])
+    add = parser.add_argument
+    add("--sizes", type=_sizes, default="4K,256K,4M,25M", help="bytes of a bucket (4K,256K,4M,25M)")
+    add("--algorithms", type=_algorithms, default=everything, help=f"some of {everything}")
+    add("--dtype", choices=_DTYPES, default="fp32", help="of the bucket (fp32)")
+    add("--wire-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="bf16, fp16: send half (fp32)")
+    add("--segment-mb", type=float, default=1.0, help="MiB that travel as one (1)")
+    add("--rounds", type=int, default=10, help="timed rounds, after one that checks the sums (10)")
+    add("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
+    add("--timeout-s", type=float, default=60.0, help="the longest wait for a peer (60)")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    options = parser.parse_args(argv)
+    for name in ("segment_mb", "rounds", "timeout_s"):
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: a positive number is needed")
+    return options
+
+
+def _sizes(text: str) -> list[int]:
+    sizes = []
+    for item in text.split(","):
+        number = item.rstrip("KMG")
+        unit = item[len(number) :]
+        if unit not in _UNITS or not number.replace(".", "", 1).isdecimal():
+            raise argparse.ArgumentTypeError(f"{item!r} is no size; write 4096, 4K, 25M or 1G")
+        sizes.append(int(float(number) * _UNITS[unit]))
+    return sizes
+
+
+def _algorithms(text: str) -> list[str]:
+    names, known = text.split(","), [_NATIVE, *ALGORITHMS]
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+    return names
+
+
+def _wire(options: argparse.Namespace) -> torch.dtype | None:
+    """What sums are compressed to on their way; None if they travel as they are."""
+    narrow = options.wire_dtype != "fp32" and options.dtype in ("fp32", "fp64")
+    return _DTYPES[options.wire_dtype] if narrow else None
+
+
+def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[str, AllReduce]:
+    """The algorithms, ready to run; a collective of all ranks."""
+    wire = _wire(options)
+    segment_bytes = int(options.segment_mb * (1 << 20))
+    timeout = timedelta(seconds=options.timeout_s)
+    group = dist.new_group(backend="gloo", timeout=timeout)  # one for all: only one of them runs at a time
+    assert isinstance(group, dist.ProcessGroup)
+
+    def native(bucket: Tensor) -> None:
+        if wire is None:
+            dist.all_reduce(bucket)
+            return
+        compressed = bucket.to(wire)  # as torch's own compression hooks do it
+        dist.all_reduce(compressed)
+        bucket.copy_(compressed)
+
+    def ours(algorithm: str) -> AllReduce:
+        schedule = build(algorithm, me.rank, place.hosts)
+        if me.device.type == "cpu":
+            executor = CpuExecutor(
+                group, schedule, place.hosts, wire, segment_bytes, timeout_s=options.timeout_s
+            )
+            return executor.all_reduce
+        nccl = dist.new_group(backend="nccl", timeout=timeout)
+        assert isinstance(nccl, dist.ProcessGroup)
+        reducer = NcclReducer(
+            nccl, group, schedule, GpuClock(me.device), wire, segment_bytes, options.timeout_s, divisor=1
+        )
+
+        def reduce(bucket: Tensor) -> object:
+            record = BucketRecord(0, bucket.nbytes, time.perf_counter())
+            return reducer.submit(cast(dist.GradBucket, _Bucket(bucket)), record).wait()
+
+        return reduce
+
+    return {name: native if name == _NATIVE else ours(name) for name in options.algorithms}
+
+
+def _measure(
+    me: Member, runs: dict[str, AllReduce], num_bytes: int, options: argparse.Namespace
+) -> list[Row]:
+    """One row for each algorithm, the same on every rank."""
+    dtype = _DTYPES[options.dtype]
+    bucket = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=me.device)
+    mine, total = addends(bucket.numel(), me.rank, me.world_size)
+    wrong = torch.zeros(len(runs), device=me.device)
+    seconds = torch.zeros(options.rounds + 1, len(runs), dtype=torch.float64, device=me.device)
+    for round_, times in enumerate(seconds):
+        for index, all_reduce in enumerate(runs.values()):
+            bucket.copy_(mine)
+            finish(me)
+            dist.barrier()
+            began = time.perf_counter()
+            all_reduce(bucket)
+            finish(me)
+            times[index] = time.perf_counter() - began
+            if round_ == 0:
+                wrong[index] = _count_wrong(bucket, total, me.world_size, options)
+    dist.all_reduce(wrong)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    median_s = seconds[1:].median(0).values.tolist()  # the first round also connects and lays out
+    on_a_ring = 2 * (me.world_size - 1) / me.world_size
+    return [
+        Row(num_bytes, name, median, rate := num_bytes / median / 1e9, rate * on_a_ring, int(count))
+        for name, median, count in zip(runs, median_s, wrong.tolist(), strict=True)
+    ]
+
+
+def addends(numel: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """What `rank` contributes and the sum of what all contribute, both (numel,) float64 small integers.
+
+    Every rank has the same random signs, moved on by its rank: distinct data, and their sum is known to all
+    without asking the network that is under test.
+    """
+    signs = torch.randint(-1, 2, (numel,), generator=torch.Generator().manual_seed(0)).double()
+    if numel == 0:
+        return signs, signs
+    whole_turns, rest = divmod(world_size, numel)
+    sums = torch.cat([torch.zeros(1), signs, signs]).double().cumsum(0)
+    window = sums[numel + 1 :] - sums[numel + 1 - rest : 2 * numel + 1 - rest]
+    return signs.roll(rank), window + whole_turns * signs.sum()
+
+
+def _count_wrong(bucket: Tensor, total: Tensor, world_size: int, options: argparse.Namespace) -> int:
+    """Elements that differ from the sum. It is exact while a 16-bit wire can hold every integer up to P."""
+    eps = torch.finfo(_wire(options) or _DTYPES[options.dtype]).eps
+    tolerance = 0.0 if world_size * eps <= 2 else world_size * eps
+    return int(((bucket.cpu().double() - total).abs() > tolerance).sum())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
