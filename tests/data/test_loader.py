@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -64,6 +65,14 @@ def test_augmentation_does_not_depend_on_the_world_size_nor_on_a_resume() -> Non
     for replica in (0, 1):
         half = torch.stack(epoch(train_loader(Noisy(), 8, 2, replica, micro=2), 3, first_step=1))
         assert torch.equal(whole[1:, replica::2].flatten(0, 1), half.flatten(0, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_left_half_way_does_not_show_in_the_next(workers: int) -> None:
+    loader, fresh = (train_loader(Noisy(), 4, num_workers=workers) for _ in range(2))
+    left = loader.epoch(0)
+    next(left)
+    assert torch.equal(torch.stack(epoch(loader, 1)), torch.stack(epoch(fresh, 1)))
 
 
 @pytest.mark.parametrize("dataset", [Noisy(), Digits("train")])
@@ -189,16 +198,22 @@ def test_workers_outlive_the_signals_that_stop_a_session() -> None:
     assert run_ranks(_interrupted_epoch, 1, init=False) == [(2, 8)]
 
 
-def _killed_worker() -> None:
+def _killed_worker(report: Path) -> None:
     batches = started_workers()
-    worker = active_children()[0]
-    os.kill(worker.pid, signal.SIGKILL)
-    list(batches)
+    try:
+        os.kill(active_children()[0].pid, signal.SIGKILL)
+        list(batches)
+    except RuntimeError as error:
+        report.write_text(str(error))
+    os._exit(7)  # DataLoader's signal handler would report the dead worker again on the way out
 
 
-def test_the_main_process_hears_at_once_of_a_worker_that_was_killed() -> None:
-    with pytest.raises(RankFailure, match=r"DataLoader worker \(pid.*\) is killed by signal"):
-        run_ranks(_killed_worker, 1, init=False, timeout_s=30)
+def test_the_main_process_hears_at_once_of_a_worker_that_was_killed(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="exit code 7"):
+        run_ranks(_killed_worker, 1, tmp_path / "report", init=False, timeout_s=30)
+    report = (tmp_path / "report").read_text()
+    # which one depends on what the main process was waiting for
+    assert re.search(r"worker \(pid.*\) (is killed by signal|exited unexpectedly)|a data worker died", report)
 
 
 class Stuck(Noisy):

@@ -55,7 +55,9 @@ def _folder_of(split: str, root: Path) -> Path:
     for folder in candidates:
         if folder.is_dir():
             return folder
-    raise UserError(f"data.dataset.root={root}: no folder {' or '.join(map(str, candidates))}")
+    raise UserError(
+        f"data.dataset.root={root}: no folder {' or '.join(map(str, candidates))}, with one for each class"
+    )
 
 
 def read_rgb(path: str) -> Image.Image:

@@ -82,7 +82,7 @@ class TrainLoader:
             UserError: a sample cannot be read, or too many in a row.
         """
         self._sampler.epoch, self._sampler.first_step = epoch, first_step
-        return _raise_errors(self._loader)
+        yield from _raise_errors(self._loader)
 
 
 class EvalLoader:
@@ -159,12 +159,23 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _raise_errors(batches: DataLoader[Any]) -> Iterator[Any]:
-    for batch in batches:
-        if isinstance(batch, UserError):
-            # Not `raise batch`: this frame and its exception would hold each other, and DataLoader, when left
-            # to the garbage collector, waits 5 s for each of its workers.
-            raise UserError(str(batch))
-        yield batch
+    """What the workers read.
+
+    Raises:
+        UserError: one that a worker met.
+        RuntimeError: a worker died, or kept us waiting too long.
+    """
+    try:
+        for batch in batches:
+            if isinstance(batch, UserError):
+                # Not `raise batch`: this frame and its exception would hold each other, and DataLoader, when
+                # left to the garbage collector, waits 5 s for each of its workers.
+                raise UserError(str(batch))
+            yield batch
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError(
+            "a data worker died while it handed over a batch: killed, perhaps for want of memory"
+        ) from error
 
 
 def _obey_the_main_process_alone(worker_id: int) -> None:
