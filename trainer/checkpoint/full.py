@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.checkpoint.hashing import FileDigest, HashingFile
+from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
 from trainer.errors import UserError
 
 TENSORS = "tensors.pt"
@@ -35,7 +35,7 @@ def gather(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
     """``torch.save`` the flat dict of ``tensors`` as CPU tensors, hashed on the way and fsynced."""
-    with HashingFile(path) as file:
+    with HashingFile(path) as file, without_crc32():
         torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, cast(IO[bytes], file))
     return file.digest
 

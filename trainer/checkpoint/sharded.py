@@ -3,7 +3,8 @@
 import io
 import os
 import pickle
-from collections.abc import Generator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as torch_dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import SavePlan
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from trainer.checkpoint.hashing import FileDigest, HashingFile
+from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
+from trainer.checkpoint.matching import Shapes
 from trainer.errors import UserError
 
 METADATA = ".metadata"
@@ -75,42 +78,91 @@ class _HashingWriter(dcp.FileSystemWriter):
 class _SafeReader(dcp.FileSystemReader):
     """torch's reader, but for the metadata, which torch would unpickle without a question."""
 
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_metadata(Path(self.path))
+        return self._metadata
 
 
 def write(
-    directory: Path, tensors: Mapping[str, Tensor], group: torch_dist.ProcessGroup | None
+    directory: Path, tensors: Mapping[str, Tensor], group: torch_dist.ProcessGroup
 ) -> dict[str, FileDigest]:
-    """Write this rank's part of ``tensors``; returns the digests of the files it wrote. Collective over
-    ``group``.
+    """Write this rank's part of ``tensors``; collective over ``group``. When one rank fails, all raise.
 
-    A tensor that every rank holds is written by one of them. When one rank fails, all raise.
+    Returns the digests of the files that this rank wrote. What several ranks hold is written by one of them.
     """
     writer = _HashingWriter(directory)
     try:
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+        with without_crc32():
+            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
     except dcp.CheckpointException as error:  # a BaseException, which nobody expects
         raise _first_failure(error) from error
     return writer.fs.digests
 
 
-def read_into(directory: Path, targets: dict[str, Tensor], group: torch_dist.ProcessGroup | None) -> None:
-    """Fill ``targets`` (whole or sharded, in any layout) from ``directory``. Collective over ``group``."""
+def write_streaming(
+    directory: Path, shapes: Shapes, read: Callable[[dict[str, Tensor]], None], max_bytes: int
+) -> dict[str, FileDigest]:
+    """Write tensors of ``shapes``, no more than ``max_bytes`` (or one tensor) of them in memory.
+
+    ``read`` fills the tensors it is given by their names. As if each portion were written by a rank of its
+    own, so that torch's planner and writer do the rest; needs no process group.
+    """
+    portions = _portions(shapes, max_bytes)
+    planned = {name: torch.empty(size, dtype=dtype, device="meta") for name, (size, dtype) in shapes.items()}
+    writer, planner = _HashingWriter(directory), dcp.DefaultSavePlanner()
+    writer.set_up_storage_writer(True)
+    planner.set_up_planner(planned, writer.storage_meta(), is_coordinator=True)
+    items = {item.index.fqn: item for item in planner.create_local_plan().items}
+    plans = [
+        SavePlan([items[name] for name in names], planner_data={name: (name,) for name in names})
+        for names in portions
+    ]
+    plans, metadata = planner.create_global_plan(plans)
+    results = []
+    for names, plan in zip(portions, writer.prepare_global_plan(plans), strict=True):
+        planner.state_dict = {name: torch.empty(shapes[name][0], dtype=shapes[name][1]) for name in names}
+        read(planner.state_dict)
+        with without_crc32():
+            results.append(writer.write_data(plan, planner).wait())
+    writer.finish(metadata, results)
+    return writer.fs.digests
+
+
+def _portions(shapes: Shapes, max_bytes: int) -> list[list[str]]:
+    portions: list[list[str]] = [[]]
+    num_bytes = 0
+    for name, (shape, dtype) in shapes.items():
+        size = shape.numel() * dtype.itemsize
+        if portions[-1] and num_bytes + size > max_bytes:
+            portions.append([])
+            num_bytes = 0
+        portions[-1].append(name)
+        num_bytes += size
+    return portions
+
+
+def read_into(
+    directory: Path, metadata: Metadata, targets: dict[str, Tensor], group: torch_dist.ProcessGroup | None
+) -> None:
+    """Fill ``targets`` (whole or sharded, in any layout); collective over ``group``, None reads alone."""
     try:
-        dcp.load(
-            cast(dict[str, Any], targets),
-            storage_reader=_SafeReader(directory),
-            process_group=group,
-            no_dist=group is None,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
+            dcp.load(
+                cast(dict[str, Any], targets),
+                storage_reader=_SafeReader(directory, metadata),
+                process_group=group,
+                no_dist=group is None,
+            )
     except dcp.CheckpointException as error:
         raise _first_failure(error) from error
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """What the shards in ``directory`` hold, looked up through an allow-list: a pickle of other things is
-    refused."""
+    """What the shards in ``directory`` hold; a pickle that asks for anything else is refused, and not run."""
     path = directory / METADATA
     try:
         with path.open("rb") as file:
@@ -129,10 +181,10 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata
 
 
-def shapes(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def shapes_of(metadata: Metadata) -> Shapes:
     return {
         name: (value.size, value.properties.dtype)
-        for name, value in read_metadata(directory).state_dict_metadata.items()
+        for name, value in metadata.state_dict_metadata.items()
         if isinstance(value, TensorStorageMetadata)
     }
 

@@ -126,6 +126,31 @@ def verify(directory: Path, part: int = 0, parts: int = 1) -> Manifest:
     return manifest
 
 
+def seal(temporary: Path, final: Path, manifest: Manifest) -> None:
+    """Make the filled directory ``temporary``, its files fsynced, the checkpoint ``final`` beside it.
+
+    Raises:
+        OSError: it does not hold the files of the manifest and no others; or the disk fails.
+    """
+    present = {entry.name for entry in temporary.iterdir()}
+    if present != set(manifest.files):
+        missing, foreign = sorted(set(manifest.files) - present), sorted(present - set(manifest.files))
+        raise OSError(
+            f"{temporary} lacks {missing[:5]} and holds {foreign[:5]} besides: "
+            "is run_dir on a file system that all hosts share?"
+        )
+    fsync_directory(temporary)
+    write_text(temporary / MANIFEST, manifest_text(manifest))
+    fsync_directory(temporary)
+    replaced = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():  # an abandoned future, saved before the run went back to an earlier step
+        final.rename(replaced)
+    temporary.rename(final)
+    fsync_directory(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
 class Store:
     """The checkpoints of one run, under ``root``. Only rank 0 writes, renames or deletes here."""
 
@@ -151,25 +176,8 @@ class Store:
         self, step: int, format: str, files: Mapping[str, FileDigest], metrics: Mapping[str, float]
     ) -> Path:
         """Make the filled and fsynced temporary directory of ``step`` the checkpoint, and ``latest``."""
-        temporary, final = self.temporary(step), self.path(step)
-        present = {entry.name for entry in temporary.iterdir()}
-        if present != set(files):
-            missing, foreign = sorted(set(files) - present), sorted(present - set(files))
-            raise OSError(
-                f"{temporary} lacks {missing[:5]} and holds {foreign[:5]} besides: "
-                "is run_dir on a file system that all hosts share?"
-            )
-        manifest = Manifest(format, step, time.time(), dict(files), dict(metrics))
-        fsync_directory(temporary)
-        write_text(temporary / MANIFEST, manifest_text(manifest))
-        fsync_directory(temporary)
-        replaced = self.root / f"{_REPLACED}{final.name}"
-        if final.exists():  # an abandoned future, saved before the run went back to an earlier step
-            final.rename(replaced)
-        temporary.rename(final)
-        fsync_directory(self.root)
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        final = self.path(step)
+        seal(self.temporary(step), final, Manifest(format, step, time.time(), dict(files), dict(metrics)))
         self._point_latest(final.name)
         return final
 

@@ -56,7 +56,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 def _read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         verify(path)
-        return Source.open(path).model_weights()
+        return Source.open(path).read("model.")
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     try:

@@ -1,0 +1,93 @@
+"""Look at checkpoints, verify and convert them: ``python -m trainer.checkpoint show|verify|convert``.
+
+Needs no GPU and no process group, and runs nothing that it finds in a checkpoint.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainer.checkpoint.convert import FORMS, convert
+from trainer.checkpoint.source import Source
+from trainer.checkpoint.store import MANIFEST, Store, read_manifest, verify
+from trainer.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status: 0, or 2 if a checkpoint is damaged or a request cannot be met."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, help in (
+        ("show", "what a checkpoint, or each checkpoint of a run, holds, and whether it is whole"),
+        ("verify", "compare every file with its sha256; the exit status says whether all are whole"),
+        ("convert", "write a checkpoint in another form"),
+    ):
+        command = commands.add_parser(name, help=help)
+        command.add_argument("directory", type=Path, help="a checkpoint" + ", or a run" * (name != "convert"))
+        if name == "convert":
+            command.add_argument("out", type=Path, help="what to write; must not exist")
+            command.add_argument("--to", required=True, choices=FORMS)
+    chosen = parser.parse_args(arguments)
+    try:
+        if chosen.command == "convert":
+            convert(chosen.directory, chosen.out, chosen.to)
+            print(f"{chosen.out} written")
+            return 0
+        reports = [_report(path, in_full=chosen.command == "show") for path in _checkpoints(chosen.directory)]
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return UserError.exit_code
+    return 0 if all(reports) else UserError.exit_code
+
+
+def _checkpoints(directory: Path) -> Iterator[Path]:
+    if (directory / MANIFEST).exists() or not directory.is_dir():
+        yield directory
+        return
+    root = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
+    found = Store(root).directories()
+    if not found:
+        raise UserError(f"{directory} is no checkpoint (it has no {MANIFEST}) and holds none")
+    yield from found
+
+
+def _report(directory: Path, in_full: bool) -> bool:
+    """Print what there is to say about one checkpoint; True if it is whole."""
+    try:
+        verify(directory)
+        health = "whole"
+    except UserError as error:
+        health = f"DAMAGED: {error}"
+    print(f"{directory}: {health}")
+    if in_full:
+        try:
+            for name, value in _facts(directory).items():
+                print(f"  {name:14s}{value}")
+        except UserError as error:
+            print(f"  {error}")
+    return health == "whole"
+
+
+def _facts(directory: Path) -> dict[str, str]:
+    manifest = read_manifest(directory)
+    source = Source.open(directory)
+    progress = source.facts["state"]["progress"]
+    parameters = [shape for name, (shape, _) in source.shapes.items() if name.startswith("model.")]
+    facts = {
+        "step": f"{progress['step']:,} (epoch {progress['epoch']}, step {progress['step_in_epoch']} of it)",
+        "samples seen": f"{progress['samples_seen']:,}",
+        "format": manifest.format,
+        "strategy": f"{source.facts['strategy']} on {source.facts['world_size']} ranks",
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at)),
+        "torch": source.facts["torch_version"],
+        "model": f"{sum(shape.numel() for shape in parameters):,} numbers in {len(parameters)} tensors",
+        "metrics": ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()) or "none",
+        "size": f"{manifest.num_bytes / 1e6:,.2f} MB",
+    }
+    return facts | {f"  {name}": f"{file.bytes / 1e6:,.2f} MB" for name, file in manifest.files.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
