@@ -96,3 +96,24 @@ def test_flatten_names_settings_as_the_command_line_does() -> None:
 def test_config_imports_no_torch() -> None:
     text = Path(CONF.parent, "trainer", "config.py").read_text()
     assert "import torch" not in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategy=fsdp", "comm=ring"], "comm=ring needs strategy=ddp, but strategy=fsdp"),
+        (
+            ["strategy=single", "comm.wire_dtype=bf16"],
+            "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
+        ),
+        (["comm=ring", "comm.wire_dtype=fp8"], "comm.wire_dtype is fp8, but must be one of fp32, bf16, fp16"),
+        (["comm=hierarchical", "comm.segment_mb=0"], "comm.segment_mb is 0.0, but must be at least 0.01"),
+        (["comm=powersgd", "comm.start_step=1"], "comm.start_step is 1, but must be at least 2"),
+        (["comm=powersgd", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"),
+        (["comm.algorithm=butterfly"], "comm.algorithm is butterfly, but must be one of native, ring, tree"),
+    ],
+)
+def test_refuses_an_all_reduce_that_cannot_be(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load(composed(*overrides))
+    assert words in str(refused.value)

@@ -61,6 +61,27 @@ class CommConfig:
 
 
 @dataclass
+class NativeCommConfig(CommConfig):
+    wire_dtype: str = MISSING
+    timeline: bool = MISSING
+
+
+@dataclass
+class ScheduleCommConfig(CommConfig):
+    wire_dtype: str = MISSING
+    segment_mb: float = MISSING
+
+
+@dataclass
+class PowerSgdCommConfig(CommConfig):
+    matrix_approximation_rank: int = MISSING
+    start_step: int = MISSING
+    min_compression_rate: float = MISSING
+    use_error_feedback: bool = MISSING
+    warm_start: bool = MISSING
+
+
+@dataclass
 class KeepBest:
     metric: str = MISSING
     mode: str = "min"
@@ -111,6 +132,16 @@ STRATEGIES: dict[str, type[StrategyConfig]] = {
     "fsdp": FsdpConfig,
 }
 
+COMMS: dict[str, type[CommConfig]] = {
+    "native": NativeCommConfig,
+    "ring": ScheduleCommConfig,
+    "tree": ScheduleCommConfig,
+    "halving_doubling": ScheduleCommConfig,
+    "hierarchical": ScheduleCommConfig,
+    "master_worker": ScheduleCommConfig,
+    "powersgd": PowerSgdCommConfig,
+}
+
 
 @dataclass
 class Config:
@@ -139,8 +170,10 @@ def load(composed: DictConfig) -> Config:
     """
     try:
         _require(composed, "strategy.name", "in", STRATEGIES)
+        _require(composed, "comm.algorithm", "in", COMMS)
         schema = OmegaConf.structured(Config)
         schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
+        schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
         merged = OmegaConf.merge(schema, _renamed(composed, "async", "async_"))
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
@@ -243,7 +276,15 @@ def _validate(config: Config) -> None:
     _require(config, "distributed.device", "in", ("auto", "cpu", "cuda"))
     _require(config, "distributed.backend", "in", ("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl"))
     _require(config, "distributed.timeout_s", ">", 0)
-    _require(config, "comm.algorithm", "in", ("native",))
+    if isinstance(config.comm, NativeCommConfig | ScheduleCommConfig):
+        _require(config, "comm.wire_dtype", "in", ("fp32", "bf16", "fp16"))
+    if isinstance(config.comm, ScheduleCommConfig):
+        _require(config, "comm.segment_mb", ">=", 0.01)
+    if isinstance(config.comm, PowerSgdCommConfig):
+        _require(config, "comm.matrix_approximation_rank", ">=", 1)
+        _require(config, "comm.min_compression_rate", ">", 0)
+        # DDP lays out its buckets anew after the first step, and PowerSGD keeps state for each.
+        _require(config, "comm.start_step", ">=", 2)
     _require(config, "checkpoint.format", "in", ("full", "sharded"))
     _require(config, "checkpoint.every_steps", ">=", 1)
     _require(config, "checkpoint.every_epochs", ">=", 1)
@@ -263,6 +304,11 @@ def _validate(config: Config) -> None:
         raise UserError(
             f"comm={config.comm.algorithm} needs strategy=ddp, but strategy={config.strategy.name}: only DDP "
             "lets a hook replace its all-reduce; take strategy=ddp, or comm=native"
+        )
+    elif isinstance(config.comm, NativeCommConfig) and config.comm.wire_dtype != "fp32":
+        raise UserError(
+            f"comm.wire_dtype={config.comm.wire_dtype} needs strategy=ddp, but "
+            f"strategy={config.strategy.name}; take strategy=ddp, or comm.wire_dtype=fp32"
         )
     if isinstance(config.strategy, FsdpConfig):
         _require(config, "strategy.unit_min_params", ">=", 1)

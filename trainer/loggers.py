@@ -2,14 +2,19 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from trainer.distributed import Dist
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 log = logging.getLogger("trainer")
 
@@ -27,6 +32,7 @@ class RunLog:
         # A resumed run writes its steps again; purge_step hides those of the run before.
         purge_step = first_step + 1 if first_step else None
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        self._next_figures = 0.0  # on time.perf_counter
         self._bar = tqdm(
             total=total_steps,
             initial=first_step,
@@ -50,6 +56,17 @@ class RunLog:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()
+
+    def figures(self, draw: Callable[[], Mapping[str, "Figure"]], step: int) -> None:
+        """Draw pictures and write them to TensorBoard, unless that would take more than 1 % of the time."""
+        began = time.perf_counter()
+        if self.enabled and began >= self._next_figures:
+            for name, figure in draw().items():
+                self._writer.add_figure(name, figure, step)
+            ended = time.perf_counter()
+            if self._next_figures:  # the first time imports matplotlib, which says nothing of the next
+                ended += 100 * (ended - began)
+            self._next_figures = ended
 
     def line(self, text: str) -> None:
         """Print a line on the progress of the run; a bar, where there is one, shows it instead."""

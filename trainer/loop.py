@@ -216,6 +216,7 @@ def report(job: Job, meter: Meter, window: Mark, grad_norm: Tensor | None) -> No
     if job.train_loader.num_skipped:
         values["data/skipped_samples"] = job.train_loader.num_skipped
     job.run_log.scalars(values, progress.step)
+    job.run_log.figures(job.strategy.figures, progress.step)
     job.run_log.line(
         f"step {progress.step}/{job.total_steps}  epoch {values['train/epoch']:.2f}  loss {loss:.4f}  "
         f"lr {values['train/lr']:.2e}  {values['speed/samples_per_second']:.0f} samples/s"

@@ -53,6 +53,8 @@ def run(config: Config) -> dict[str, Any]:
                 "param_sha256": fingerprint.parameters_sha256(job.state.model),
             }
             job.checkpointer.close()
+            if summary := job.strategy.summary():
+                log.info("%s", summary)
             job.strategy.close()
             job.run_log.close()
             if dist.is_main:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +26,6 @@ WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What sums travel as; fp32 means uncompressed, in the dtype of the gradients."""
 
 Reduce = Callable[[dist.GradBucket, BucketRecord], Future[torch.Tensor]]
-TorchHook = Callable[[Any, dist.GradBucket], Future[torch.Tensor]]
 
 
 class CommHook:
@@ -102,7 +101,7 @@ def attach(
     timeline = Timeline(group, hosts, gpu_clock)
     reduce: Reduce | Worker
     if algorithm == "native":
-        reduce = _timed(_native(wire_dtype), None, gpu_clock)
+        reduce = _native(WIRE_DTYPES[wire_dtype], len(hosts), gpu_clock)
     elif algorithm == "powersgd":
         reduce = _powersgd(powersgd or {}, group, gpu_clock)
     else:
@@ -127,40 +126,63 @@ def _new_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
     return group
 
 
-def _native(wire_dtype: str) -> TorchHook:
-    if wire_dtype == "fp32":
-        return default_hooks.allreduce_hook
-    return {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[wire_dtype]
+def _native(wire_dtype: torch.dtype | None, divisor: int, gpu_clock: GpuClock | None) -> Reduce:
+    def reduce(bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        sent = gradients if wire_dtype is None else gradients.to(wire_dtype)
+        finish = _finisher(record, gpu_clock)
+        # Divided first, or half precision would overflow in the sum.
+        work = dist.all_reduce(sent.div_(divisor), async_op=True)
+
+        def take(done: Future[list[torch.Tensor]]) -> torch.Tensor:
+            mean = done.value()[0]
+            if mean is not gradients:
+                gradients.copy_(mean)
+            finish()
+            return gradients
+
+        return work.get_future().then(take)
+
+    return reduce
 
 
 def _powersgd(
     settings: Mapping[str, Any], group: dist.ProcessGroup, gpu_clock: GpuClock | None
 ) -> Reduce | Worker:
-    if gpu_clock is not None:
-        state = powerSGD_hook.PowerSGDState(None, **settings)
-        return _timed(powerSGD_hook.powerSGD_hook, state, gpu_clock)
-    # gloo runs each bucket's follow-up reductions when the first is done, in an order of its own on every
-    # rank: with two buckets under way, ranks would reduce different ones with each other. So one at a time.
-    state = powerSGD_hook.PowerSGDState(group, **settings)
-    return Worker(lambda bucket, record: powerSGD_hook.powerSGD_hook(state, bucket).wait())
-
-
-def _timed(hook: TorchHook, state: Any, gpu_clock: GpuClock | None) -> Reduce:
-    """One of torch's hooks, with a record of when its Future was done; when it began to move is not known."""
+    if gpu_clock is None:
+        # gloo runs a bucket's follow-up reductions when its first is done, in an order of its own on every
+        # rank; with two buckets under way, ranks would mix them up. So one at a time.
+        state = powerSGD_hook.PowerSGDState(group, **settings)
+        return Worker(lambda bucket, record: powerSGD_hook.powerSGD_hook(state, bucket).wait())
+    state = powerSGD_hook.PowerSGDState(None, **settings)
 
     def reduce(bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
-        record.start = record.ready
-        ready = gpu_clock.mark() if gpu_clock is not None else None
+        finish = _finisher(record, gpu_clock)
 
-        def finish(done: Future[torch.Tensor]) -> torch.Tensor:
-            record.end = time.perf_counter()
-            if gpu_clock is not None and ready is not None:
-                record.read_gpu = gpu_clock.times(ready, ready, gpu_clock.mark())
+        def take(done: Future[torch.Tensor]) -> torch.Tensor:
+            finish()
             return done.value()
 
-        return hook(state, bucket).then(finish)
+        return powerSGD_hook.powerSGD_hook(state, bucket).then(take)
 
     return reduce
+
+
+def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], None]:
+    """What to call when a Future of torch's is done. It cannot tell when it began to move the bucket."""
+    record.start = record.ready
+    if gpu_clock is None:
+
+        def finish() -> None:
+            record.end = time.perf_counter()
+
+        return finish
+    ready = gpu_clock.mark()
+
+    def finish_gpu() -> None:
+        record.read_gpu = gpu_clock.times(ready, ready, gpu_clock.mark())
+
+    return finish_gpu
 
 
 def _scheduled(executor: CpuExecutor, algorithm: str, group: dist.ProcessGroup, timeline: Timeline) -> Worker:

@@ -130,7 +130,7 @@ class Timeline:
     def arrive(self, index: int, num_bytes: int, is_last: bool) -> BucketRecord:
         """Note that a bucket is ready. Whoever moves it fills in the rest of the record."""
         if self._complete:
-            self._settle(wait=False)
+            self.settle(wait=False)
             self._unsettled.append([])
             self.num_passes += 1
         self._complete = is_last
@@ -143,7 +143,7 @@ class Timeline:
 
         A collective of all ranks, to be called between backward passes: compares clocks and gathers stamps.
         """
-        self._settle(wait=True)
+        self.settle(wait=True)
         if self._gpu_clock is not None:
             self._gpu_clock.synchronize()
         recent, self._recent = self._recent, PassSum()
@@ -162,8 +162,8 @@ class Timeline:
             "comm/last_rank": float(arrivals.last_rank),
         }
 
-    def _settle(self, wait: bool) -> None:
-        """Sum up the complete passes whose times are known."""
+    def settle(self, wait: bool) -> None:
+        """Sum up the complete passes whose times are known; all of them, if need be waiting for the GPU."""
         while self._unsettled and (len(self._unsettled) > 1 or self._complete):
             records = self._unsettled[0]
             if not all(record.settle(wait) for record in records):

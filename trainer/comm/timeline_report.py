@@ -56,6 +56,7 @@ def table(timeline: Timeline) -> str:
 
     A bucket of another size, as after DDP has laid them out anew, is another row.
     """
+    timeline.settle(wait=True)
     passes = timeline.passes
     if passes.count == 0:
         return ""

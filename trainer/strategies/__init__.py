@@ -19,7 +19,9 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
         case DdpConfig():
             from trainer.strategies.ddp import Ddp
 
-            return Ddp(settings, dist, train.precision, train.compile)
+            return Ddp(
+                settings, config.comm, dist, train.precision, train.compile, config.distributed.timeout_s
+            )
         case FsdpConfig():
             from trainer.strategies.fsdp import Fsdp
 

@@ -6,10 +6,14 @@ lives whole on one device.
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,6 +85,14 @@ class Strategy:
     def metrics(self) -> dict[str, float]:
         """What this strategy measured since the last call, for the log."""
         return {}
+
+    def figures(self) -> dict[str, "Figure"]:
+        """Pictures of what `metrics` measured last, for the log of one rank; dear, and no collective."""
+        return {}
+
+    def summary(self) -> str:
+        """What a person should know at the end about the run as a whole; may be empty."""
+        return ""
 
     def close(self) -> None:
         """Let go of threads and groups; called once, after a run that ended well."""

@@ -2,28 +2,48 @@
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.config import DdpConfig
+from trainer.comm.hook import CommHook, attach
+from trainer.comm.timeline_report import draw, table
+from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import Strategy
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 class Ddp(Strategy):
-    def __init__(self, settings: DdpConfig, dist: Dist, precision: str, compile_model: bool) -> None:
+    def __init__(
+        self,
+        settings: DdpConfig,
+        comm: CommConfig,
+        dist: Dist,
+        precision: str,
+        compile_model: bool,
+        timeout_s: float,
+    ) -> None:
         super().__init__(dist.device, precision, compile_model)
-        self.settings = settings
+        self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
+        self.hook: CommHook | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         # DDP lays out its buckets anew, in the order in which the first backward pass filled them. Where an
         # element lies decides in which order an all-reduce adds up the ranks, and so its last bit.
         self.changes_after_first_step = self.num_replicas > 1
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
+        # MPI has no store, on which the ranks could meet for a gloo group.
+        if dist.backend == "mpi" and _options(comm) is not None:
+            raise UserError(
+                f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, and mpirun leaves no "
+                "way to it; take comm=native comm.wire_dtype=fp32 comm.timeline=false"
+            )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.settings.sync_batchnorm:
@@ -38,6 +58,9 @@ class Ddp(Strategy):
                 find_unused_parameters=self.settings.find_unused_parameters,
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
+            if (options := _options(self.comm)) is not None:
+                options |= {"hosts": self.hosts, "timeout_s": self.timeout_s}
+                self.hook = attach(model, self.comm.algorithm, **options)
         if self.compile_model:
             # The wrapper, not the module within: torch then cuts the graph at the bucket borders, so that
             # all-reduces start while the compiled backward still runs.
@@ -48,9 +71,43 @@ class Ddp(Strategy):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
-        if enabled or not isinstance(model, DistributedDataParallel):
+        if not isinstance(model, DistributedDataParallel):
             return nullcontext()
-        return model.no_sync()
+        if not enabled:
+            return model.no_sync()
+        return self.hook.plain_errors() if self.hook is not None else nullcontext()
+
+    def metrics(self) -> dict[str, float]:
+        return self.hook.timeline.metrics() if self.hook is not None else {}
+
+    def figures(self) -> dict[str, "Figure"]:
+        return {"comm/buckets": draw(self.hook.timeline)} if self.hook is not None else {}
+
+    def summary(self) -> str:
+        return table(self.hook.timeline) if self.hook is not None else ""
+
+    def close(self) -> None:
+        if self.hook is not None:
+            self.hook.close()
+
+
+def _options(comm: CommConfig) -> dict[str, Any] | None:
+    """The arguments of `attach` that the algorithm takes; None to leave DDP without a hook."""
+    match comm:
+        case ScheduleCommConfig():
+            return {"wire_dtype": comm.wire_dtype, "segment_mb": comm.segment_mb}
+        case PowerSgdCommConfig():
+            state = {
+                "matrix_approximation_rank": comm.matrix_approximation_rank,
+                "start_powerSGD_iter": comm.start_step,
+                "min_compression_rate": comm.min_compression_rate,
+                "use_error_feedback": comm.use_error_feedback,
+                "warm_start": comm.warm_start,
+            }
+            return {"powersgd": state}
+        case NativeCommConfig() if comm.timeline or comm.wire_dtype != "fp32":
+            return {"wire_dtype": comm.wire_dtype}
+    return None
 
 
 def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:
