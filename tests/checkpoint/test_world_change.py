@@ -1,0 +1,78 @@
+"""A run that goes on with other ranks, strategy or format: the same tensors, the next samples."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import runs
+from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, SINGLE, differences, run
+from tests.ranks import run_ranks
+from trainer.distributed import process_group
+
+SHARDED = "checkpoint=sharded"
+STOP = 7  # the second epoch is half done
+HYBRID = (*FSDP, "strategy.shard_group=2")
+CHANGES = {
+    "fsdp 2 -> 4": (2, (*FSDP, SHARDED), 4, FSDP),
+    "fsdp 4 -> 2": (4, (*FSDP, SHARDED), 2, FSDP),
+    "fsdp 2 -> 1": (2, (*FSDP, SHARDED), 1, FSDP),
+    "fsdp 2 -> 1, full": (2, FSDP, 1, FSDP),
+    "ddp 2 -> fsdp 2": (2, DDP, 2, FSDP),
+    "ddp 2, sharded -> fsdp 3": (2, (*DDP, SHARDED), 3, FSDP),
+    "fsdp 2 -> ddp 2": (2, (*FSDP, SHARDED), 2, DDP),
+    "fsdp 2, full -> ddp 3": (2, FSDP, 3, DDP),
+    "fsdp 4, hybrid -> fsdp 3": (4, (*HYBRID, SHARDED), 3, FSDP),
+    "ddp 3 -> fsdp 4, hybrid": (3, DDP, 4, HYBRID),
+    "fsdp 4 -> single": (4, (*FSDP, SHARDED), 1, SINGLE),
+}
+FAST = ("fsdp 2 -> 1", "ddp 2, sharded -> fsdp 3")
+
+
+def _run(run_dir: Path, overrides: tuple[str, ...], resume: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    with process_group(runs.settings(*overrides).distributed) as dist:
+        return run(dist, run_dir, *overrides, resume=resume)
+
+
+def _samples_by_step(results: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
+    """All samples that all ranks trained on in each of the last ``num_steps`` steps, in sorted order."""
+    steps: list[list[str]] = [[] for _ in range(num_steps)]
+    per_rank = 12 // len(results)
+    for result in results:
+        samples = [sample for batch in result["samples"] for sample in batch][-per_rank * num_steps :]
+        for number, sample in enumerate(samples):
+            steps[number // per_rank].append(sample)
+    return [sorted(step) for step in steps]
+
+
+def _change(root: Path, name: str) -> None:
+    world, overrides, new_world, new_overrides = CHANGES[name]
+    whole = run_ranks(_run, world, root / "whole", overrides, "null", init=False)
+    checkpoint = str(root / "whole" / "checkpoints" / f"step_{STOP:08d}")
+    to_stop = (
+        *overrides,
+        f"train.max_steps={STOP}",
+        "schedule.total_steps=14",
+        "checkpoint.every_steps=null",
+    )
+    before = run_ranks(_run, world, root / "before", to_stop, "null", init=False)
+    after = run_ranks(_run, new_world, root / "after", new_overrides, checkpoint, init=False)
+    assert differences(before[0]["end"], after[0]["begin"]) == []
+    assert differences(before[0]["begin"], before[0]["end"]) != []
+    expected = _samples_by_step(whole, LAST_STEP)
+    assert all(len(step) == 12 for step in expected)
+    assert _samples_by_step(before, STOP) + _samples_by_step(after, LAST_STEP - STOP) == expected
+    assert len({tuple(step) for step in expected}) == LAST_STEP
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_same_tensors_and_the_next_samples(tmp_path: Path, name: str) -> None:
+    _change(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CHANGES if name not in FAST])
+def test_the_same_tensors_and_the_next_samples_after_any_change(tmp_path: Path, name: str) -> None:
+    _change(tmp_path, name)

@@ -1,0 +1,90 @@
+"""Runs of the real loop whose every number and every sample can be compared."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests import runs
+from trainer import loop, seeding
+from trainer.checkpoint import full
+from trainer.checkpoint.tree import take_apart
+from trainer.distributed import Dist
+from trainer.run import assemble
+from trainer.signals import StopRequest
+
+LAST_STEP = 14
+SETTINGS = (
+    "data.dataset._target_=tests.checkpoint.noisy.Noisy",
+    "model._target_=tests.checkpoint.noisy.DropoutNet",
+    "~model.input_shape",
+    "~model.hidden",
+    "optim=adamw",
+    "optim.lr=0.01",
+    "schedule=cosine",
+    "train.epochs=3",
+    f"train.max_steps={LAST_STEP}",
+    "train.global_batch_size=12",  # 5 steps to an epoch
+    "train.clip_grad_norm=1.0",
+    "train.log_every_steps=3",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep_last=20",
+    "distributed.timeout_s=60",
+)
+DDP = ("strategy=ddp", "strategy.first_bucket_mb=0.001", "strategy.bucket_cap_mb=0.001", *SETTINGS)
+FSDP = ("strategy=fsdp", *SETTINGS)
+SINGLE = ("strategy=single", *SETTINGS)
+FP16 = ("train.precision=fp16", "+model.norm=false")
+
+
+class Recorder:
+    """A task that notes a hash of each sample it is given, by micro-batch."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+        self.samples: list[list[str]] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        hashes = [hashlib.sha256(inputs.numpy().tobytes()).hexdigest() for inputs in batch[0]]
+        self.samples.append(hashes)
+        return self._task.loss(model, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+def run(dist: Dist, run_dir: Path, *overrides: str, resume: str = "null") -> dict[str, Any]:
+    """Train to the end.
+
+    Returns all that the run was at its beginning and at its end (tensors whole, on rank 0 alone), its
+    generators at the end, and the samples of each micro-batch that this rank trained on; where a resumed DDP
+    run warms up, its first micro-batch comes twice.
+    """
+    config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
+    with StopRequest() as stop_request:
+        job = assemble(config, dist, stop_request)
+        begin = _everything(job.state)
+        recorder = Recorder(job.task)
+        loop.fit(dataclasses.replace(job, task=recorder))
+    job.checkpointer.close()
+    job.strategy.close()
+    job.run_log.close()
+    rng_tensors, rng_plain = take_apart(seeding.rng_state())
+    end = _everything(job.state)
+    generators = {"tensors": rng_tensors, "plain": rng_plain}
+    return {"begin": begin, "end": end, "generators": generators, "samples": recorder.samples}
+
+
+def _everything(state: Any) -> dict[str, Any]:
+    tensors, plain = take_apart(state.state_dict())
+    return {"tensors": {k: v.clone() for k, v in full.gather(tensors, rank=0).items()}, "plain": plain}
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The names of what is not the same to the bit."""
+    if a["tensors"].keys() != b["tensors"].keys():
+        return ["other tensors"]
+    names = [name for name, tensor in a["tensors"].items() if not tensor.equal(b["tensors"][name])]
+    return names + [key for key in a["plain"] if a["plain"][key] != b["plain"].get(key)]
