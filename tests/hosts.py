@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -79,6 +80,7 @@ def hosts(count: int, rate: str | None = "1gbit") -> Iterator[list[Host]]:
     """
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("hosts are network namespaces: they need root and iproute2 (ip, tc)")
+    _sweep()
     network = f"{PREFIX}-{next(_networks)}"
     switch = f"{network}-switch"
     members = [Host(f"{network}-host{i}", switch, f"10.77.0.{i + 1}", port=f"port{i}") for i in range(count)]
@@ -95,6 +97,18 @@ def hosts(count: int, rate: str | None = "1gbit") -> Iterator[list[Host]]:
             _connect(host, rate)
             cleanup.callback(host.kill_all)
         yield members
+
+
+def _sweep() -> None:
+    """End what a session has left that was itself killed: a test's timeout, say, leaves no time to clean up."""
+    folder = Path("/run/netns")
+    for name in [path.name for path in folder.iterdir()] if folder.is_dir() else []:
+        session = re.match(r"rm(\d+)-", name)
+        if session and not Path("/proc", session[1]).exists():
+            # Another session may be sweeping too.
+            with contextlib.suppress(subprocess.CalledProcessError):
+                Host(name, switch="", address="").kill_all()
+                _run("ip", "netns", "delete", name)
 
 
 def _connect(host: Host, rate: str | None) -> None:

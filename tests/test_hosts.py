@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ def test_a_link_has_its_rate_in_both_directions(sender: int) -> None:
             assert 10_000_000 < count < 10_800_000
 
 
+@pytest.mark.slow
 def test_a_pulled_cable_parts_the_hosts() -> None:
     with hosts(2) as members:
         members[1].link_down()
@@ -57,6 +59,17 @@ def test_nothing_is_left_after_a_failure() -> None:
     assert not Path(host.namespace_path).exists()
 
 
+def test_what_a_killed_session_left_is_swept() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    name = f"rm{gone.pid}-0-host0"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    orphan = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "1000"])
+    with hosts(1):
+        assert orphan.wait(5) == -9
+        assert not Path("/run/netns", name).exists()
+
+
 _SCRIPT = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -67,6 +80,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_torchrun_spans_hosts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)

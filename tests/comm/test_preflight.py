@@ -152,7 +152,7 @@ def test_a_wrong_interface_is_named() -> None:
     assert [code for code, _ in results] == [1, 1]
     table = results[0][1]
     assert "connect failed" in table
-    assert "nope0" in table
+    assert "GLOO_SOCKET_IFNAME=nope0" in table
     assert "lo (127.0.0.1)" in table
 
 

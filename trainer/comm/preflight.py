@@ -79,6 +79,9 @@ def _examine(
 
     timeout = timedelta(seconds=options.timeout_s)
     report.others = interface.interfaces()
+    report.wished = {
+        name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ
+    }
     with trying("connect"):
         me = connect(place, options.backend, options.timeout_s)
     report.backend = f"{dist.get_backend()} on {me.device.type}"

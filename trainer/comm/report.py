@@ -25,6 +25,7 @@ class Report:
     interface: str = ""  # as the kernel sees the open connections
     address: str = ""
     others: dict[str, str] = field(default_factory=dict)  # name and address of every interface here
+    wished: dict[str, str] = field(default_factory=dict)  # interfaces that the environment names
     backend: str = ""
     stopped_in: str = ""  # the operation that raised or did not return
     error: str = ""
@@ -141,11 +142,14 @@ class Verdict:
 
     def _advice(self) -> list[str]:
         others = next((report.others for report in self.reports if report and report.others), {})
+        wished = next((report.wished for report in self.reports if report and report.wished), {})
+        now = ", ".join(f"{name}={value}" for name, value in wished.items()) or "neither is set"
         have = ", ".join(f"{name} ({address})" for name, address in others.items()) or "see `ip address`"
         return [
             "What to try:",
             "- Name the interface that all hosts share: GLOO_SOCKET_IFNAME=NAME for gloo, NCCL_SOCKET_IFNAME",
-            f"  for NCCL; unnamed, gloo takes the address that the hostname resolves to. Here are: {have}.",
+            f"  for NCCL ({now}); unnamed, gloo takes the address that the hostname resolves to.",
+            f"  Interfaces: {have}.",
             "- Let the firewall pass all TCP ports between the hosts, not only the one of the rendezvous:",
             "  each process listens on a port of its own, chosen by the kernel.",
             "- Run it on one host, then on two at a time; for NCCL add NCCL_DEBUG=INFO.",
