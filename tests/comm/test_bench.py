@@ -133,9 +133,11 @@ def _preflight(*argv: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.netns
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("per_host", [2, 4])
 def test_the_cost_model_predicts_what_is_measured(per_host: int, tmp_path: Path) -> None:
-    """Within 20 %, on links of 1 Gbit/s; up to three attempts, as a shared machine may be busy elsewhere."""
+    """Within 20 %, on links of 1 Gbit/s. What else the machine does only slows the measurement down: so the
+    fastest round counts, of up to three attempts."""
     links, times = tmp_path / "links.json", tmp_path / "times.json"
     algorithms = ["ring", "tree", "hierarchical", "master_worker"]
     bench_command = ["--sizes", "25M", "--rounds", "5", "--algorithms", ",".join(algorithms)]
@@ -146,7 +148,7 @@ def test_the_cost_model_predicts_what_is_measured(per_host: int, tmp_path: Path)
             run_ranks(_preflight, len(ranks), "--json", str(links), init=False, hosts=ranks)
             run_ranks(_bench, len(ranks), *bench_command, "--json", str(times), init=False, hosts=ranks)
         predicted = plan.predict_all(plan.parse([*plan_command, "--from", str(links)]), num_hosts=2)
-        measured = {row["algorithm"]: row["seconds"] for row in json.loads(times.read_text())["rows"]}
+        measured = {row["algorithm"]: row["fastest_s"] for row in json.loads(times.read_text())["rows"]}
         ratios = {name: round(predicted[name].seconds / measured[name], 2) for name in algorithms}
         print(f"2x{per_host}: predicted / measured", ratios)
         if all(1 / 1.2 < ratio < 1.2 for ratio in ratios.values()):
