@@ -45,6 +45,21 @@ def test_all_operations_pass(world_size: int, tmp_path: Path) -> None:
         assert "127.0.0.1" in table
 
 
+def test_figures_that_cannot_be_written_are_no_success(tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "figures.json"
+    [(code, out)] = run_ranks(_preflight, 1, "--json", str(file), init=False)
+    assert code == 1
+    assert f"--json {file}: No such file" in out
+
+
+def test_nccl_needs_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    [(code, table)] = run_ranks(_preflight, 1, "--backend", "nccl", init=False)
+    assert code == 1
+    assert "connect failed: --backend nccl needs a GPU" in table
+
+
 @pytest.mark.netns
 def test_two_hosts_are_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

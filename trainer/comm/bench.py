@@ -26,7 +26,7 @@ from trainer.comm.checks import Member
 from trainer.comm.costs import finish
 from trainer.comm.executor import CpuExecutor
 from trainer.comm.gpu_clock import GpuClock
-from trainer.comm.join import JoinError, Place, connect, meet
+from trainer.comm.join import JoinError, Place, connect, meet, write
 from trainer.comm.nccl import NcclReducer
 from trainer.comm.schedules import ALGORITHMS, build
 from trainer.comm.timeline import BucketRecord
@@ -71,10 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     try:
         place = meet(options.timeout_s)
-    except JoinError as error:
+        me = connect(place, options.backend, options.timeout_s)
+    except (JoinError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr, flush=True)
         return 1
-    me = connect(place, options.backend, options.timeout_s)
     runs = _all_reduces(place, me, options)
     say = print if me.rank == 0 else lambda *_, **__: None
     sent_as = options.wire_dtype if _wire(options) else options.dtype
@@ -94,11 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         rows += measured
         say(*measured, sep="\n", flush=True)
-    if options.json and me.rank == 0:
-        figures = {"hosts": place.hosts, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    figures = {"hosts": place.hosts, "rows": [asdict(row) for row in rows]}
+    written = me.rank > 0 or write(options.json, json.dumps(figures, indent=1) + "\n")
     dist.destroy_process_group()
-    return int(any(row.wrong for row in rows))
+    return int(not written or any(row.wrong for row in rows))
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -17,7 +17,7 @@ _SEGMENT = 1 << 18  # fp32 elements: 1 MiB, as an all-reduce cuts its bucket
 _SEGMENTS = 24  # more than a cache holds, as a bucket is
 _TURN_S = 0.1
 _TURNS = 3
-_STREAM_BYTES = 8 << 20
+_STREAM_BYTES = 2 << 20
 _BURST = 200  # messages
 
 

@@ -3,11 +3,13 @@
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -65,7 +67,7 @@ def meet(timeout_s: float) -> Place:
     master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
-    except (dist.DistError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:
         raise JoinError(
             f"rank {rank} on {socket.gethostname()} cannot reach the store of rank 0 at {master}: "
             f"{str(error).splitlines()[0]}; is that an address all hosts can reach, and the port open?"
@@ -86,6 +88,17 @@ def meet(timeout_s: float) -> Place:
     places = [json.loads(store.get(key)) for key in keys]
     hosts, names = (tuple(column) for column in zip(*places, strict=True))
     return Place(rank, world_size, hosts, names, store, store.clone(), master)
+
+
+def write(file: Path | None, text: str) -> bool:
+    """Write the figures where somebody wants them; say so and return False if that fails."""
+    try:
+        if file is not None:
+            file.write_text(text)
+    except OSError as error:
+        print(f"--json {file}: {error.strerror}", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def connect(place: Place, backend: str | None, timeout_s: float) -> Member:

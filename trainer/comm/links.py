@@ -10,7 +10,7 @@ import torch.distributed as dist
 from trainer.comm.checks import Member
 from trainer.comm.costs import finish
 
-_MESSAGE_BYTES = 4 << 20
+_MESSAGE_BYTES = 1 << 20
 _ROUND_TRIPS = 100
 _STREAM_S = 0.1  # how long a stream lasts, about
 _STREAMS = 3
@@ -23,7 +23,7 @@ class Link:
     source: int  # host
     target: int  # host
     latency_us: float  # one way: half a round trip of 8 bytes, as the fastest quarter of them have it
-    gbit_s: float  # payload of one stream of 4 MiB messages, the fastest of several
+    gbit_s: float  # payload of one stream of 1 MiB messages, the fastest of several
 
 
 def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -87,7 +87,7 @@ def _latency_s(me: Member, peer: int, leads: bool) -> float:
 def _bytes_per_s(me: Member, peer: int, leads: bool) -> float:
     message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device=me.device)
     first_s = _stream_s(me, peer, leads, message, 1)
-    count = torch.tensor([min(64, max(1, round(_STREAM_S / first_s)))], device=me.device)
+    count = torch.tensor([min(256, max(1, round(_STREAM_S / first_s)))], device=me.device)
     if leads:  # the two sides measure different times, but must agree on the count
         dist.send(count, peer)
     else:

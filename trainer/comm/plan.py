@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {value}: a number of microseconds is needed, 0 or more")
     try:
         options.machine = _machine(options)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         parser.error(f"--from {options.figures}: {error}" if options.figures else str(error))
     return options
 

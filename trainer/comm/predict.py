@@ -216,10 +216,7 @@ def _messages(schedules: Sequence[Schedule], phases: Sequence[Phase], repeat: in
                 receipts.setdefault((op.peer, rank), []).append((op.kind is Kind.ADD, num_received))
                 num_received += 1
     received = [receipts[source, target].pop(0) for source, target, *_ in sends]
-    columns = (
-        list(zip(*(sent + got for sent, got in zip(sends, received, strict=True)), strict=True)) or [()] * 7
-    )
+    rows = [send + receipt for send, receipt in zip(sends, received, strict=True)]
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 7
     kinds = (np.intp, np.intp, np.float64, bool, np.intp, bool, np.intp)
-    return _Round(
-        repeat, *(np.array(column, dtype=kind) for column, kind in zip(columns, kinds, strict=True))
-    )
+    return _Round(repeat, *(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)))

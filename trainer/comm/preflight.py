@@ -22,7 +22,7 @@ import torch.distributed as dist
 from trainer.comm import interface
 from trainer.comm.checks import CHECKS, NEED_TWO, wrong
 from trainer.comm.costs import measure_costs
-from trainer.comm.join import JoinError, Place, connect, deadline, meet
+from trainer.comm.join import JoinError, Place, connect, deadline, meet, write
 from trainer.comm.links import measure_links
 from trainer.comm.report import Report, Verdict
 
@@ -59,7 +59,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=20.0, help="the longest wait for one answer (20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, for trainer.comm.plan")
     options = parser.parse_args(argv)
-    if not options.timeout_s > 0:
+    if not 0 < options.timeout_s < float("inf"):
         parser.error(f"--timeout-s {options.timeout_s}: a positive number of seconds is needed")
     return options
 
@@ -78,8 +78,8 @@ def _examine(
         report.stopped_in = ""
 
     timeout = timedelta(seconds=options.timeout_s)
-    report.others = interface.interfaces()
-    report.wished = {
+    report.interfaces = interface.interfaces()
+    report.named = {
         name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ
     }
     with trying("connect"):
@@ -106,7 +106,7 @@ def _examine(
             report.operations[name] = (fault or "", (time.perf_counter() - started) * 1e3)
     with trying("links between hosts", steps=len(set(place.hosts)) + 1):
         report.links = measure_links(me, place.ranks_by_host)
-    with trying("costs of the processors"):
+    with trying("costs of the processors", steps=2):
         report.costs = measure_costs(me, place.ranks_by_host)
     if used := interface.in_use(without_port=int(place.master.rpartition(":")[2] or 0)):
         report.interface, report.address = used
@@ -129,9 +129,8 @@ def _conclude(place: Place, report: Report, options: argparse.Namespace) -> int:
             if rank == 0:
                 verdict = Verdict(place, _reports(place, options.timeout_s + 2 * _GRACE_S))
                 print(verdict, flush=True)
-                if options.json:
-                    options.json.write_text(verdict.json())
-                store.set("verdict", str(int(not verdict.passed)))
+                written = write(options.json, verdict.json())
+                store.set("verdict", str(int(not (verdict.passed and written))))
             store.wait(["verdict"], timedelta(seconds=limit_s))
             return int(store.get("verdict"))
         except RuntimeError:

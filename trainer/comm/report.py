@@ -24,8 +24,8 @@ class Report:
     costs: Costs | None = None  # the same on all ranks
     interface: str = ""  # as the kernel sees the open connections
     address: str = ""
-    others: dict[str, str] = field(default_factory=dict)  # name and address of every interface here
-    wished: dict[str, str] = field(default_factory=dict)  # interfaces that the environment names
+    interfaces: dict[str, str] = field(default_factory=dict)  # name: address of every one here
+    named: dict[str, str] = field(default_factory=dict)  # variable: the interface that it asks for
     backend: str = ""
     stopped_in: str = ""  # the operation that raised or did not return
     error: str = ""
@@ -76,11 +76,9 @@ class Verdict:
             "backend": first.backend,
             "torch": torch.__version__,
             "hosts": [
-                {
-                    "ranks": ranks,
-                    **dict(zip(("name", "interface", "address"), self._host(ranks), strict=True)),
-                }
+                {"ranks": ranks, "name": name, "interface": interface, "address": address}
                 for ranks in self.place.ranks_by_host
+                for name, interface, address in [self._host(ranks)]
             ],
             "operations_ms": {name: ms for name, (_, ms) in first.operations.items()},
             "links": [asdict(link) for link in self._links()],
@@ -116,7 +114,7 @@ class Verdict:
         if links := self._links():
             if len(links) > _MAX_LINES:  # then the slowest are those to know
                 links.sort(key=lambda link: link.gbit_s)
-            rows = [f"{_ends(link):<16}{link.latency_us:>12.0f}{link.gbit_s:>10.2f}" for link in links]
+            rows = [f"{_ends(link):<16}{link.latency_us:>12.0f}{link.gbit_s:>10.3g}" for link in links]
             lines += ["", f"{'link (hosts)':<16}{'latency us':>12}{'Gbit/s':>10}", *_shortened(rows)]
         if costs := next((report.costs for report in self.reports if report and report.costs), None):
             lines += ["", str(costs)]
@@ -141,10 +139,10 @@ class Verdict:
         return lines
 
     def _advice(self) -> list[str]:
-        others = next((report.others for report in self.reports if report and report.others), {})
-        wished = next((report.wished for report in self.reports if report and report.wished), {})
-        now = ", ".join(f"{name}={value}" for name, value in wished.items()) or "neither is set"
-        have = ", ".join(f"{name} ({address})" for name, address in others.items()) or "see `ip address`"
+        interfaces = next((report.interfaces for report in self.reports if report and report.interfaces), {})
+        named = next((report.named for report in self.reports if report and report.named), {})
+        now = ", ".join(f"{name}={value}" for name, value in named.items()) or "neither is set"
+        have = ", ".join(f"{name} ({address})" for name, address in interfaces.items()) or "see `ip address`"
         return [
             "What to try:",
             "- Name the interface that all hosts share: GLOO_SOCKET_IFNAME=NAME for gloo, NCCL_SOCKET_IFNAME",
