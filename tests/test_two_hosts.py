@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.netns]
 QUICK = ("train.epochs=3", "train.log_every_steps=10", "model.hidden=[32]")
 
 
-@pytest.mark.parametrize("options", [["strategy=fsdp"], ["strategy=fsdp", "strategy.shard_group=host"], ["strategy=ddp"]])
+@pytest.mark.parametrize(
+    "options", [["strategy=fsdp"], ["strategy=fsdp", "strategy.shard_group=host"], ["strategy=ddp"]]
+)
 def test_two_hosts_make_one_run(options: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with hosts(2) as pair, torchrun_on(pair, 2, "train.py", *options, *QUICK, f"run_dir={run_dir}") as job:

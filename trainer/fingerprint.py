@@ -1,22 +1,23 @@
 """What identifies a run: the inputs on which all ranks must agree, and the model that came out."""
 
 import hashlib
-from collections.abc import Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from trainer.data.loader import EvalLoader, TrainLoader
 
-def inputs(model: nn.Module, train_set: Sized, eval_set: Sized) -> dict[str, Any]:
+
+def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
     """Name to value of all that the ranks must have in common besides the settings."""
     tensors: dict[str, Tensor] = {f"parameter {name}": value for name, value in model.named_parameters()}
     tensors |= {f"buffer {name}": value for name, value in model.named_buffers()}
     return {
         "the torch version": torch.__version__,
-        "the length of the training data": len(train_set),
-        "the length of the evaluation data": len(eval_set),
+        "the length of the training data": train_loader.num_samples,
+        "the length of the evaluation data": eval_loader.num_samples if eval_loader else 0,
         **{name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()},
     }
 

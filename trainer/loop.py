@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint import Checkpointer
 from trainer.config import TrainConfig
+from trainer.data.batch import BatchSplit
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.distributed import Dist, sum_over_ranks
 from trainer.errors import StoppedBySignal
@@ -42,9 +43,9 @@ class Job:
     model: nn.Module  # as the strategy wrapped it; state.model is the module within
     state: TrainState
     train_loader: TrainLoader
-    eval_loader: EvalLoader
+    eval_loader: EvalLoader | None  # None: never evaluate
     settings: TrainConfig
-    accumulation: int  # micro-batches per step
+    batch: BatchSplit
     first_step: int  # where a resumed run goes on
     total_steps: int
     checkpointer: Checkpointer
@@ -72,8 +73,8 @@ def fit(job: Job) -> dict[str, float]:
             if progress.step == job.first_step + unsteady_steps:
                 steady = meter.mark()
         finished = progress.step == job.total_steps
-        if settings.eval_every_epochs and (finished or progress.epoch % settings.eval_every_epochs == 0):
-            evaluation = evaluate(job)
+        if job.eval_loader and (finished or progress.epoch % settings.eval_every_epochs == 0):
+            evaluation = evaluate(job, job.eval_loader)
             job.run_log.scalars({f"eval/{name}": value for name, value in evaluation.items()}, progress.step)
             job.run_log.line(f"eval   {_words(evaluation)}")
         if finished or job.checkpointer.due(progress, end_of_epoch=True):
@@ -147,7 +148,7 @@ def warm_up(job: Job, batches: Iterator[Any]) -> Iterator[Any]:
 def train_step(
     job: Job, batches: Iterator[Any], guard: StepGuard, meter: Meter, measure_norm: bool
 ) -> tuple[Tensor, Tensor | None, bool]:
-    """Make one optimizer step from `job.accumulation` micro-batches.
+    """Make one optimizer step from `job.batch.accumulation` micro-batches.
 
     Returns:
         This rank's mean loss (a detached scalar on the device), the norm of the gradient over the whole
@@ -155,14 +156,14 @@ def train_step(
     """
     state, strategy = job.state, job.strategy
     mean_loss = torch.zeros((), device=job.dist.device)
-    for micro_step in range(job.accumulation):
+    for micro_step in range(job.batch.accumulation):
         data_begin = time.perf_counter()
         batch = to_device(next(batches), job.dist.device, job.settings.channels_last)
         meter.data_s += time.perf_counter() - data_begin
-        last = micro_step == job.accumulation - 1
+        last = micro_step == job.batch.accumulation - 1
         with strategy.gradient_sync(job.model, enabled=last):
             with strategy.autocast():
-                loss = job.task.loss(job.model, batch) / job.accumulation
+                loss = job.task.loss(job.model, batch) / job.batch.accumulation
             mean_loss += loss.detach()
             if last:
                 guard.launch(mean_loss, job.stop_request.is_set)
@@ -181,12 +182,12 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(job: Job) -> dict[str, float]:
+def evaluate(job: Job, loader: EvalLoader) -> dict[str, float]:
     """Evaluate on the held-out data, every sample counted once (a collective)."""
     job.strategy.sync_buffers(job.model)
     model = job.strategy.unwrap(job.model).eval()
     totals: Tensor | None = None
-    for host_batch, is_real in job.eval_loader:
+    for host_batch, is_real in loader:
         batch = to_device(host_batch, job.dist.device, job.settings.channels_last)
         with job.strategy.autocast():
             sums = job.task.eval_sums(model, batch).double()
@@ -213,8 +214,9 @@ def report(job: Job, meter: Meter, window: Mark, grad_norm: Tensor | None) -> No
     }
     if grad_norm is not None:
         values["train/grad_norm"] = grad_norm.item()
-    if job.train_loader.num_skipped:
-        values["data/skipped_samples"] = job.train_loader.num_skipped
+    num_skipped = job.train_loader.num_skipped + (job.eval_loader.num_skipped if job.eval_loader else 0)
+    if num_skipped:
+        values["data/skipped_samples"] = num_skipped  # of this rank
     job.run_log.scalars(values, progress.step)
     job.run_log.figures(job.strategy.figures, progress.step)
     job.run_log.line(

@@ -14,10 +14,10 @@ from torch import nn
 from trainer import fingerprint
 from trainer.build import build
 from trainer.checkpoint import Checkpointer, load_weights
-from trainer.config import Config, TrainConfig, flatten, to_yaml
+from trainer.config import Config, flatten, to_yaml
+from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.distributed import Dist, compare_across_ranks, from_main, process_group
-from trainer.errors import UserError
 from trainer.loggers import RunLog, messages, table
 from trainer.loop import Job, fit
 from trainer.seeding import seed_everything
@@ -69,32 +69,25 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest) -> Job:
     `config.run_dir` and `config.seed` are those of this run, chosen and the same on every rank.
     """
     assert config.run_dir is not None and config.seed is not None
-    run_dir, seed = Path(config.run_dir), config.seed
+    run_dir, seed, train = Path(config.run_dir), config.seed, config.train
     strategy = build_strategy(config, dist)
-    micro_batch_size, accumulation = split_batch(config.train, strategy.num_replicas)
+    batch = split_batch(train.global_batch_size, train.micro_batch_size, strategy.num_replicas)
 
     task = build("data.task", config.data.task)
     train_set = build("data.dataset", config.data.dataset, split="train")
-    eval_set = build("data.dataset", config.data.dataset, split="eval")
-    shares = {"num_replicas": strategy.num_replicas, "replica": strategy.replica}
-    train_loader = TrainLoader(
-        train_set,
-        config.data,
-        local_batch_size=micro_batch_size * accumulation,
-        micro_batch_size=micro_batch_size,
-        seed=seed,
-        device=dist.device,
-        **shares,
-    )
-    eval_loader = EvalLoader(
-        eval_set, config.data, batch_size=micro_batch_size, seed=seed, device=dist.device, **shares
-    )
-    epochs_steps = config.train.epochs * train_loader.steps_per_epoch
-    total_steps = min(config.train.max_steps or epochs_steps, epochs_steps)
+    share: dict[str, Any] = {"replica": strategy.replica, "seed": seed, "device": dist.device}
+    share["timeout_s"] = config.distributed.timeout_s
+    train_loader = TrainLoader(train_set, config.data, batch, **share)
+    eval_loader = None
+    if train.eval_every_epochs:
+        eval_set = build("data.dataset", config.data.dataset, split="eval")
+        eval_loader = EvalLoader(eval_set, config.data, batch, **share)
+    full_epochs = train.epochs * train_loader.steps_per_epoch
+    total_steps = min(train.max_steps or full_epochs, full_epochs)
 
     seed_everything(seed, 0)  # every rank builds the same model ...
     model = _build_model(config.model, train_set)
-    compare_across_ranks(fingerprint.inputs(model, train_set, eval_set), dist)
+    compare_across_ranks(fingerprint.inputs(model, train_loader, eval_loader), dist)
     num_parameters = parameter_count(model.parameters())
     wrapped = strategy.wrap(model)
     seed_everything(seed, strategy.replica)  # ... and drops out units of its own
@@ -108,30 +101,7 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest) -> Job:
     )
     checkpointer.restore(state, config.resume)
 
-    first_step = state.progress.step
-    run_log = RunLog(dist, run_dir, total_steps, first_step)
-    run_log.text("config", f"```yaml\n{to_yaml(config)}\n```")
-    batch = f"{strategy.num_replicas} replicas x {micro_batch_size} x {accumulation} accumulated"
-    processes = f"{dist.num_hosts} x {dist.local_world_size} processes, {dist.backend}"
-    log.info(
-        "%s",
-        table(
-            {
-                "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
-                "hosts": f"{processes} on {dist.device.type}",
-                "precision": config.train.precision + (", compiled" if config.train.compile else ""),
-                "model": f"{config.model['_target_']}, {num_parameters:,} parameters",
-                "data": f"{config.data.dataset['_target_']}, {len(train_set):,} + {len(eval_set):,} held out",
-                "batch": f"{config.train.global_batch_size} = {batch}",
-                "steps": f"{total_steps:,}, {train_loader.steps_per_epoch:,} an epoch, from {first_step:,}",
-                "seed": str(seed),
-                "run": str(run_dir),
-            }
-        ),
-    )
-    for note in strategy.notes:
-        log.info("%s", note)
-    return Job(
+    job = Job(
         dist=dist,
         strategy=strategy,
         task=task,
@@ -139,13 +109,38 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest) -> Job:
         state=state,
         train_loader=train_loader,
         eval_loader=eval_loader,
-        settings=config.train,
-        accumulation=accumulation,
-        first_step=first_step,
+        settings=train,
+        batch=batch,
+        first_step=state.progress.step,
         total_steps=total_steps,
         checkpointer=checkpointer,
-        run_log=run_log,
+        run_log=RunLog(dist, run_dir, total_steps, state.progress.step),
         stop_request=stop_request,
+    )
+    job.run_log.text("config", f"```yaml\n{to_yaml(config)}\n```")
+    log.info("%s", start_table(config, job, num_parameters))
+    for note in strategy.notes:
+        log.info("%s", note)
+    return job
+
+
+def start_table(config: Config, job: Job, num_parameters: int) -> str:
+    dist, train_loader, held_out = job.dist, job.train_loader, job.eval_loader
+    steps_per_epoch = train_loader.steps_per_epoch
+    processes = f"{dist.num_hosts} x {dist.local_world_size} processes"
+    return table(
+        {
+            "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
+            "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
+            "precision": config.train.precision + (", compiled" if config.train.compile else ""),
+            "model": f"{config.model['_target_']}, {num_parameters:,} parameters",
+            "data": f"{config.data.dataset['_target_']}, {train_loader.num_samples:,} samples"
+            + (f", {held_out.num_samples:,} held out" if held_out else ""),
+            "batch": str(job.batch),
+            "steps": f"{job.total_steps:,}, {steps_per_epoch:,} an epoch, from {job.first_step:,}",
+            "seed": str(config.seed),
+            "run": str(config.run_dir),
+        }
     )
 
 
@@ -155,32 +150,6 @@ class ScheduleFacts:
 
     total_steps: int
     steps_per_epoch: int
-
-
-def split_batch(train: TrainConfig, num_replicas: int) -> tuple[int, int]:
-    """Return the micro-batch size per replica, and how many of them each replica accumulates for a step.
-
-    Raises:
-        UserError: the global batch does not divide; the message names the nearest that does.
-    """
-    total = train.global_batch_size
-    if total % num_replicas:
-        below, above = total // num_replicas * num_replicas, (total // num_replicas + 1) * num_replicas
-        nearest = above if below == 0 or above - total < total - below else below
-        raise UserError(
-            f"train.global_batch_size is {total}, which does not divide over {num_replicas} replicas; "
-            f"nearest that does: {nearest}"
-        )
-    local = total // num_replicas
-    micro = train.micro_batch_size or local
-    if local % micro:
-        divisors = [size for size in range(1, local + 1) if local % size == 0]
-        raise UserError(
-            f"train.micro_batch_size is {micro}, which does not divide the {local} samples that each of "
-            f"{num_replicas} replicas takes of train.global_batch_size={total}; nearest that does: "
-            f"{min(divisors, key=lambda size: abs(size - micro))}"
-        )
-    return micro, local // micro
 
 
 def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:

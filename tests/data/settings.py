@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.errors import UserError
 
@@ -32,13 +33,10 @@ def train_loader(
     timeout_s: float = 60,
     **settings: Any,
 ) -> TrainLoader:
-    local = global_batch_size // num_replicas
     return TrainLoader(
         dataset,
         Settings(**settings),
-        local_batch_size=local,
-        micro_batch_size=micro or local,
-        num_replicas=num_replicas,
+        split_batch(global_batch_size, micro, num_replicas),
         replica=replica,
         seed=seed,
         timeout_s=timeout_s,
@@ -61,8 +59,7 @@ def eval_loader(
     return EvalLoader(
         dataset,
         Settings(**settings),
-        batch_size=batch_size,
-        num_replicas=num_replicas,
+        split_batch(batch_size * num_replicas, None, num_replicas),
         replica=replica,
         seed=0,
         device=CPU,

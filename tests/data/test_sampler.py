@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from trainer.data.batch import split_batch
 from trainer.data.sampler import EvalSampler, TrainSampler
 from trainer.errors import UserError
 
@@ -10,15 +11,8 @@ from trainer.errors import UserError
 def sampler(
     num_samples: int, batch: int, replicas: int, replica: int, micro: int | None = None, seed: int = 3
 ) -> TrainSampler:
-    local = batch // replicas
-    return TrainSampler(
-        range(num_samples),
-        local_batch_size=local,
-        micro_batch_size=micro or local,
-        num_replicas=replicas,
-        replica=replica,
-        seed=seed,
-    )
+    split = split_batch(batch, micro, replicas)
+    return TrainSampler(range(num_samples), split, replica=replica, seed=seed)
 
 
 def steps(
@@ -73,10 +67,8 @@ def test_less_than_one_global_batch_is_refused_with_its_numbers(num_samples: int
 def test_evaluation_takes_every_sample_once_and_as_many_batches_on_each_rank(
     num_samples: int, replicas: int, batch: int
 ) -> None:
-    samplers = [
-        EvalSampler(range(num_samples), batch_size=batch, num_replicas=replicas, replica=replica)
-        for replica in range(replicas)
-    ]
+    split = split_batch(batch * replicas, None, replicas)
+    samplers = [EvalSampler(range(num_samples), split, replica=replica) for replica in range(replicas)]
     ranks = [list(sampler) for sampler in samplers]
     assert {len(batches) for batches in ranks} == {len(sampler) for sampler in samplers}
     assert len({len(batches) for batches in ranks}) == 1

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainer.data.batch import BatchSplit
 from trainer.data.reader import BatchReader, EvalReader, TrainReader
 from trainer.data.sampler import EvalSampler, TrainSampler
 from trainer.errors import UserError
@@ -33,10 +34,9 @@ class LoaderSettings(Protocol):
 
 
 class TrainLoader:
-    """The micro-batches of one replica.
+    """The micro-batches of one replica; ``batch.accumulation`` of them make a step.
 
-    ``local_batch_size`` samples are this replica's part of a global batch; it reads them in micro-batches of
-    ``micro_batch_size``. ``timeout_s`` is how long to wait for a batch from the workers.
+    ``timeout_s`` is how long to wait for a batch from the workers.
 
     Raises:
         UserError: the dataset is smaller than a global batch.
@@ -46,10 +46,8 @@ class TrainLoader:
         self,
         dataset: Dataset[Any],
         settings: LoaderSettings,
+        batch: BatchSplit,
         *,
-        local_batch_size: int,
-        micro_batch_size: int,
-        num_replicas: int,
         replica: int,
         seed: int,
         device: torch.device,
@@ -57,9 +55,7 @@ class TrainLoader:
     ) -> None:
         self._sampler = TrainSampler(
             dataset,  # type: ignore[arg-type]
-            local_batch_size=local_batch_size,
-            micro_batch_size=micro_batch_size,
-            num_replicas=num_replicas,
+            batch,
             replica=replica,
             seed=seed,
         )
@@ -69,6 +65,10 @@ class TrainLoader:
     @property
     def steps_per_epoch(self) -> int:
         return self._sampler.steps_per_epoch
+
+    @property
+    def num_samples(self) -> int:
+        return self._reader.num_samples
 
     @property
     def num_skipped(self) -> int:
@@ -99,9 +99,8 @@ class EvalLoader:
         self,
         dataset: Dataset[Any],
         settings: LoaderSettings,
+        batch: BatchSplit,
         *,
-        batch_size: int,
-        num_replicas: int,
         replica: int,
         seed: int,
         device: torch.device,
@@ -111,12 +110,15 @@ class EvalLoader:
             raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
         sampler = EvalSampler(
             dataset,  # type: ignore[arg-type]
-            batch_size=batch_size,
-            num_replicas=num_replicas,
+            batch,
             replica=replica,
         )
         self._reader = EvalReader(dataset, seed, settings.on_bad_sample)
         self._loader = _data_loader(self._reader, sampler, settings, device, timeout_s)
+
+    @property
+    def num_samples(self) -> int:
+        return self._reader.num_samples
 
     @property
     def num_skipped(self) -> int:

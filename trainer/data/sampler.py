@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sized
 from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from trainer.data.batch import BatchSplit
 from trainer.errors import UserError
 
 
@@ -27,29 +28,24 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
     def __init__(
         self,
         dataset: Sized,
+        batch: BatchSplit,
         *,
-        local_batch_size: int,
-        micro_batch_size: int,
-        num_replicas: int,
         replica: int,
         seed: int,
     ) -> None:
-        assert local_batch_size % micro_batch_size == 0
-        global_batch_size = local_batch_size * num_replicas
-        if len(dataset) < global_batch_size:
+        if len(dataset) < batch.global_size:
             raise UserError(
                 f"the training data holds {len(dataset)} samples, fewer than one global batch of "
-                f"{global_batch_size} ({num_replicas} replicas x {local_batch_size}); "
+                f"{batch.global_size} ({batch.num_replicas} replicas x {batch.local_size}); "
                 "lower train.global_batch_size or use fewer ranks"
             )
-        self.steps_per_epoch = len(dataset) // global_batch_size
-        self.local_batch_size = local_batch_size
-        self.micro_batch_size = micro_batch_size
+        self.steps_per_epoch = len(dataset) // batch.global_size
+        self.batch = batch
         self.epoch = 0
         self.first_step = 0
         self._shuffled: DistributedSampler[int] = DistributedSampler(
             dataset,  # type: ignore[arg-type]
-            num_replicas,
+            batch.num_replicas,
             replica,
             shuffle=True,
             seed=seed,
@@ -58,14 +54,14 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
 
     def __len__(self) -> int:
         """Micro-batches that the next iteration yields."""
-        return (self.steps_per_epoch - self.first_step) * (self.local_batch_size // self.micro_batch_size)
+        return (self.steps_per_epoch - self.first_step) * self.batch.accumulation
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         self._shuffled.set_epoch(self.epoch)
         indices = list(self._shuffled)
-        epoch, end = self.epoch, self.steps_per_epoch * self.local_batch_size
-        for start in range(self.first_step * self.local_batch_size, end, self.micro_batch_size):
-            yield epoch, indices[start : start + self.micro_batch_size]
+        epoch, local_size, micro_size = self.epoch, self.batch.local_size, self.batch.micro_size
+        for start in range(self.first_step * local_size, self.steps_per_epoch * local_size, micro_size):
+            yield epoch, indices[start : start + micro_size]
 
 
 class EvalSampler(Sampler[list[int]]):
@@ -75,11 +71,11 @@ class EvalSampler(Sampler[list[int]]):
     stays in step; no sample is padded or repeated.
     """
 
-    def __init__(self, dataset: Sized, *, batch_size: int, num_replicas: int, replica: int) -> None:
-        self.batch_size = batch_size
-        self.indices = range(replica, len(dataset), num_replicas)
-        longest = len(range(0, len(dataset), num_replicas))
-        self.num_batches = -(-longest // batch_size)
+    def __init__(self, dataset: Sized, batch: BatchSplit, *, replica: int) -> None:
+        self.batch_size = batch.micro_size
+        self.indices = range(replica, len(dataset), batch.num_replicas)
+        longest = len(range(0, len(dataset), batch.num_replicas))
+        self.num_batches = -(-longest // self.batch_size)
 
     def __len__(self) -> int:
         return self.num_batches
