@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.errors import RunEndError, UserError
+from trainer.errors import RunEndError, StoppedBySignal, UserError
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def exits() -> Iterator[None]:
     except (RunEndError, HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise
-        _say_once(_message(error))
+        if not (isinstance(error, StoppedBySignal) and place().rank):  # rank 0 says the same
+            _say_once(_message(error))
         sys.exit(getattr(error, "exit_code", UserError.exit_code))
     except Exception as error:
         if place().under_torchrun:

@@ -65,19 +65,17 @@ def fit(job: Job) -> dict[str, float]:
     last_epoch = (job.total_steps - 1) // job.train_loader.steps_per_epoch
     unsteady_steps = 10 if progress.epoch == last_epoch else job.train_loader.steps_per_epoch
     steady = epoch_begin = meter.mark()
-    evaluation: dict[str, float] = {}
+    evaluation = job.checkpointer.restored_metrics
+    if job.first_step and not evaluation:
+        evaluation = evaluate_if_due(job)  # a signal came between the end of the epoch and this
 
     while progress.step < job.total_steps:
         epoch_begin = meter.mark()
         for _ in train_epoch(job, guard, meter):
             if progress.step == job.first_step + unsteady_steps:
                 steady = meter.mark()
-        finished = progress.step == job.total_steps
-        if job.eval_loader and (finished or progress.epoch % settings.eval_every_epochs == 0):
-            evaluation = evaluate(job, job.eval_loader)
-            job.run_log.scalars({f"eval/{name}": value for name, value in evaluation.items()}, progress.step)
-            job.run_log.line(f"eval   {_words(evaluation)}")
-        if finished or job.checkpointer.due(progress, end_of_epoch=True):
+        evaluation = evaluate_if_due(job)
+        if progress.step == job.total_steps or job.checkpointer.due(progress, end_of_epoch=True):
             job.checkpointer.save(job.state, evaluation)
 
     train_loss = meter.mean_loss(epoch_begin)
@@ -87,7 +85,7 @@ def fit(job: Job) -> dict[str, float]:
         "epochs": progress.samples_seen / (job.train_loader.steps_per_epoch * settings.global_batch_size),
         "samples_seen": progress.samples_seen,
         "train/loss": train_loss,
-        **{f"eval/{name}": value for name, value in evaluation.items()},
+        **evaluation,
         "samples_per_second": settings.global_batch_size / ms_per_step * 1e3,
         "ms_per_step": ms_per_step,
         "peak_memory_bytes": max(peak_memory_bytes(job.strategy.devices).values()),
@@ -179,6 +177,25 @@ def train_step(
     state.schedule.step()
     state.optimizer.zero_grad(set_to_none=True)
     return mean_loss, grad_norm, stop
+
+
+def evaluate_if_due(job: Job) -> dict[str, float]:
+    """Evaluate at the end of the run, and of an epoch to evaluate after; otherwise return no figures.
+
+    Returns:
+        The figures by their names in result.json; they are logged too.
+    """
+    progress = job.state.progress
+    if job.eval_loader is None:
+        return {}
+    end_of_epoch = progress.step_in_epoch == 0 and progress.epoch % job.settings.eval_every_epochs == 0
+    if not end_of_epoch and progress.step < job.total_steps:
+        return {}
+    evaluation = evaluate(job, job.eval_loader)
+    figures = {f"eval/{name}": value for name, value in evaluation.items()}
+    job.run_log.scalars(figures, progress.step)
+    job.run_log.line(f"eval   {_words(evaluation)}")
+    return figures
 
 
 @torch.no_grad()

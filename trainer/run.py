@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer import fingerprint
 from trainer.build import build
-from trainer.checkpoint import Checkpointer, load_weights
+from trainer.checkpoint import Checkpointer, load_weights, saved_seed
 from trainer.config import Config, flatten, to_yaml
 from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
@@ -37,7 +37,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
         compare_across_ranks(flatten(config), dist)
-        run_dir, seed = from_main((_choose_run_dir(config.run_dir), _choose_seed(config.seed)))
+        run_dir, seed = from_main(_choose(config))
         config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
         if dist.is_main:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -160,13 +160,16 @@ def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
     return model
 
 
-def _choose_run_dir(wanted: str | None) -> Path:
-    if wanted is not None:
-        return Path(wanted)
+def _choose(config: Config) -> tuple[Path, int]:
+    """The run directory and the seed of this run, where the settings leave them open."""
+    run_dir = Path(config.run_dir) if config.run_dir is not None else _new_run_dir()
+    seed = config.seed
+    if seed is None and config.resume is not None:
+        seed = saved_seed(run_dir, config.resume)
+    return run_dir, secrets.randbits(31) if seed is None else seed
+
+
+def _new_run_dir() -> Path:
     base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     taken = (Path(f"{base}-{n}") for n in range(2, 1000))
     return base if not base.exists() else next(path for path in taken if not path.exists())
-
-
-def _choose_seed(wanted: int | None) -> int:
-    return secrets.randbits(31) if wanted is None else wanted

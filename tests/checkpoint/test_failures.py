@@ -17,7 +17,8 @@ import torch.distributed as torch_dist
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import checkpointer as checkpointer_module
-from trainer.checkpoint import store
+from trainer.checkpoint import saved_seed, store
+from trainer.config import KeepBest
 from trainer.errors import UserError
 
 
@@ -183,3 +184,46 @@ def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
     assert "resumed from" in text and "step_00000001 at step 1" in text
     assert "optim.lr was 0.1 in the checkpoint, is 0.5 now" in text
     assert "new was" in text
+
+
+def _keep_best(run_dir: Path) -> list[str]:
+    state = tiny.train_state()
+    checkpointer = tiny.checkpointer(run_dir, keep_last=1, keep_best=KeepBest("eval/loss", "min"))
+    for loss in (3.0, 1.0, float("nan"), 2.0):
+        tiny.train(state, 1)
+        checkpointer.save(state, {"eval/loss": loss})
+    tiny.train(state, 1)
+    with pytest.raises(UserError, match=r"keep_best\.metric is eval/loss; there is eval/accuracy"):
+        checkpointer.save(state, {"eval/accuracy": 1.0})
+    return sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
+
+
+def test_keeps_the_best(tmp_path: Path) -> None:
+    assert run_ranks(_keep_best, 1, tmp_path) == [["latest", "step_00000002", "step_00000004"]]
+
+
+def _another_run_in_the_same_place(run_dir: Path) -> list[str]:
+    for seed in (0, 1):
+        state = tiny.train_state(seed=seed)
+        checkpointer = tiny.checkpointer(run_dir, keep_last=1)
+        assert not checkpointer.restore(state, None)
+        tiny.train(state, 2 + seed)
+        checkpointer.save(state)
+        tiny.train(state, 2)
+        checkpointer.save(state)
+    return sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
+
+
+def test_a_run_that_does_not_resume_leaves_what_it_finds(tmp_path: Path) -> None:
+    assert run_ranks(_another_run_in_the_same_place, 1, tmp_path) == [
+        ["latest", "step_00000004", "step_00000005"]
+    ]
+
+
+def test_a_run_without_a_seed_goes_on_with_the_one_it_drew(tmp_path: Path) -> None:
+    run_ranks(_pass_over, 1, tmp_path)
+    assert tiny.CONFIG["seed"] == 0
+    assert saved_seed(tmp_path, "auto") == 0
+    assert saved_seed(tmp_path, str(tmp_path / "checkpoints" / "step_00000001")) == 0
+    assert saved_seed(tmp_path / "none", "auto") is None
+    assert saved_seed(tmp_path, str(tmp_path / "none")) is None

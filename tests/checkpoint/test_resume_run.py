@@ -1,15 +1,21 @@
 """Whole runs, stopped at every step: what follows is, bit by bit, what would have followed without it."""
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import runs
 from tests.checkpoint.whole_runs import DDP, FP16, FSDP, LAST_STEP, SINGLE, differences, run
 from tests.ranks import run_ranks
 from trainer import loop
 from trainer.distributed import process_group
+from trainer.errors import StoppedBySignal
 
 SHARDED, WORKERS, ACCUMULATING = "checkpoint=sharded", "data.num_workers=2", "train.micro_batch_size=2"
 CONFIGURATIONS = {
@@ -73,3 +79,42 @@ def test_three_ddp_ranks_would_differ_without_the_warm_up(tmp_path: Path) -> Non
     """DDP's first backward pass fills other buckets than the later ones."""
     found = run_ranks(_without_warm_up, 3, tmp_path, DDP, init=False)
     assert "model.first.weight" in found[0][3]
+
+
+def _stop_and_finish(
+    root: Path, stop_after: int
+) -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
+    """A run that a signal stops and another finishes: what TensorBoard shows, and result.json."""
+    torch.set_num_threads(1)
+    settings = (*SINGLE, f"run_dir={root}", "checkpoint.every_steps=null", "train.log_every_steps=1")
+    train_step = loop.train_step
+
+    def told_to_stop(job: Any, *args: Any, **kwargs: Any) -> Any:
+        if job.state.progress.step == stop_after - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(job, *args, **kwargs)
+
+    loop.train_step = told_to_stop
+    if stop_after:
+        with pytest.raises(StoppedBySignal):
+            runs.train(*settings)
+        torch_dist.destroy_process_group()
+    loop.train_step = train_step
+    result = runs.train(*settings, "resume=auto")
+    events = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    names = ("train/loss", "train/lr", "eval/loss")
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}, result
+
+
+def test_tensorboard_goes_on_without_doubled_or_missing_steps(tmp_path: Path) -> None:
+    """Also where the signal came at the end of an epoch, or of the run, before its evaluation."""
+    ((whole, result),) = run_ranks(_stop_and_finish, 1, tmp_path / "0", 0, init=False)
+    assert [step for step, _ in whole["train/loss"]] == list(range(1, LAST_STEP + 1))
+    assert [step for step, _ in whole["eval/loss"]] == [5, 10, 14]
+    for stop in (3, 5, LAST_STEP):
+        ((resumed, its_result),) = run_ranks(_stop_and_finish, 1, tmp_path / str(stop), stop, init=False)
+        assert resumed == whole
+        assert its_result["param_sha256"] == result["param_sha256"]
+        assert its_result["eval/accuracy"] == result["eval/accuracy"]
+        assert its_result["samples_seen"] == result["samples_seen"]

@@ -1,6 +1,7 @@
 """The directories of a run: which live, which go, and what is never touched."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def test_keeps_the_last_the_best_and_every_nth(tmp_path: Path, retention: Retent
     assert len(gone) == 6 - len(kept)
     assert verify(tmp_path / "latest").step == 60
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+def test_checkpoints_of_an_earlier_run_neither_count_nor_go(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in (1, 2, 3):
+        _save(store, step)
+    since = time.time()
+    for step in (10, 20, 30):
+        _save(store, step)
+    store.prune(Retention(last=1, saved_since=since))
+    assert _steps(store) == [1, 2, 3, 30]
 
 
 def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Checkpoints that cannot be torn, and a resume that is exact to the bit."""
 
-from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.checkpointer import Checkpointer, saved_seed
 from trainer.checkpoint.weights import load_weights
 
-__all__ = ["Checkpointer", "load_weights"]
+__all__ = ["Checkpointer", "load_weights", "saved_seed"]

@@ -1,7 +1,9 @@
 """Saving and resuming a run, agreed among all ranks."""
 
+import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -48,20 +50,20 @@ class Checkpointer:
         strategy: str,
         config: Mapping[str, Any],
     ) -> None:
-        """``config`` holds the run's settings by dotted name, plain values only: kept, and compared on
-        resume."""
+        """``config`` holds the settings by dotted name, plain values only: kept, and compared on resume."""
         self._settings, self._dist = settings, dist
         self._strategy, self._config = strategy, dict(config)
         self._store = Store(Path(run_dir) / "checkpoints")
         timeout = timedelta(seconds=settings.timeout_s)
         self._group = cast(torch_dist.ProcessGroup, torch_dist.new_group(backend="gloo", timeout=timeout))
         self._last_saved: int | None = None
+        self.restored_metrics: dict[str, float] = {}
+        self._first_saved_at = 0.0
         self._in_flight: InBackground | None = None
         self._stager = host_stager(dist.device)
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
-        """Whether the settings ask for a checkpoint now, after an optimizer step or at the end of an
-        epoch."""
+        """Whether the settings ask for a checkpoint after this optimizer step, or at this end of an epoch."""
         every_steps, every_epochs = self._settings.every_steps, self._settings.every_epochs
         if every_steps is not None and progress.step % every_steps == 0:
             return True
@@ -71,16 +73,17 @@ class Checkpointer:
         """Save ``state``; ``metrics`` (of its evaluation, say) rank it for ``keep_best``.
 
         With ``checkpoint.async`` this returns once ``state`` is copied to host memory; a failure of the
-        writing that follows is raised by the next ``save`` or by ``close``. Without memory for a second copy
-        in flight, the next ``save`` waits for the one before.
+        writing that follows is raised by the next ``save``, which waits for the one before, or by ``close``.
 
         Raises:
-            UserError: on every rank alike, naming the rank that failed and why; nothing of the attempt
-            remains.
+            UserError: on every rank alike, with the rank that failed and why; nothing of the attempt remains.
         """
-        step = state.progress.step
+        step, metrics = state.progress.step, dict(metrics or {})
         if self._last_saved == step:
             return
+        best = self._settings.keep_best
+        if metrics and best is not None and best.metric not in metrics:
+            raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
         self._finish()
         tensors, plain = take_apart(state.state_dict())
         if self._settings.format == "full":
@@ -93,11 +96,9 @@ class Checkpointer:
         self._last_saved = step
         if self._settings.async_:
             tensors = cast(dict[str, Tensor], self._stager.stage(tensors))
-            self._in_flight = InBackground(
-                lambda: self._write(step, tensors, plain, rng, dict(metrics or {}))
-            )
+            self._in_flight = InBackground(lambda: self._write(step, tensors, plain, rng, metrics))
         else:
-            self._write(step, tensors, plain, rng, dict(metrics or {}))
+            self._write(step, tensors, plain, rng, metrics)
 
     def restore(self, state: TrainState, resume: str | None) -> bool:
         """Continue from a checkpoint if ``resume`` asks for one; False if there is none to continue from.
@@ -110,6 +111,7 @@ class Checkpointer:
         """
         self._on_main(self._store.clean)
         if resume is None:
+            self._leave_alone_what_is_there()
             return False
         directory = self._choose(resume)
         if directory is None:
@@ -121,8 +123,22 @@ class Checkpointer:
         state.load_state_dict(put_together(source.facts["state"], targets))
         self._restore_rng(source, state.progress)
         self._report(source, state.progress)
-        self._last_saved = state.progress.step if directory.parent == self._store.root else None
+        self.restored_metrics = source.manifest.metrics
+        if directory.parent == self._store.root.resolve():
+            self._last_saved = state.progress.step
+        else:
+            self._leave_alone_what_is_there()
         return True
+
+    def _leave_alone_what_is_there(self) -> None:
+        """Checkpoints of another run in the same place are not ours to prune."""
+        self._first_saved_at = time.time()
+        if self._dist.rank == 0 and (found := self._store.directories()):
+            log.warning(
+                "%s holds checkpoints of an earlier run, the last %s: left alone",
+                found[-1].parent,
+                found[-1].name,
+            )
 
     def close(self) -> None:
         """Wait for what is still being written. To be called when a run ends well, not after an exception.
@@ -157,11 +173,15 @@ class Checkpointer:
             files = {name: digest for part in self._gather(digests) for name, digest in part.items()}
             self._on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
         except UserError as error:
+            self._last_saved = None
             self._on_main(lambda: self._store.abandon(step))
             raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error
         best = self._settings.keep_best
         retention = Retention(
-            self._settings.keep_last, (best.metric, best.mode) if best else None, self._settings.keep_every
+            last=self._settings.keep_last,
+            best=(best.metric, best.mode) if best is not None else None,
+            every=self._settings.keep_every,
+            saved_since=self._first_saved_at,
         )
         self._on_main(lambda: self._store.prune(retention))
 
@@ -266,6 +286,15 @@ class Checkpointer:
         except Exception as error:
             log.debug("while reading or writing a checkpoint", exc_info=True)
             return None, f"{type(error).__name__}: {error}"
+
+
+def saved_seed(run_dir: Path, resume: str | None) -> int | None:
+    """The seed of the run that ``resume`` goes on with; None if there is none. Nothing is verified yet."""
+    candidates = Store(run_dir / "checkpoints").newest_first() if resume == "auto" else [Path(resume or "")]
+    for directory in candidates:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return int(json.loads((directory / STATE).read_text())["config"]["seed"])
+    return None
 
 
 def _existing(resume: str) -> Path:

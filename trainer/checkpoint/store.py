@@ -9,6 +9,7 @@ new one whole.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -46,11 +47,15 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints outlive the next save. ``best`` is (metric, "min" or "max")."""
+    """Which checkpoints outlive the next save. ``best`` is (metric, "min" or "max").
+
+    Those saved before ``saved_since`` (seconds since 1970) are another run's: they neither count nor go.
+    """
 
     last: int = 2
     best: tuple[str, str] | None = None
     every: int | None = None
+    saved_since: float = 0.0
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -240,13 +245,19 @@ class Store:
         manifests: dict[Path, Manifest] = {}
         for directory in self.newest_first():
             with contextlib.suppress(UserError):
-                manifests[directory] = read_manifest(directory)
+                manifest = read_manifest(directory)
+                if manifest.saved_at >= retention.saved_since:
+                    manifests[directory] = manifest
         keep = set(list(manifests)[: retention.last])
         if retention.every is not None:
             keep |= {path for path, m in manifests.items() if m.step % retention.every == 0}
         if retention.best is not None:
             metric, mode = retention.best
-            scored = [(m.metrics[metric], path) for path, m in manifests.items() if metric in m.metrics]
+            scored = [
+                (m.metrics[metric], path)
+                for path, m in manifests.items()
+                if math.isfinite(m.metrics.get(metric, math.nan))
+            ]
             if scored:
                 keep.add((max if mode == "max" else min)(scored)[1])
         doomed = [path for path in manifests if path not in keep]
