@@ -143,7 +143,7 @@ def _freeze(*argv: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_rank_that_is_silent_is_named() -> None:
     with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
-        run_ranks(_freeze, 3, "--timeout-s", "1", init=False, timeout_s=15)
+        run_ranks(_freeze, 3, "--timeout-s", "1", init=False, timeout_s=12)
     assert failure.value.results.keys() == {0, 2}
     code, table = failure.value.results[0]
     assert code == 1
