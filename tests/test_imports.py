@@ -1,0 +1,89 @@
+"""Who may import whom: data flows one way, and so do the imports."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Room to the rooms it may use besides itself; a room is a module or package right under trainer/ or models/.
+LEAVES = {"errors", "seeding", "signals", "state", "tasks", "optim", "comm"}
+MAY_USE = {
+    **{room: set() for room in LEAVES},
+    "config": {"errors"},
+    "launch": {"errors"},
+    "build": {"errors"},
+    "distributed": {"config", "errors", "launch"},
+    "data": {"errors"},
+    "fingerprint": {"data"},
+    "guard": {"distributed", "errors"},
+    "metrics": {"distributed"},
+    "loggers": {"distributed"},
+    "strategies": {"comm", "config", "distributed", "errors"},
+    "checkpoint": {"config", "distributed", "errors", "seeding", "state"},
+    "loop": {"checkpoint", "config", "data", "distributed", "errors", "guard", "loggers", "metrics"}
+    | {"seeding", "signals", "state", "strategies", "tasks"},
+}
+FROM_OUTSIDE = {
+    "config": {"omegaconf"},
+    "errors": set(),
+    "comm": {"torch", "numpy", "matplotlib"},
+    "models": {"torch", "torchvision"},
+}
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def files_of(room: str) -> list[Path]:
+    package = ROOT / room if room == "models" else ROOT / "trainer" / room
+    return sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
+
+
+def rooms() -> set[str]:
+    found = {
+        path.stem
+        for path in (ROOT / "trainer").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    return found - {"__init__", "run"}
+
+
+def test_every_room_is_on_the_plan() -> None:
+    assert rooms() == set(MAY_USE), "run may use everything; any other room needs a line in MAY_USE"
+
+
+@pytest.mark.parametrize("room", sorted(MAY_USE))
+def test_imports_run_one_way(room: str) -> None:
+    allowed = MAY_USE[room] | {room}
+    for file in files_of(room):
+        used = {name.split(".")[1] for name in imports_of(file) if name.startswith("trainer.")}
+        assert used <= allowed, f"{file.relative_to(ROOT)} imports {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("room", sorted(FROM_OUTSIDE))
+def test_rooms_that_need_little_take_little(room: str) -> None:
+    for file in files_of(room):
+        used = (
+            {name.split(".")[0] for name in imports_of(file)}
+            - {"trainer", "models"}
+            - set(sys.stdlib_module_names)
+        )
+        assert used <= FROM_OUTSIDE[room], (
+            f"{file.relative_to(ROOT)} imports {sorted(used - FROM_OUTSIDE[room])}"
+        )
+
+
+def test_no_strategy_imports_a_sibling() -> None:
+    for file in (ROOT / "trainer" / "strategies").glob("*.py"):
+        used = {name.split(".")[2] for name in imports_of(file) if name.startswith("trainer.strategies.")}
+        assert file.stem == "__init__" or used <= {"base"}, file
