@@ -194,7 +194,7 @@ def evaluate_if_due(job: Job) -> dict[str, float]:
     evaluation = evaluate(job, job.eval_loader)
     figures = {f"eval/{name}": value for name, value in evaluation.items()}
     job.run_log.scalars(figures, progress.step)
-    job.run_log.line(f"eval   {_words(evaluation)}")
+    job.run_log.line(f"eval at step {progress.step}  {_words(evaluation)}")
     return figures
 
 
