@@ -3,8 +3,8 @@
     python -m benchmarks.allreduce_two_hosts [--hosts 2] [--per-host 2] [--megabytes 25] [--rate 1gbit]
 
 Hosts are network namespaces, so this needs root; `--hosts 1` does not. Prints the median time of each
-algorithm, and how many times faster than gloo's all-reduce it is (the median over runs that each have a run
-of gloo before and after: the machine's mood cancels out).
+algorithm, how many times faster than gloo's all-reduce it is (the median over runs that each have a run of
+gloo before and after: the machine's mood cancels out), and the processor time that all ranks spend on it.
 """
 
 import argparse
@@ -27,8 +27,8 @@ WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def measure(
     hosts: list[int], names: list[str], numel: int, repeat: int, segment_bytes: int, width: int
-) -> dict[str, tuple[float, float]]:
-    """Seconds and speed-up over gloo by name; `ring+bf16` is ring with that wire dtype."""
+) -> dict[str, tuple[float, ...]]:
+    """Seconds, speed-up over gloo and processor seconds by name; `ring+bf16` is ring with that wire dtype."""
     rank = dist.get_rank()
     bucket = torch.randn(numel)
     runs: dict[str, Callable[[], object]] = {}
@@ -38,25 +38,34 @@ def measure(
         executor = CpuExecutor(group, schedule, hosts, WIRE_DTYPES[wire], segment_bytes, width)
         runs[name] = partial(executor.all_reduce, bucket, len(hosts))
     gloo = partial(dist.all_reduce, bucket)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in [*names, "gloo"]}
     ratios: dict[str, list[float]] = {name: [] for name in names}
+    busy: dict[str, list[float]] = {name: [] for name in [*names, "gloo"]}
     for _ in range(repeat + 1):
         for name in names:
             bucket.fill_(rank)
             before, own, after = timed(gloo), timed(runs[name]), timed(gloo)
-            times[name].append(own)
-            ratios[name].append((before + after) / 2 / own)
+            times[name].append(own[0])
+            busy[name].append(own[1])
+            ratios[name].append((before[0] + after[0]) / 2 / own[0])
+            times["gloo"] += [before[0], after[0]]
+            busy["gloo"] += [before[1], after[1]]
+    ratios["gloo"] = [1.0, 1.0]
     # The first round opens connections and touches memory for the first time.
-    return {n: (statistics.median(times[n][1:]), statistics.median(ratios[n][1:])) for n in names}
+    columns = (times, ratios, busy)
+    return {name: tuple(statistics.median(column[name][1:]) for column in columns) for name in times}
 
 
-def timed(run: Callable[[], object]) -> float:
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds on the slowest rank, and processor seconds of all ranks together."""
     dist.barrier()
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     run()
     slowest = torch.tensor([time.perf_counter() - began])
+    total = torch.tensor([time.process_time() - busy])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    dist.all_reduce(total)
+    return float(slowest), float(total)
 
 
 def main() -> None:
@@ -69,7 +78,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=25.0)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--segment-kb", type=int, default=1024)
+    parser.add_argument("--segment-kb", type=int, default=2048)
     parser.add_argument("--width", type=int, default=2)
     args = parser.parse_args()
     indices = [rank // args.per_host for rank in range(args.hosts * args.per_host)]
@@ -80,8 +89,10 @@ def main() -> None:
             measure, len(indices), *work, args.segment_kb << 10, args.width, hosts=at, timeout_s=600
         )
     print(f"{args.hosts} x {args.per_host} ranks, {args.megabytes:g} MiB fp32, links {args.rate}")
-    for name, (seconds, speedup) in results[0].items():
-        print(f"{name:24} {seconds * 1e3:8.1f} ms   {speedup:5.2f} x gloo")
+    for name, (seconds, speedup, busy) in results[0].items():
+        print(
+            f"{name:24} {1e3 * seconds:8.1f} ms   {speedup:5.2f} x gloo   {1e3 * busy:8.1f} ms of processor"
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class CpuExecutor:
         schedule: Schedule,
         hosts: Sequence[int],
         wire_dtype: torch.dtype | None = None,
-        segment_bytes: int = 1 << 20,
+        segment_bytes: int = 2 << 20,
         width: int = 2,
         timeout_s: float = 600.0,
     ) -> None:

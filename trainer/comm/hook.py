@@ -71,7 +71,7 @@ def attach(
     *,
     hosts: Sequence[int],
     wire_dtype: str = "fp32",
-    segment_mb: float = 1.0,
+    segment_mb: float = 2.0,
     timeout_s: float = 600.0,
     powersgd: Mapping[str, Any] | None = None,
 ) -> CommHook:

@@ -1,0 +1,110 @@
+"""Step time of ResNet-18 under DDP between hosts on slow links, by all-reduce, beside plain DDP.
+
+    python -m benchmarks.ddp_overlap [--hosts 2] [--per-host 4] [--rate 1gbit] [--batch 8] [--steps 4]
+
+Hosts are network namespaces, so this needs root. The variants take turns, a few steps each, several times;
+a ratio is the median over turns of a variant's time to plain DDP's in the same turn. `one bucket` puts all
+gradients into one bucket, which is complete only when the backward pass is over: nothing can overlap.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.models import resnet18
+
+from tests.hosts import hosts as network
+from tests.ranks import run_ranks
+from trainer.comm.hook import CommHook, attach
+
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "plain DDP": None,
+    "native": {"algorithm": "native"},
+    "ring": {"algorithm": "ring"},
+    "hierarchical": {"algorithm": "hierarchical"},
+    "hierarchical, one bucket": {"algorithm": "hierarchical", "bucket_cap_mb": 1000},
+    "hierarchical, bf16 wire": {"algorithm": "hierarchical", "wire_dtype": "bf16"},
+}
+
+
+@dataclass
+class Variant:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    hook: CommHook | None
+
+    def seconds(self, steps: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """The mean time of a step on the slowest rank."""
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(steps):
+            nn.functional.cross_entropy(self.model(batch[0]), batch[1]).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        slowest = torch.tensor([(time.perf_counter() - began) / steps])
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest)
+
+
+def make(settings: dict[str, Any] | None, hosts: list[int]) -> Variant:
+    torch.manual_seed(0)
+    options = dict(settings or {})
+    cap = options.pop("bucket_cap_mb", 25)
+    model = DistributedDataParallel(resnet18(num_classes=10), bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    hook = attach(model, **options, hosts=hosts, timeout_s=120) if options else None
+    return Variant(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), hook)
+
+
+def measure(hosts: list[int], batch_size: int, steps: int, turns: int) -> dict[str, dict[str, float]]:
+    """Milliseconds per step, ratio to plain DDP, and milliseconds of communication, by variant."""
+    variants = {name: make(settings, hosts) for name, settings in VARIANTS.items()}
+    batch = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
+    for variant in variants.values():
+        variant.seconds(2, batch)  # buckets are laid out anew after the first step
+        if variant.hook is not None:
+            variant.hook.timeline.metrics()
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(turns):
+        for name, variant in variants.items():
+            times[name].append(variant.seconds(steps, batch))
+    found = {}
+    for name, variant in variants.items():
+        ratios = [own / plain for own, plain in zip(times[name], times["plain DDP"], strict=True)]
+        found[name] = {"ms": 1e3 * statistics.median(times[name]), "ratio": statistics.median(ratios)}
+        if variant.hook is not None:
+            found[name] |= variant.hook.timeline.metrics()
+            variant.hook.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--per-host", type=int, default=4)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--batch", type=int, default=8, help="images per rank (8)")
+    parser.add_argument("--steps", type=int, default=4, help="per turn (4)")
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args()
+    indices = [rank // args.per_host for rank in range(args.hosts * args.per_host)]
+    work = (indices, args.batch, args.steps, args.turns)
+    with network(args.hosts, args.rate) as places:
+        at = [places[index] for index in indices]
+        found = run_ranks(measure, len(indices), *work, hosts=at, timeout_s=1200)[0]
+    print(f"ResNet-18 at {args.hosts} x {args.per_host} ranks, {args.batch} images each, links {args.rate}")
+    print(f"{'':26} {'ms/step':>8} {'x plain':>8} {'comm ms':>8} {'hidden':>8} {'exposed':>8}")
+    for name, row in found.items():
+        comm = [f"{row.get(f'comm/{key}_ms', float('nan')):8.1f}" for key in ("total", "hidden", "exposed")]
+        print(f"{name:26} {row['ms']:8.1f} {row['ratio']:8.2f} {' '.join(comm)}")
+
+
+if __name__ == "__main__":
+    main()
