@@ -28,6 +28,7 @@ from trainer.comm.executor import CpuExecutor
 from trainer.comm.gpu_clock import GpuClock
 from trainer.comm.join import JoinError, Place, connect, meet, write
 from trainer.comm.nccl import NcclReducer
+from trainer.comm.pipeline import SEGMENT_MB
 from trainer.comm.schedules import ALGORITHMS, build
 from trainer.comm.timeline import BucketRecord
 
@@ -108,7 +109,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--algorithms", type=_algorithms, default=everything, help=f"some of {everything}")
     add("--dtype", choices=_DTYPES, default="fp32", help="of the bucket (fp32)")
     add("--wire-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="bf16, fp16: send half (fp32)")
-    add("--segment-mb", type=float, default=1.0, help="MiB that travel as one (1)")
+    add("--segment-mb", type=float, default=SEGMENT_MB, help="MiB that travel as one (2)")
     add("--rounds", type=int, default=10, help="timed rounds, after one that checks the sums (10)")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
     add("--timeout-s", type=float, default=60.0, help="the longest wait for a peer (60)")

@@ -11,6 +11,7 @@ from trainer.comm.gloo import GlooLink
 from trainer.comm.inbox import Inbox
 from trainer.comm.layout import Layout, agree
 from trainer.comm.mailbox import Mailbox, Outbox, Slot, open_mailboxes
+from trainer.comm.pipeline import SEGMENT_MB, WIDTH
 from trainer.comm.program import Move, Visit, lay_out, messages_per_sweep
 from trainer.comm.schedules import Kind, Schedule
 
@@ -33,8 +34,8 @@ class CpuExecutor:
         schedule: Schedule,
         hosts: Sequence[int],
         wire_dtype: torch.dtype | None = None,
-        segment_bytes: int = 2 << 20,
-        width: int = 2,
+        segment_bytes: int = int(SEGMENT_MB * 2**20),
+        width: int = WIDTH,
         timeout_s: float = 600.0,
     ) -> None:
         self.rank = dist.get_rank(group)

@@ -18,6 +18,7 @@ from trainer.comm.blame import CommError, PeerError, find_culprit
 from trainer.comm.executor import CpuExecutor
 from trainer.comm.gpu_clock import GpuClock
 from trainer.comm.nccl import NcclReducer
+from trainer.comm.pipeline import SEGMENT_MB
 from trainer.comm.schedules import build
 from trainer.comm.timeline import BucketRecord, Timeline
 from trainer.comm.worker import Worker
@@ -71,7 +72,7 @@ def attach(
     *,
     hosts: Sequence[int],
     wire_dtype: str = "fp32",
-    segment_mb: float = 2.0,
+    segment_mb: float = SEGMENT_MB,
     timeout_s: float = 600.0,
     powersgd: Mapping[str, Any] | None = None,
 ) -> CommHook:

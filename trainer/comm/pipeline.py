@@ -8,6 +8,9 @@ others keep the links busy.
 
 from collections.abc import Iterator
 
+SEGMENT_MB = 2.0  # MiB; smaller ones cost more processor time, larger ones leave links idle at either end
+WIDTH = 2
+
 
 def num_segments(numel: int, itemsize: int, segment_bytes: int) -> int:
     """Segments of at most `segment_bytes` on the wire that make up a bucket; 0 for an empty one."""

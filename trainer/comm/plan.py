@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.comm.pipeline import SEGMENT_MB
 from trainer.comm.predict import Machine, Prediction, measured, predict
 from trainer.comm.schedules import ALGORITHMS, build
 
@@ -35,7 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--per-host", type=int, default=1, help="processes on each host (1)")
     add("--megabytes", type=float, default=25.0, help="10^6 bytes of fp32 gradients to all-reduce (25)")
     add("--wire-dtype", choices=_ITEMSIZE, default="fp32", help="what they travel as (fp32)")
-    add("--segment-mb", type=float, default=1.0, help="as comm.segment_mb: 2^20 bytes a segment (1)")
+    add("--segment-mb", type=float, default=SEGMENT_MB, help="as comm.segment_mb: 2^20 bytes a segment (2)")
     add("--from", type=Path, dest="figures", metavar="FILE", help="what the preflight wrote with --json")
     add("--gbit", type=float, help="of each host's link, in each direction")
     add("--latency-us", type=float, help="of a message between hosts, one way")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.comm.pipeline import SEGMENT_MB, WIDTH
 from trainer.comm.schedules import Kind, Phase, Schedule
 from trainer.comm.traffic import Traffic, count_traffic
 
@@ -86,8 +87,8 @@ def predict(
     machine: Machine,
     num_bytes: int,
     itemsize: int = 4,
-    segment_bytes: int = 1 << 20,
-    width: int = 2,
+    segment_bytes: int = int(SEGMENT_MB * 2**20),
+    width: int = WIDTH,
 ) -> Prediction:
     """The time of one all-reduce that starts at the same moment on all ranks.
 
