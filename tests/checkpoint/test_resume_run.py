@@ -17,7 +17,7 @@ from trainer import loop
 from trainer.distributed import process_group
 from trainer.errors import StoppedBySignal
 
-SHARDED, WORKERS, ACCUMULATING = "checkpoint=sharded", "data.num_workers=2", "train.micro_batch_size=2"
+SHARDED, WORKERS = "checkpoint=sharded", "data.num_workers=2"
 CONFIGURATIONS = {
     "single": (1, SINGLE),
     "single-workers-fp16": (1, (*SINGLE, *FP16, WORKERS)),
@@ -25,10 +25,14 @@ CONFIGURATIONS = {
     "ddp-2-workers-fp16-async": (2, (*DDP, *FP16, WORKERS, "checkpoint.async=true")),
     "ddp-3": (3, DDP),
     "ddp-3-sharded": (3, (*DDP, SHARDED)),
+    "ddp-2-ring-bf16": (2, (*DDP, "comm=ring", "comm.wire_dtype=bf16")),
+    "ddp-3-ring": (3, (*DDP, "comm=ring")),
+    "ddp-2x2-hierarchical": (4, (*DDP, "comm=hierarchical", "+model.norm=false")),
     "fsdp-2": (2, FSDP),
     "fsdp-2-sharded-fp16": (2, (*FSDP, *FP16, SHARDED)),
     "fsdp-2-sharded-async": (2, (*FSDP, SHARDED, "checkpoint.async=true")),
 }
+HOSTS = {"ddp-2x2-hierarchical": (0, 0, 1, 1)}
 FAST = ("single", "ddp-3", "fsdp-2-sharded-fp16")
 
 
@@ -53,8 +57,10 @@ def stopped_and_resumed(root: Path, stops: list[int], overrides: tuple[str, ...]
 
 def _compare(root: Path, name: str, stops: list[int]) -> None:
     world, overrides = CONFIGURATIONS[name]
-    settings = (*overrides, ACCUMULATING)
-    found = run_ranks(stopped_and_resumed, world, root, stops, settings, init=False, timeout_s=280)
+    accumulating = f"train.micro_batch_size={2 if world < 4 else 1}"
+    arguments = (root, stops, (*overrides, accumulating))
+    hosts = HOSTS.get(name)
+    found = run_ranks(stopped_and_resumed, world, *arguments, hosts=hosts, init=False, timeout_s=280)
     assert found == [{}] * world
 
 
