@@ -202,6 +202,34 @@ def test_keeps_the_best(tmp_path: Path) -> None:
     assert run_ranks(_keep_best, 1, tmp_path) == [["latest", "step_00000002", "step_00000004"]]
 
 
+def _all_damaged(run_dir: Path) -> None:
+    state = tiny.train_state()
+    tiny.checkpointer(run_dir).save(state)
+    (run_dir / "checkpoints" / "latest" / "tensors.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints in .* is whole"):
+        tiny.checkpointer(run_dir).restore(state, "auto")
+
+
+def test_auto_does_not_start_anew_over_damage(tmp_path: Path) -> None:
+    run_ranks(_all_damaged, 1, tmp_path)
+
+
+def _resume_twice(run_dir: Path) -> list[str]:
+    """A relative run_dir, as on the command line."""
+    os.chdir(run_dir.parent)
+    for _ in range(3):
+        state = tiny.train_state()
+        checkpointer = tiny.checkpointer(Path(run_dir.name), keep_last=2)
+        checkpointer.restore(state, "auto")
+        tiny.train(state, 1)
+        checkpointer.save(state)
+    return sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
+
+
+def test_a_resumed_run_prunes_what_it_went_on_from(tmp_path: Path) -> None:
+    assert run_ranks(_resume_twice, 1, tmp_path / "run") == [["latest", "step_00000002", "step_00000003"]]
+
+
 def _another_run_in_the_same_place(run_dir: Path) -> list[str]:
     for seed in (0, 1):
         state = tiny.train_state(seed=seed)

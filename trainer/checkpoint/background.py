@@ -8,8 +8,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 
 def host_stager(device: torch.device) -> DefaultStager:
-    """torch's stager: copies tensors to host memory that it keeps for the next copy, pinned for a CUDA
-    device.
+    """torch's stager: copies tensors to host memory, pinned under CUDA, that it keeps for the next copy.
 
     ``stage`` returns when the copy is whole, so that training may change the originals.
     """

@@ -4,18 +4,17 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
 
 from trainer import seeding
 from trainer.checkpoint import full, sharded
+from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.matching import targets_for
@@ -30,15 +29,16 @@ from trainer.state import Progress, TrainState, buffer_names
 log = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("run_dir", "resume")  # settings that say where and whence, not what
-_T = TypeVar("_T")
 
 
 class Checkpointer:
-    """Saves a ``TrainState`` under ``run_dir/checkpoints`` and restores it. Every method but ``due`` is
-    collective.
+    """Saves a ``TrainState`` under ``run_dir/checkpoints`` and restores it.
 
-    Ranks meet in a gloo group of their own with its own long timeout, so that a slow disk is no failure of
-    the network. What goes wrong on one rank is told to all before anyone raises: nobody is left waiting.
+    Every method but ``due`` is collective. Ranks meet in a gloo group of their own with its own long timeout,
+    so that a slow disk is no failure of the network, and agree on how each action ended before anyone raises.
+
+    Attributes:
+        restored_metrics: those saved with the checkpoint that ``restore`` went on from.
     """
 
     def __init__(
@@ -54,8 +54,7 @@ class Checkpointer:
         self._settings, self._dist = settings, dist
         self._strategy, self._config = strategy, dict(config)
         self._store = Store(Path(run_dir) / "checkpoints")
-        timeout = timedelta(seconds=settings.timeout_s)
-        self._group = cast(torch_dist.ProcessGroup, torch_dist.new_group(backend="gloo", timeout=timeout))
+        self._agreement = Agreement(dist, settings.timeout_s)
         self._last_saved: int | None = None
         self.restored_metrics: dict[str, float] = {}
         self._first_saved_at = 0.0
@@ -109,7 +108,7 @@ class Checkpointer:
         Raises:
             UserError: on every rank alike: the checkpoint is missing, damaged, or of another model.
         """
-        self._on_main(self._store.clean)
+        self._agreement.on_main(self._store.clean)
         if resume is None:
             self._leave_alone_what_is_there()
             return False
@@ -117,14 +116,14 @@ class Checkpointer:
         if directory is None:
             log.info("resume=auto: no checkpoint in %s, starting anew", self._store.root)
             return False
-        source = self._everywhere(lambda: Source.open(directory))
-        targets = self._everywhere(lambda: targets_for(state, source.shapes, source.facts["state"]))
-        self._everywhere(lambda: source.read_into(targets, self._group))
+        source = self._agreement.everywhere(lambda: Source.open(directory))
+        targets = self._agreement.everywhere(lambda: targets_for(state, source.shapes, source.facts["state"]))
+        self._agreement.everywhere(lambda: source.read_into(targets, self._agreement.group))
         state.load_state_dict(put_together(source.facts["state"], targets))
         self._restore_rng(source, state.progress)
         self._report(source, state.progress)
         self.restored_metrics = source.manifest.metrics
-        if directory.parent == self._store.root.resolve():
+        if directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
         else:
             self._leave_alone_what_is_there()
@@ -134,11 +133,7 @@ class Checkpointer:
         """Checkpoints of another run in the same place are not ours to prune."""
         self._first_saved_at = time.time()
         if self._dist.rank == 0 and (found := self._store.directories()):
-            log.warning(
-                "%s holds checkpoints of an earlier run, the last %s: left alone",
-                found[-1].parent,
-                found[-1].name,
-            )
+            log.warning("%s is another run's, and left alone with all before it", found[-1])
 
     def close(self) -> None:
         """Wait for what is still being written. To be called when a run ends well, not after an exception.
@@ -168,13 +163,15 @@ class Checkpointer:
     ) -> None:
         directory = self._store.temporary(step)
         try:
-            self._on_main(lambda: self._store.begin(step))
-            digests = self._everywhere(lambda: self._write_part(directory, tensors, plain, rng))
-            files = {name: digest for part in self._gather(digests) for name, digest in part.items()}
-            self._on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
+            self._agreement.on_main(lambda: self._store.begin(step))
+            digests = self._agreement.everywhere(lambda: self._write_part(directory, tensors, plain, rng))
+            files = {
+                name: digest for part in self._agreement.gather(digests) for name, digest in part.items()
+            }
+            self._agreement.on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
         except UserError as error:
             self._last_saved = None
-            self._on_main(lambda: self._store.abandon(step))
+            self._agreement.on_main(lambda: self._store.abandon(step))
             raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error
         best = self._settings.keep_best
         retention = Retention(
@@ -183,7 +180,7 @@ class Checkpointer:
             every=self._settings.keep_every,
             saved_since=self._first_saved_at,
         )
-        self._on_main(lambda: self._store.prune(retention))
+        self._agreement.on_main(lambda: self._store.prune(retention))
 
     def _write_part(
         self,
@@ -194,7 +191,7 @@ class Checkpointer:
     ) -> dict[str, FileDigest]:
         digests: dict[str, FileDigest] = {}
         if self._settings.format == "sharded":
-            digests |= sharded.write(directory, tensors, self._group)
+            digests |= sharded.write(directory, tensors, self._agreement.group)
         elif self._dist.rank == 0:
             digests[full.TENSORS] = full.write(directory / full.TENSORS, tensors)
         if self._dist.rank == 0:
@@ -214,7 +211,7 @@ class Checkpointer:
 
     def _gather_rng(self) -> dict[str, Any] | None:
         """Every rank's generators, on rank 0."""
-        states = self._gather(seeding.rng_state())
+        states = self._agreement.gather(seeding.rng_state())
         return {str(rank): state for rank, state in enumerate(states)} if self._dist.rank == 0 else None
 
     # ---- reading
@@ -222,15 +219,21 @@ class Checkpointer:
     def _choose(self, resume: str) -> Path | None:
         """The directory that ``resume`` means, verified, each rank its share of the files; collective."""
         auto = resume == "auto"
-        for directory in self._on_main(lambda: self._store.newest_first() if auto else [_existing(resume)]):
+        found = self._agreement.on_main(lambda: self._store.newest_first() if auto else [_existing(resume)])
+        for directory in found:
             try:
-                self._everywhere(partial(verify, directory, self._dist.rank, self._dist.world_size))
+                self._agreement.everywhere(partial(verify, directory, self._dist.rank, self._dist.world_size))
                 return directory
             except UserError as error:
                 if not auto:
                     raise
                 if self._dist.rank == 0:
                     log.warning("resume=auto passes over %s: %s", directory.name, error)
+        if found:
+            raise UserError(
+                f"none of the {len(found)} checkpoints in {self._store.root} is whole; `python -m "
+                f"trainer.checkpoint verify {self._store.root}` says why, resume=null starts anew"
+            )
         return None
 
     def _restore_rng(self, source: Source, progress: Progress) -> None:
@@ -248,44 +251,6 @@ class Checkpointer:
         for key in sorted(then.keys() | now.keys()):
             if key not in _MAY_DIFFER and then.get(key) != now.get(key):
                 log.info("  %s was %r in the checkpoint, is %r now", key, then.get(key), now.get(key))
-
-    # ---- agreement
-
-    def _gather(self, value: _T) -> list[_T]:
-        gathered: list[Any] = [None] * self._dist.world_size
-        torch_dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
-
-    def _on_main(self, action: Callable[[], _T]) -> _T:
-        """Rank 0's result of ``action`` on every rank, or its error on every rank."""
-        result = self._attempt(action) if self._dist.rank == 0 else None
-        box = [result]
-        torch_dist.broadcast_object_list(box, src=0, group=self._group)
-        assert box[0] is not None
-        value, error = box[0]
-        if error is not None:
-            raise UserError(error)
-        return cast(_T, value)
-
-    def _everywhere(self, action: Callable[[], _T]) -> _T:
-        """This rank's result of ``action``, once every rank has one; any rank's error is everybody's."""
-        value, error = self._attempt(action)
-        errors = self._gather(error)
-        failed = {rank: message for rank, message in enumerate(errors) if message is not None}
-        if failed:
-            rank, first = next(iter(failed.items()))
-            raise UserError(first if all(message == first for message in errors) else f"rank {rank}: {first}")
-        return cast(_T, value)
-
-    @staticmethod
-    def _attempt(action: Callable[[], _T]) -> tuple[_T | None, str | None]:
-        try:
-            return action(), None
-        except UserError as error:
-            return None, str(error)
-        except Exception as error:
-            log.debug("while reading or writing a checkpoint", exc_info=True)
-            return None, f"{type(error).__name__}: {error}"
 
 
 def saved_seed(run_dir: Path, resume: str | None) -> int | None:

@@ -15,8 +15,7 @@ TENSORS = "tensors.pt"
 
 
 def gather(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Whole tensors on rank 0, nothing on the others. Collective: all ranks, the same names in the same
-    order.
+    """Whole tensors on rank 0, nothing on the others; collective, with the same names in the same order.
 
     A sharded tensor is made whole and moved to the CPU, one at a time, so that no device holds more than one.
     Any other stays what it is: the live tensor.

@@ -36,8 +36,7 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
 
 
 def compare_shapes(saved: Shapes, wanted: Shapes) -> None:
-    """UserError unless both hold the same names with the same shapes and dtypes; shows the first five of
-    each."""
+    """UserError unless both hold the same names, shapes and dtypes; shows the first five differences."""
     problems = []
     if missing := sorted(set(wanted) - set(saved)):
         problems.append(f"it lacks {first_five(missing)}")

@@ -26,8 +26,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors`` to ``path``. One that shares memory with another, as tied weights do, is written
-    twice."""
+    """Write ``tensors`` to ``path``; tied weights, which share their memory, are written twice."""
     _require_library(path)
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
 

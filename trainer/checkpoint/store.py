@@ -100,11 +100,12 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def verify(directory: Path, part: int = 0, parts: int = 1) -> Manifest:
-    """Compare the files with the manifest's sizes and sha256; with ``parts``, every ``parts``-th from
-    ``part`` on.
+    """Compare the files with the manifest's sizes and sha256: all, or every ``parts``-th from ``part`` on.
 
-    Costs one read of the files, about 0.6 s per GB and core. Raises UserError naming the first file that
-    differs.
+    Costs one read of the files, about 0.6 s per GB and core.
+
+    Raises:
+        UserError: naming the first file that differs.
     """
     manifest = read_manifest(directory)
     chosen = sorted(manifest.files)[part::parts]
@@ -240,8 +241,7 @@ class Store:
         return sorted(self.directories(), key=key, reverse=True)
 
     def prune(self, retention: Retention) -> list[Path]:
-        """Delete what ``retention`` does not keep; returns what was deleted. A damaged checkpoint is left
-        alone."""
+        """Delete what ``retention`` does not keep; returns it. A checkpoint without its manifest stays."""
         manifests: dict[Path, Manifest] = {}
         for directory in self.newest_first():
             with contextlib.suppress(UserError):

@@ -20,12 +20,11 @@ _PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.co
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Copy into ``model`` the tensors that ``path`` holds under the same names; never runs code from the
-    file.
+    """Copy the tensors in ``path`` to those of the same names in ``model``; never runs code from the file.
 
-    ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``; a
-    ``module.`` prefix is dropped), a ``.safetensors`` file, or the directory of a checkpoint. What is missing
-    from it keeps its value; both that and what is left over is listed in the log.
+    ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``; a prefix
+    ``module.`` is dropped), a ``.safetensors`` file, or the directory of a checkpoint. What it lacks keeps
+    its value; both that and what is left over is listed in the log.
 
     Raises:
         UserError: unreadable; no name in common; or other shapes (the first five, both shapes each).
