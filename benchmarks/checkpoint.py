@@ -2,7 +2,8 @@
 
     python benchmarks/checkpoint.py [--gigabytes 1.0] [--rounds 5] [--directory DIR]
 
-Each round times every way once, so that a busy machine slows all of them; the ratios are those of the medians.
+Each round times every way once, so that a busy machine slows all of them; ratios are those of the medians.
+"first" is the round before the others, which also has memory to allocate.
 """
 
 import argparse
@@ -20,13 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from trainer.checkpoint import Checkpointer
-from trainer.checkpoint.store import Store, verify
+from trainer.checkpoint.store import verify
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed import Dist
 from trainer.state import Progress, TrainState
 
-WIDTH = 2048
+WIDTH, BATCH = 2048, 256
 
 
 def build_state(gigabytes: float) -> TrainState:
@@ -59,43 +60,50 @@ def torch_save(state: TrainState, path: Path) -> None:
 
 
 def timed(action: Callable[[], object]) -> float:
-    os.sync()  # nobody pays for what another left behind
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
 
 
+def compute(state: TrainState) -> None:
+    """The forward and backward pass of a step."""
+    state.model(torch.ones(BATCH, WIDTH)).sum().backward()
+    state.optimizer.zero_grad()
+
+
 def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round; a round before the first is thrown away."""
+    """Seconds of each way in each round; those of a first round, which allocates memory, are kept apart."""
     full, sharded = (checkpointer(root / name, name, async_=False) for name in ("full", "sharded"))
     in_background = checkpointer(root / "async", "full", async_=True)
+    torch_file, dcp_directory = root / "torch.pt", root / "dcp"
+
+    def async_stall() -> float:
+        """What training waits for: the call itself, and before the update what is still being copied."""
+        seconds = timed(lambda: in_background.save(state))
+        compute(state)
+        return seconds + timed(in_background.wait_until_copied)
+
+    ways: dict[str, Callable[[], float]] = {
+        "torch.save + fsync": lambda: timed(lambda: torch_save(state, torch_file)),
+        "full": lambda: timed(lambda: full.save(state)),
+        "plain DCP": lambda: timed(
+            lambda: dcp.save(take_apart(state.state_dict())[0], checkpoint_id=dcp_directory)
+        ),
+        "sharded": lambda: timed(lambda: sharded.save(state)),
+        "verify full": lambda: timed(lambda: verify(root / "full" / "checkpoints" / "latest")),
+        "async stall": async_stall,
+        "rest of async save": lambda: timed(in_background.close),
+    }
     times: dict[str, list[float]] = {}
-
-    def save(through: Checkpointer) -> None:
-        through.save(state)
-
     for number in range(rounds + 1):
         state.progress.step = number + 1
-        torch_file, dcp_directory = root / "torch.pt", root / "dcp"
-        ways: dict[str, Callable[[], object]] = {
-            "torch.save + fsync": lambda path=torch_file: torch_save(state, path),  # type: ignore[misc]
-            "full": lambda: save(full),
-            "plain DCP": lambda path=dcp_directory: dcp.save(  # type: ignore[misc]
-                take_apart(state.state_dict())[0], checkpoint_id=path
-            ),
-            "sharded": lambda: save(sharded),
-            "verify full": lambda: verify(Store(root / "full" / "checkpoints").path(state.progress.step)),
-            "async stall": lambda: save(in_background),
-            "async rest": in_background.close,
-        }
         for name, action in ways.items():
-            seconds = timed(action)
-            if number > 0:
-                times.setdefault(name, []).append(seconds)
-            else:
-                times.setdefault(f"{name} (first)", []).append(seconds)
+            os.sync()  # nobody pays for what another left behind
+            times.setdefault(name if number else f"{name} (first)", []).append(action())
         torch_file.unlink()
         shutil.rmtree(dcp_directory)
+        for path in root.glob("*/checkpoints/step_*"):
+            shutil.rmtree(path)
     return times
 
 

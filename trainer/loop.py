@@ -172,6 +172,7 @@ def train_step(
     if job.settings.clip_grad_norm is not None or measure_norm:
         state.scaler.unscale_(state.optimizer)
         grad_norm = strategy.clip_grad_norm(job.model, job.settings.clip_grad_norm or math.inf)
+    job.checkpointer.wait_until_copied()
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.schedule.step()

@@ -63,9 +63,9 @@ def _async(run_dir: Path, format: str) -> dict[str, Any]:
     gate = threading.Event()
     commit = checkpointer._store.commit
     checkpointer._store.commit = lambda *args: (gate.wait(30), commit(*args))[1]  # type: ignore[method-assign]
-    checkpointer.save(state)
     saved = tiny.everything(state)
-    tiny.train(state, 1)
+    checkpointer.save(state)
+    tiny.train(state, 1, before_update=checkpointer.wait_until_copied)
     visible_early = list((run_dir / "checkpoints").glob("step_*"))
     threading.Timer(0.3, gate.set).start()
     begin = time.monotonic()

@@ -1,5 +1,6 @@
 """A small model in training, plain or sharded, whose every number can be compared."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def train_state(sharded: bool = False, width: int = 7, seed: int = 0, optimizer:
     return TrainState(model, optim, schedule, scaler, Progress())
 
 
-def train(state: TrainState, steps: int) -> None:
+def train(state: TrainState, steps: int, before_update: Callable[[], None] = lambda: None) -> None:
     """``steps`` optimizer steps, four to an epoch, on data that depends on the step alone."""
     for _ in range(steps):
         generator = torch.Generator().manual_seed(state.progress.step)
@@ -85,6 +86,7 @@ def train(state: TrainState, steps: int) -> None:
         for parameter in state.model.parameters():
             if parameter.grad is not None and not isinstance(parameter, DTensor):
                 torch_dist.all_reduce(parameter.grad, torch_dist.ReduceOp.SUM)
+        before_update()
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.schedule.step()

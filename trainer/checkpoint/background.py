@@ -10,14 +10,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 def host_stager(device: torch.device) -> DefaultStager:
     """torch's stager: copies tensors to host memory, pinned under CUDA, that it keeps for the next copy.
 
-    ``stage`` returns when the copy is whole, so that training may change the originals.
+    ``stage`` returns a Future at once, and copies in a thread of its own, under CUDA on a stream of its own.
     """
     is_cuda = device.type == "cuda"
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=is_cuda,
             use_shared_memory=False,
-            use_async_staging=False,
+            use_async_staging=True,
             use_non_blocking_copy=is_cuda,
         )
     )

@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -59,6 +60,7 @@ class Checkpointer:
         self.restored_metrics: dict[str, float] = {}
         self._first_saved_at = 0.0
         self._in_flight: InBackground | None = None
+        self._copied: Future[dict[str, Tensor]] | None = None
         self._stager = host_stager(dist.device)
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
@@ -71,8 +73,9 @@ class Checkpointer:
     def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> None:
         """Save ``state``; ``metrics`` (of its evaluation, say) rank it for ``keep_best``.
 
-        With ``checkpoint.async`` this returns once ``state`` is copied to host memory; a failure of the
-        writing that follows is raised by the next ``save``, which waits for the one before, or by ``close``.
+        With ``checkpoint.async`` this returns at once: ``state`` is copied to host memory while the next step
+        is computed, up to ``wait_until_copied``, and written while training goes on. A failure is then raised
+        by the next ``save``, which waits for the one before, or by ``close``.
 
         Raises:
             UserError: on every rank alike, with the rank that failed and why; nothing of the attempt remains.
@@ -94,10 +97,24 @@ class Checkpointer:
         rng = self._gather_rng()
         self._last_saved = step
         if self._settings.async_:
-            tensors = cast(dict[str, Tensor], self._stager.stage(tensors))
-            self._in_flight = InBackground(lambda: self._write(step, tensors, plain, rng, metrics))
+            copied = self._start_copying(tensors, buffer_names(state.model))
+            self._in_flight = InBackground(lambda: self._write(step, copied.result(), plain, rng, metrics))
         else:
             self._write(step, tensors, plain, rng, metrics)
+
+    def _start_copying(self, tensors: dict[str, Tensor], buffers: set[str]) -> Future[dict[str, Tensor]]:
+        """Copy what the optimizer changes in the background; buffers, which a forward pass changes, now."""
+        if self._dist.device.type == "cuda":
+            torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
+        changing = {name: tensors[name].clone() for name in tensors if name.removeprefix("model.") in buffers}
+        self._copied = cast(Future[dict[str, Tensor]], self._stager.stage(tensors | changing))
+        return self._copied
+
+    def wait_until_copied(self) -> None:
+        """To be called before the parameters change: an asynchronous save may still be copying them."""
+        if self._copied is not None:
+            self._copied.result()
+            self._copied = None
 
     def restore(self, state: TrainState, resume: str | None) -> bool:
         """Continue from a checkpoint if ``resume`` asks for one; False if there is none to continue from.
