@@ -14,6 +14,7 @@ from trainer.comm.executor import CpuExecutor
 from trainer.comm.schedules import ALGORITHMS, build
 
 SHAPES = [[0], [0, 0], [0, 0, 0], [0] * 4, [0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1, 1, 1]]
+FAST_SHAPES = ([0], [0, 0], [0, 0, 1, 1])  # the others add ranks, not ways through the code
 SIZES = [0, 1, 7, 1000, 1_000_003]
 WIRES = [None, torch.bfloat16, torch.float16]
 # Relative to the sum of magnitudes: some roundings of the coarsest dtype on the way; a lost rank is 1/6.
@@ -57,7 +58,11 @@ def check(algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int], seg
     return num_right
 
 
-@pytest.mark.parametrize("hosts", SHAPES, ids=lambda hosts: "".join(map(str, hosts)))
+@pytest.mark.parametrize(
+    "hosts",
+    [pytest.param(hosts, marks=[] if hosts in FAST_SHAPES else pytest.mark.slow) for hosts in SHAPES],
+    ids=lambda hosts: "".join(map(str, hosts)),
+)
 def test_small_buckets(hosts: list[int]) -> None:
     counts = run_ranks(check, len(hosts), list(ALGORITHMS), hosts, SIZES[:-1], 1 << 10, timeout_s=60)
     assert counts == [len(ALGORITHMS) * len(WIRES) * 4 * 4] * len(hosts)

@@ -125,7 +125,7 @@ def lose_a_peer(hosts: list[int], lost: int, how: str) -> tuple[str, int, float]
     return "no error", -1, 0.0
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3]])
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named_by_all_within_the_deadline(hosts: list[int]) -> None:
     results = run_ranks(lose_a_peer, 4, hosts, 2, "hangs", timeout_s=60)
     for rank in (0, 1, 3):

@@ -47,7 +47,9 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical"])
-@pytest.mark.parametrize(("hosts", "sleeper"), [([0, 0, 0], 1), ([0, 0, 1, 1], 3)])
+@pytest.mark.parametrize(
+    ("hosts", "sleeper"), [([0, 0, 1], 2), pytest.param([0, 0, 1, 1], 1, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_sleeps_before_its_backward_is_named(
     algorithm: str, hosts: list[int], sleeper: int
 ) -> None:
