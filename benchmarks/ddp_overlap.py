@@ -1,6 +1,6 @@
 """Step time of ResNet-18 under DDP between hosts on slow links, by all-reduce, beside plain DDP.
 
-    python -m benchmarks.ddp_overlap [--hosts 2] [--per-host 4] [--rate 1gbit] [--batch 8] [--steps 4]
+    python -m benchmarks.ddp_overlap [--hosts 2] [--per-host 4] [--rate 1gbit] [--batch 4] [--steps 4]
 
 Hosts are network namespaces, so this needs root. The variants take turns, a few steps each, several times;
 a ratio is the median over turns of a variant's time to plain DDP's in the same turn. `one bucket` puts all
@@ -58,7 +58,7 @@ def make(settings: dict[str, Any] | None, hosts: list[int]) -> Variant:
     cap = options.pop("bucket_cap_mb", 25)
     model = DistributedDataParallel(resnet18(num_classes=10), bucket_cap_mb=cap, gradient_as_bucket_view=True)
     hook = attach(model, **options, hosts=hosts, timeout_s=120) if options else None
-    return Variant(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), hook)
+    return Variant(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True), hook)
 
 
 def measure(hosts: list[int], batch_size: int, steps: int, turns: int) -> dict[str, dict[str, float]]:
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--per-host", type=int, default=4)
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--batch", type=int, default=8, help="images per rank (8)")
+    parser.add_argument("--batch", type=int, default=4, help="images per rank (4)")
     parser.add_argument("--steps", type=int, default=4, help="per turn (4)")
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
