@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm.test_hook import network
 from tests.ranks import run_ranks
-from trainer.comm.clock import to_common_clock
+from trainer.comm.clock import CommonClock
 from trainer.comm.hook import attach
 from trainer.comm.timeline import BucketRecord, PassSum
 from trainer.comm.timeline_report import draw, table
@@ -65,19 +65,31 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(
         assert "rank" in found["table"].splitlines()[-1] and "3 times" in found["table"].splitlines()[-1]
 
 
-def stamps_of(hosts: list[int], wrong_by: float) -> torch.Tensor:
-    """All ranks stamp the same moment; the clock of host 1 is wrong."""
-    clock = time.perf_counter
-    if hosts[dist.get_rank()] == 1:
-        time.perf_counter = lambda: clock() + wrong_by
-    dist.barrier()
-    return to_common_clock([time.perf_counter(), time.perf_counter()], hosts, dist.group.WORLD)
+def stamps_of(hosts: list[int], wrong_by: float, drift_after_s: float) -> list[torch.Tensor]:
+    """All ranks stamp the same moment, thrice; the clock of host 1 is wrong, and jumps before the third."""
+    clock, jump, later = time.perf_counter, 0.0, 0.0
+    time.perf_counter = lambda: clock() + later + (wrong_by + jump if hosts[dist.get_rank()] == 1 else 0.0)
+    common = CommonClock(dist.group.WORLD, hosts)
+    rows = []
+    for round_ in range(3):
+        if round_ == 2:
+            jump, later = 0.5, drift_after_s
+            common.gather([])  # now all know how late it is
+        dist.barrier()
+        rows.append(common.gather([time.perf_counter()]))
+    return rows
 
 
-def test_clocks_of_other_hosts_are_put_right() -> None:
-    for stamps in run_ranks(stamps_of, 4, [0, 0, 1, 1], 1234.5):
-        assert stamps.shape == (4, 2)
-        assert float(stamps.max() - stamps.min()) < 0.1
+def test_clocks_of_other_hosts_are_put_right_again_and_again() -> None:
+    for rows in run_ranks(stamps_of, 4, [0, 0, 1, 1], 1234.5, 11.0):
+        for stamps in rows:
+            assert stamps.shape == (4, 1)
+            assert float(stamps.max() - stamps.min()) < 0.1
+
+
+def test_clocks_are_not_compared_at_every_look() -> None:
+    for rows in run_ranks(stamps_of, 2, [0, 1], 1234.5, 1.0):
+        assert float(rows[2].max() - rows[2].min()) > 0.4  # the jump, within the time that a comparison holds
 
 
 def profile() -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from trainer.comm.clock import to_common_clock
+from trainer.comm.clock import CommonClock
 from trainer.comm.gpu_clock import GpuClock
 
 
@@ -122,7 +122,7 @@ class Timeline:
         self.buckets: dict[tuple[int, int], BucketSum] = {}  # over the run, by (index, bytes)
         self.passes = PassSum()  # over the run
         self.times_last: dict[int, int] = {}  # how often each rank was last, as far as metrics was called
-        self._group, self._hosts, self._gpu_clock = group, hosts, gpu_clock
+        self._clock, self._gpu_clock = CommonClock(group, hosts), gpu_clock
         self._recent = PassSum()  # since the last call of metrics
         self._unsettled: deque[list[BucketRecord]] = deque()
         self._complete = True  # the newest pass has had its last bucket
@@ -150,7 +150,7 @@ class Timeline:
         if recent.count == 0:
             return {}
         ready = [record.ready for record in self.last_pass]
-        self.arrivals = arrivals = Arrivals(to_common_clock(ready, self._hosts, self._group))
+        self.arrivals = arrivals = Arrivals(self._clock.gather(ready))
         self.times_last[arrivals.last_rank] = self.times_last.get(arrivals.last_rank, 0) + 1
         return {
             "comm/total_ms": 1e3 * recent.total_s / recent.count,
