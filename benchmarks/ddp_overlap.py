@@ -4,12 +4,14 @@
 
 Hosts are network namespaces, so this needs root. The variants take turns, a few steps each, several times;
 a ratio is the median over turns of a variant's time to plain DDP's in the same turn. `one bucket` puts all
-gradients into one bucket, which is complete only when the backward pass is over: nothing can overlap.
+gradients into one bucket, which is complete only when the backward pass is over: nothing can overlap. `alone`
+is the step without any all-reduce.
 """
 
 import argparse
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +25,9 @@ from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm.hook import CommHook, attach
 
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "plain DDP": None,
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain DDP": {},
+    "alone": {},
     "native": {"algorithm": "native"},
     "ring": {"algorithm": "ring"},
     "hierarchical": {"algorithm": "hierarchical"},
@@ -35,16 +38,18 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 @dataclass
 class Variant:
-    model: nn.Module
+    model: DistributedDataParallel
     optimizer: torch.optim.Optimizer
     hook: CommHook | None
+    alone: bool
 
     def seconds(self, steps: int, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
         """The mean time of a step on the slowest rank."""
         dist.barrier()
         began = time.perf_counter()
         for _ in range(steps):
-            nn.functional.cross_entropy(self.model(batch[0]), batch[1]).backward()
+            with self.model.no_sync() if self.alone else nullcontext():
+                nn.functional.cross_entropy(self.model(batch[0]), batch[1]).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         slowest = torch.tensor([(time.perf_counter() - began) / steps])
@@ -52,18 +57,20 @@ class Variant:
         return float(slowest)
 
 
-def make(settings: dict[str, Any] | None, hosts: list[int]) -> Variant:
+def make(name: str, hosts: list[int]) -> Variant:
     torch.manual_seed(0)
-    options = dict(settings or {})
+    options = dict(VARIANTS[name])
     cap = options.pop("bucket_cap_mb", 25)
     model = DistributedDataParallel(resnet18(num_classes=10), bucket_cap_mb=cap, gradient_as_bucket_view=True)
     hook = attach(model, **options, hosts=hosts, timeout_s=120) if options else None
-    return Variant(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True), hook)
+    return Variant(
+        model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True), hook, name == "alone"
+    )
 
 
 def measure(hosts: list[int], batch_size: int, steps: int, turns: int) -> dict[str, dict[str, float]]:
     """Milliseconds per step, ratio to plain DDP, and milliseconds of communication, by variant."""
-    variants = {name: make(settings, hosts) for name, settings in VARIANTS.items()}
+    variants = {name: make(name, hosts) for name in VARIANTS}
     batch = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
     for variant in variants.values():
         variant.seconds(2, batch)  # buckets are laid out anew after the first step
