@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,62 @@ def test_refuses_another_model(tmp_path: Path) -> None:
     run_ranks(_save, 1, tmp_path, 1, "full", False)
     with pytest.raises(Exception, match=r"first.weight \(\[7, 5\] float32 there, \[8, 5\] float32 here\)"):
         run_ranks(_resume, 1, tmp_path, "auto", "full", False, width=8)
+
+
+class _SlowStager:
+    """Copies after a while, as a big model would."""
+
+    def stage(self, tensors: dict[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
+        def copy() -> dict[str, torch.Tensor]:
+            time.sleep(0.3)
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+
+        return ThreadPoolExecutor(1).submit(copy)
+
+
+def _save_while_training(run_dir: Path, wait: bool) -> bool:
+    state = tiny.train_state()
+    tiny.train(state, 2)
+    saved = tiny.everything(state)
+    checkpointer = tiny.checkpointer(run_dir, async_=True)
+    checkpointer._stager = _SlowStager()  # type: ignore[assignment]
+    checkpointer.save(state)
+    tiny.train(state, 1, before_update=checkpointer.wait_until_copied if wait else lambda: None)
+    checkpointer.close()
+    fresh = tiny.train_state(seed=4)
+    tiny.checkpointer(run_dir).restore(fresh, "auto")
+    restored = tiny.everything(fresh)["tensors"]
+    return all(tensor.equal(restored[name]) for name, tensor in saved["tensors"].items())
+
+
+def test_an_async_save_holds_the_update_back_until_all_is_copied(tmp_path: Path) -> None:
+    """Batch norm's buffers change even before the update."""
+    assert run_ranks(_save_while_training, 1, tmp_path / "waited", True) == [True]
+    assert run_ranks(_save_while_training, 1, tmp_path / "not", False) == [False]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.parametrize("async_", [False, True])
+def test_from_a_gpu_to_the_cpu_and_back(tmp_path: Path, format: str, async_: bool) -> None:
+    run_ranks(_gpu_cpu_gpu, 1, tmp_path, format, async_)
+
+
+def _gpu_cpu_gpu(run_dir: Path, format: str, async_: bool) -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    on_gpu = tiny.train_state(device=device)
+    tiny.train(on_gpu, 2)
+    checkpointer = tiny.checkpointer(run_dir / "gpu", device, format=format, async_=async_)
+    checkpointer.save(on_gpu)
+    tiny.train(on_gpu, 1, before_update=checkpointer.wait_until_copied)
+    checkpointer.close()
+    on_cpu = tiny.train_state(seed=3)
+    assert tiny.checkpointer(run_dir / "gpu").restore(on_cpu, "auto")
+    tiny.checkpointer(run_dir / "cpu", format=format).save(on_cpu)
+    back = tiny.train_state(seed=4, device=device)
+    assert tiny.checkpointer(run_dir / "cpu", device).restore(back, "auto")
+    tiny.assert_same(tiny.everything(back), tiny.everything(on_cpu))
+    tiny.train(back, 1)
+    tiny.assert_same(tiny.everything(back), tiny.everything(on_gpu))

@@ -17,6 +17,7 @@ from trainer.config import CheckpointConfig
 from trainer.distributed import Dist
 from trainer.state import Progress, TrainState
 
+CPU = torch.device("cpu")
 CONFIG = {"seed": 0, "optim.lr": 0.1, "run_dir": "here"}
 
 
@@ -34,13 +35,13 @@ def settings(**changes: Any) -> CheckpointConfig:
     return CheckpointConfig(**{**values, **changes})
 
 
-def facts() -> Dist:
+def facts(device: torch.device = CPU) -> Dist:
     rank, world = torch_dist.get_rank(), torch_dist.get_world_size()
-    return Dist(rank, rank, world, world, (0,) * world, torch.device("cpu"), "gloo")
+    return Dist(rank, rank, world, world, (0,) * world, device, "gloo")
 
 
-def checkpointer(run_dir: Path, **changes: Any) -> Checkpointer:
-    return Checkpointer(settings(**changes), run_dir, facts(), strategy="test", config=CONFIG)
+def checkpointer(run_dir: Path, device: torch.device = CPU, **changes: Any) -> Checkpointer:
+    return Checkpointer(settings(**changes), run_dir, facts(device), strategy="test", config=CONFIG)
 
 
 class Net(nn.Module):
@@ -58,9 +59,15 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.relu(self.norm(self.first(x)))))
 
 
-def train_state(sharded: bool = False, width: int = 7, seed: int = 0, optimizer: str = "adamw") -> TrainState:
+def train_state(
+    sharded: bool = False,
+    width: int = 7,
+    seed: int = 0,
+    optimizer: str = "adamw",
+    device: torch.device = CPU,
+) -> TrainState:
     torch.manual_seed(seed)
-    model = Net(width)
+    model = Net(width).to(device)
     if sharded:
         mesh = init_device_mesh("cpu", (torch_dist.get_world_size(),))
         for layer in (model.first, model.second):
@@ -71,7 +78,7 @@ def train_state(sharded: bool = False, width: int = 7, seed: int = 0, optimizer:
     else:
         optim = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9 if optimizer == "momentum" else 0)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optim, [3, 6])
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0, growth_interval=3)
     return TrainState(model, optim, schedule, scaler, Progress())
 
 
@@ -81,10 +88,10 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
         generator = torch.Generator().manual_seed(state.progress.step)
         x = torch.randn(12, 5, generator=generator)
         state.model.train()
-        loss = state.model(x).square().mean()
+        loss = state.model(x.to(next(state.model.parameters()).device)).square().mean()
         state.scaler.scale(loss).backward()
         for parameter in state.model.parameters():
-            if parameter.grad is not None and not isinstance(parameter, DTensor):
+            if parameter.grad is not None and parameter.is_cpu and not isinstance(parameter, DTensor):
                 torch_dist.all_reduce(parameter.grad, torch_dist.ReduceOp.SUM)
         before_update()
         state.scaler.step(state.optimizer)
@@ -95,10 +102,10 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
 
 
 def everything(state: TrainState) -> dict[str, Any]:
-    """All of ``state``, as whole tensors and plain values."""
+    """All of ``state``, as whole CPU tensors and plain values."""
     tensors, plain = take_apart(state.state_dict())
     whole = full.gather(tensors, rank=0)
-    return {"tensors": {name: tensor.clone() for name, tensor in whole.items()}, "plain": plain}
+    return {"tensors": {name: tensor.cpu().clone() for name, tensor in whole.items()}, "plain": plain}
 
 
 def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:

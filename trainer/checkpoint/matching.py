@@ -17,7 +17,7 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
     """The tensors to read a checkpoint into, by their saved names.
 
     The model's own tensors, and new memory for the optimizer's: laid out like its parameter, sharded with it,
-    where it has the parameter's shape, else a plain CPU tensor.
+    where it has the parameter's shape; else a plain CPU tensor, which ``Optimizer.load_state_dict`` moves.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
@@ -73,7 +73,7 @@ def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> No
 
 def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> Tensor:
     parameter = parameters.get(name.removeprefix("optimizer.state.").rpartition(".")[0])
-    if parameter is not None and parameter.shape == shape:
+    if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" stays on the CPU
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and len(shape) > 0:
         raise UserError(f"{name} has not its parameter's shape, so it cannot be sharded; resume without FSDP")
