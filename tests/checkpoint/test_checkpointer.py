@@ -86,10 +86,13 @@ def test_async_saves_what_was_when_it_was_asked(tmp_path: Path, format: str) -> 
     tiny.assert_same(results[0]["saved"], resumed[0]["saved"])
 
 
-def test_refuses_another_model(tmp_path: Path) -> None:
-    run_ranks(_save, 1, tmp_path, 1, "full", False)
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_refuses_another_model_or_optimizer(tmp_path: Path, format: str) -> None:
+    run_ranks(_save, 1, tmp_path, 1, format, False)
+    with pytest.raises(Exception, match="the checkpoint is of another optimizer, without"):
+        run_ranks(_resume, 1, tmp_path, "auto", format, False, optimizer="momentum")
     with pytest.raises(Exception, match=r"first.weight \(\[7, 5\] float32 there, \[8, 5\] float32 here\)"):
-        run_ranks(_resume, 1, tmp_path, "auto", "full", False, width=8)
+        run_ranks(_resume, 1, tmp_path, "auto", format, False, width=8)
 
 
 class _SlowStager:

@@ -80,6 +80,17 @@ def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
     assert names == {"step_00000002", "step_00000007", "step_mine", "notes.txt", "step_00000009", "latest"}
 
 
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_link_in_the_way_is_replaced_and_not_followed(tmp_path: Path, dangling: bool) -> None:
+    target = _save(Store(tmp_path / "outside"), 1)
+    store = Store(tmp_path / "checkpoints")
+    store.root.mkdir()
+    store.path(2).symlink_to(tmp_path / "nowhere" if dangling else target)
+    assert not _save(store, 2).is_symlink()
+    assert verify(target).step == 1
+    assert {entry.name for entry in store.root.iterdir()} == {"step_00000002", "latest"}
+
+
 def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
     """After a run was sent back to step 5, its old step 10 is an abandoned future."""
     store = Store(tmp_path)

@@ -64,7 +64,7 @@ def _report(directory: Path, in_full: bool) -> bool:
     if in_full:
         try:
             for name, value in _facts(directory).items():
-                print(f"  {name:14s}{value}")
+                print(f"  {name:13s} {value}")
         except UserError as error:
             print(f"  {error}")
     return health == "whole"

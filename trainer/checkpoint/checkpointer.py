@@ -29,7 +29,7 @@ from trainer.state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("run_dir", "resume")  # settings that say where and whence, not what
+_MAY_DIFFER = {"run_dir", "resume"}  # settings that say where and whence, not what
 
 
 class Checkpointer:
@@ -188,7 +188,8 @@ class Checkpointer:
             self._agreement.on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
         except UserError as error:
             self._last_saved = None
-            self._agreement.on_main(lambda: self._store.abandon(step))
+            if self._dist.local_rank == 0:  # on each host: they may have found out that they share no disk
+                self._store.abandon(step)
             raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error
         best = self._settings.keep_best
         retention = Retention(
@@ -265,9 +266,13 @@ class Checkpointer:
             return
         log.info("resumed from %s at step %d", source.directory, progress.step)
         then, now = source.facts["config"], self._config
-        for key in sorted(then.keys() | now.keys()):
-            if key not in _MAY_DIFFER and then.get(key) != now.get(key):
-                log.info("  %s was %r in the checkpoint, is %r now", key, then.get(key), now.get(key))
+        for key in sorted((then.keys() | now.keys()) - _MAY_DIFFER):
+            if key not in now:
+                log.info("  %s was %r in the checkpoint, and is no setting now", key, then[key])
+            elif key not in then:
+                log.info("  %s is %r now, and was no setting in the checkpoint", key, now[key])
+            elif then[key] != now[key]:
+                log.info("  %s was %r in the checkpoint, is %r now", key, then[key], now[key])
 
 
 def saved_seed(run_dir: Path, resume: str | None) -> int | None:

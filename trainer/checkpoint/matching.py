@@ -24,10 +24,10 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
         kind.
     """
     ours = state.state_dict()
-    _compare_optimizers(ours["optimizer"], plain["optimizer"])
     targets = {f"model.{name}": value for name, value in ours["model"].items() if isinstance(value, Tensor)}
     saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     compare_shapes(saved, {name: (target.shape, target.dtype) for name, target in targets.items()})
+    _compare_optimizers(ours["optimizer"], plain["optimizer"])
     parameters: dict[str, Tensor] = dict(parameter_names(state.model))
     for name, (shape, dtype) in shapes.items():
         if name not in targets:

@@ -149,11 +149,13 @@ def seal(temporary: Path, final: Path, manifest: Manifest) -> None:
     write_text(temporary / MANIFEST, manifest_text(manifest))
     fsync_directory(temporary)
     replaced = final.with_name(f"{_REPLACED}{final.name}")
-    if final.exists():  # an abandoned future, saved before the run went back to an earlier step
+    if os.path.lexists(final):  # an abandoned future, saved before the run went back to an earlier step
         final.rename(replaced)
     temporary.rename(final)
     fsync_directory(final.parent)
-    if replaced.exists():
+    if replaced.is_symlink():
+        replaced.unlink()
+    elif replaced.exists():
         shutil.rmtree(replaced)
 
 
