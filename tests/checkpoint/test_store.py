@@ -102,6 +102,18 @@ def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
     assert (tmp_path / "step_00000010" / "a.txt").read_text() == "step 10"
 
 
+def test_a_clock_set_back_does_not_make_the_newest_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    _save(store, 1)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    for step in (2, 3):
+        _save(store, step)
+        store.prune(Retention(last=1))
+        assert _steps(store) == [step]
+
+
 def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
     store = Store(tmp_path)
     _save(store, 1)

@@ -75,12 +75,14 @@ def read_manifest(directory: Path) -> Manifest:
         text = path.read_text()
         raw = json.loads(text)
         manifest = Manifest(
-            format=raw["format"],
-            step=raw["step"],
-            saved_at=raw["saved_at"],
-            files={name: FileDigest(file["sha256"], file["bytes"]) for name, file in raw["files"].items()},
-            metrics=raw["metrics"],
-            format_version=raw["format_version"],
+            format=str(raw["format"]),
+            step=int(raw["step"]),
+            saved_at=float(raw["saved_at"]),
+            files={
+                k: FileDigest(str(file["sha256"]), int(file["bytes"])) for k, file in raw["files"].items()
+            },
+            metrics={name: float(value) for name, value in raw["metrics"].items()},
+            format_version=int(raw["format_version"]),
         )
         intact = text == manifest_text(manifest)
     except FileNotFoundError as error:
@@ -185,7 +187,10 @@ class Store:
     ) -> Path:
         """Make the filled and fsynced temporary directory of ``step`` the checkpoint, and ``latest``."""
         final = self.path(step)
-        seal(self.temporary(step), final, Manifest(format, step, time.time(), dict(files), dict(metrics)))
+        # Should the clock have been set back, the newest is the newest all the same.
+        saved_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
+        values = {name: float(value) for name, value in metrics.items()}
+        seal(self.temporary(step), final, Manifest(format, step, saved_at, dict(files), values))
         self._point_latest(final.name)
         return final
 
@@ -233,14 +238,7 @@ class Store:
 
         Time, not step, is what counts: a run sent back to step 5 makes its old step 10 an abandoned future.
         """
-
-        def key(directory: Path) -> tuple[float, str]:
-            try:
-                return read_manifest(directory).saved_at, directory.name
-            except UserError:
-                return directory.stat().st_mtime, directory.name  # as near as can be known
-
-        return sorted(self.directories(), key=key, reverse=True)
+        return sorted(self.directories(), key=lambda path: (_saved_at(path), path.name), reverse=True)
 
     def prune(self, retention: Retention) -> list[Path]:
         """Delete what ``retention`` does not keep; returns it. A checkpoint without its manifest stays."""
@@ -269,3 +267,11 @@ class Store:
             path.rename(condemned)
             shutil.rmtree(condemned)
         return doomed
+
+
+def _saved_at(directory: Path) -> float:
+    """When a checkpoint was saved; where the manifest is damaged, as near as can be known."""
+    try:
+        return read_manifest(directory).saved_at
+    except UserError:
+        return directory.stat().st_mtime
