@@ -75,6 +75,21 @@ def test_large_buckets(hosts: list[int]) -> None:
     assert counts == [len(ALGORITHMS) * len(WIRES) * 4] * len(hosts)
 
 
+def average_large_numbers(hosts: list[int]) -> torch.Tensor:
+    executor = CpuExecutor(
+        dist.new_group(backend="gloo"), build("ring", dist.get_rank(), hosts), hosts, torch.float16
+    )
+    bucket = torch.full((100,), 30_000.0)
+    executor.all_reduce(bucket, divisor=len(hosts))
+    executor.close()
+    return bucket
+
+
+def test_sums_do_not_overflow_on_an_fp16_wire() -> None:
+    for mean in run_ranks(average_large_numbers, 4, [0, 0, 1, 1]):
+        assert torch.equal(mean, torch.full((100,), 30_000.0))
+
+
 def sum_without(deaf: int, hosts: list[int]) -> None:
     """Rank `deaf` forgets to add what it receives."""
     if dist.get_rank() == deaf:

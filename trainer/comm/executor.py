@@ -70,7 +70,8 @@ class CpuExecutor:
     def all_reduce(self, bucket: torch.Tensor, divisor: int = 1) -> dict[int, float]:
         """Replace `bucket` by its sum over all ranks divided by `divisor`, the same bits on every rank.
 
-        The owner of each part divides it, in the dtype of the sum, before it sends it on.
+        The owner of each part divides it, in the dtype of the sum, before it sends it on; where sums travel
+        as fp16, every rank divides its own values first.
 
         Args:
             bucket: (numel,) contiguous, on the CPU; fp32, fp64, or fp16 or bf16, which are summed in fp32.
@@ -92,12 +93,17 @@ class CpuExecutor:
         sums = bucket
         if layout.sum_dtype != bucket.dtype:
             sums = self._wide[: bucket.numel()].copy_(bucket)
+        if layout.wire == torch.float16:  # its largest number is 65504: a sum on its way could pass it
+            sums.div_(divisor)
+            divisor = 1
         self._run(self._programs[layout], sums, layout, divisor)
         if sums is not bucket:
             bucket.copy_(sums)
         return {peer: link.waited_s for peer, link in links.items()}
 
     def close(self) -> None:
+        """Hang up on the peers of this host, once they have read everything: what is left unread is lost."""
+        self._outbox.drain()
         for mailbox in self._mailboxes.values():
             mailbox.close()
 

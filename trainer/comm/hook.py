@@ -55,9 +55,9 @@ class CommHook:
         """Around a backward pass: raise what went wrong itself (a CommError), not what DDP makes of it."""
         try:
             yield
-        except RuntimeError as error:
+        except RuntimeError:
             if self._worker is not None and self._worker.error is not None:
-                raise self._worker.error from error
+                raise self._worker.error from None
             raise
 
     def close(self) -> None:
@@ -78,8 +78,8 @@ def attach(
 ) -> CommHook:
     """Make `algorithm` the gradient all-reduce of `model`; a collective of all ranks.
 
-    Gradients become their mean over ranks: a schedule's owners divide the sum, `native` and `powersgd`
-    divide before they add.
+    Gradients become their mean over ranks: a schedule's owners divide the sum (with fp16 on the wire each
+    rank its own gradients, lest the sum overflow), `native` and `powersgd` divide before they add.
 
     Args:
         algorithm: a schedule by name; `native`, the backend's own; or `powersgd`, torch's hook (source:

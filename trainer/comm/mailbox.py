@@ -34,6 +34,11 @@ class Slot:
     memory: torch.Tensor  # uint8
     readers: list[Callable[[], None]] = field(default_factory=list)
 
+    def wait(self) -> None:
+        for wait in self.readers:
+            wait()
+        self.readers.clear()
+
 
 class Outbox:
     """The slots into which this rank puts what it sends, used in turn."""
@@ -51,12 +56,15 @@ class Outbox:
         """Copy `chunk` as `dtype` into the next slot, once its readers are done; return slot and copy."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        for wait in slot.readers:
-            wait()
-        slot.readers.clear()
+        slot.wait()
         copy = slot.memory[: chunk.numel() * dtype.itemsize].view(dtype)
         copy.copy_(chunk)
         return slot, copy
+
+    def drain(self) -> None:
+        """Wait until all that was put here has been read."""
+        for slot in self._slots:
+            slot.wait()
 
 
 def map_slots(fd: int, num_slots: int) -> list[torch.Tensor]:

@@ -73,14 +73,18 @@ class NcclReducer:
         with torch.cuda.stream(self._stream):
             start = self._clock.mark()
             sums = gradients.to(layout.sum_dtype)
-            self._run(self._programs[layout], sums, layout)
+            divisor = self._divisor
+            if layout.wire == torch.float16:  # see CpuExecutor.all_reduce
+                sums.div_(divisor)
+                divisor = 1
+            self._run(self._programs[layout], sums, layout, divisor)
             if sums is not gradients:
                 gradients.copy_(sums)
             record.read_gpu = self._clock.times(ready, start, self._clock.mark())
             future.set_result(gradients)  # takes note of the current stream
         return future
 
-    def _run(self, sweeps: list[list[Visit]], sums: torch.Tensor, layout: Layout) -> None:
+    def _run(self, sweeps: list[list[Visit]], sums: torch.Tensor, layout: Layout, divisor: int) -> None:
         compressed = layout.wire != sums.dtype and bool(self._send_to)
         arrived: dict[Move, torch.Tensor] = {}
         for sweep, next_sweep in zip(sweeps, [*sweeps[1:], []], strict=True):
@@ -92,7 +96,7 @@ class NcclReducer:
                     elif compressed:
                         chunk.copy_(arrived.pop(move))
                 if visit.owned:
-                    owned = sums[slice(*visit.owned)].div_(self._divisor)
+                    owned = sums[slice(*visit.owned)].div_(divisor)
                     if compressed:  # the owner keeps what the others will get
                         owned.copy_(owned.to(layout.wire))
             messages = []

@@ -7,10 +7,6 @@ counter and the cost model read it. Three rules make a family of schedules (one 
 - a send reads the chunk as the rounds before left it;
 - each part is summed to the end on one rank, in one fixed order, and copied from there, so that all ranks
   end with the same bits. The rank that does so owns the part.
-
-Sources: Patarasuk & Yuan 2009 (ring); Thakur, Rabenseifner & Gropp 2005 (halving and doubling, its fold
-for world sizes that are no power of two, trees); Jia et al. 2018, "Highly Scalable Deep Learning Training
-System", and NCCL (hierarchical); Li et al. 2014 (the master as parameter server).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -84,22 +80,22 @@ class Schedule:
 
     def peers(self, *kinds: Kind) -> list[int]:
         """The ranks with which this one has moves of the given kinds, in order."""
-        phases = (*self.reduce, *self.gather)
-        return sorted({op.peer for phase in phases for op in phase.ops if op.kind in kinds})
+        return sorted({op.peer for op in self._ops() if op.kind in kinds})
 
     @property
     def widest(self) -> int:
         """Parts in the longest message."""
-        phases = (*self.reduce, *self.gather)
-        return max((op.end - op.begin for phase in phases for op in phase.ops), default=0)
+        return max((op.end - op.begin for op in self._ops()), default=0)
+
+    def _ops(self) -> Iterator[Op]:
+        return (op for phase in (*self.reduce, *self.gather) for op in phase.ops)
 
     def boundary(self, part: int, numel: int) -> int:
         """The first element of `part` in a bucket of `numel` elements; part `parts` begins at its end."""
         return part * numel // self.parts
 
 
-Algorithm = Callable[[int, Sequence[int]], Schedule]
-"""(rank, hosts) -> Schedule, where hosts[r] is the index of rank r's host and len(hosts) the world size."""
+Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its part
 
 
 @lru_cache(maxsize=16)
@@ -157,6 +153,11 @@ def _heap_depth(index: int) -> int:
     return (index + 1).bit_length() - 1
 
 
+@lru_cache(maxsize=16)
+def _tree_depth(hosts: tuple[int, ...]) -> int:
+    return max(_heap_depth(h) + _heap_depth(i) for h, i in _places(hosts))
+
+
 def tree(rank: int, hosts: Sequence[int]) -> Schedule:
     """Sums climb a binary tree to its root, the total comes down again: 2 log2 P rounds of N bytes.
 
@@ -185,14 +186,8 @@ def tree(rank: int, hosts: Sequence[int]) -> Schedule:
         up[deepest - depth].append(Op(Kind.SEND, parent, 0, 1))
         down[depth - 1].append(Op(Kind.COPY, parent, 0, 1))
     owned = (0, 1) if parent is None else (0, 0)
-    return Schedule(
-        1, tuple(Phase(tuple(ops)) for ops in up), owned, tuple(Phase(tuple(ops)) for ops in down)
-    )
-
-
-@lru_cache(maxsize=16)
-def _tree_depth(hosts: tuple[int, ...]) -> int:
-    return max(_heap_depth(h) + _heap_depth(i) for h, i in _places(hosts))
+    reduce, gather = ([Phase(tuple(ops)) for ops in rounds] for rounds in (up, down))
+    return Schedule(1, tuple(reduce), owned, tuple(gather))
 
 
 def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
@@ -271,8 +266,8 @@ def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
 def master_worker(rank: int, hosts: Sequence[int]) -> Schedule:
     """All send to rank 0, which adds and sends back: (P-1)N bytes into one rank. The baseline to beat.
 
-    Source: the parameter server of Li et al., "Scaling distributed machine learning with the parameter
-    server", OSDI 2014, with one synchronous server.
+    Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, with one
+    synchronous server.
     """
     if rank != 0:
         return Schedule(1, (Phase((Op(Kind.SEND, 0, 0, 1),)),), (0, 0), (Phase((Op(Kind.COPY, 0, 0, 1),)),))
@@ -295,8 +290,6 @@ def build(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
     """The schedule of `rank` under the named algorithm.
 
     Args:
-        algorithm: a key of ALGORITHMS.
-        rank: 0 <= rank < len(hosts).
         hosts: the host index of every rank; ranks of one host need not be neighbours.
 
     Raises:
