@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailure, run_ranks
+from trainer.comm import mailbox
 from trainer.comm.blame import PeerError
 from trainer.comm.executor import CpuExecutor
 from trainer.comm.schedules import ALGORITHMS, build
@@ -73,6 +74,15 @@ def test_small_buckets(hosts: list[int]) -> None:
 def test_large_buckets(hosts: list[int]) -> None:
     counts = run_ranks(check, len(hosts), list(ALGORITHMS), hosts, SIZES[-1:], 1 << 18, timeout_s=110)
     assert counts == [len(ALGORITHMS) * len(WIRES) * 4] * len(hosts)
+
+
+def check_without_shared_memory(hosts: list[int]) -> int:
+    mailbox.AVAILABLE = False
+    return check(list(ALGORITHMS), hosts, [1000], 1 << 10)
+
+
+def test_gloo_serves_within_the_host_where_there_is_no_shared_memory() -> None:
+    assert run_ranks(check_without_shared_memory, 3, [0, 0, 0]) == [len(ALGORITHMS) * len(WIRES) * 4] * 3
 
 
 def average_large_numbers(hosts: list[int]) -> torch.Tensor:

@@ -21,6 +21,8 @@ import torch
 
 from trainer.comm.blame import PeerError
 
+AVAILABLE = hasattr(os, "memfd_create")  # Linux
+
 _MESSAGE = struct.Struct("=IIQ")  # tag, slot, bytes
 _HELLO = struct.Struct("=II")  # rank, slots
 _ALIGNMENT = 4096
@@ -46,9 +48,12 @@ class Outbox:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
         self.num_slots = num_slots
-        self.fd = os.memfd_create("ringmaster-outbox")
-        os.ftruncate(self.fd, max(1, num_slots) * slot_bytes)
-        memory = map_slots(self.fd, num_slots)
+        num_bytes = max(1, num_slots) * slot_bytes
+        self.fd = -1  # memory of this process alone
+        if AVAILABLE:
+            self.fd = os.memfd_create("ringmaster-outbox")
+            os.ftruncate(self.fd, num_bytes)
+        memory = map_slots(self.fd, num_bytes, num_slots)
         self._slots = [Slot(index, piece) for index, piece in enumerate(memory)]
         self._next = 0
 
@@ -67,9 +72,9 @@ class Outbox:
             slot.wait()
 
 
-def map_slots(fd: int, num_slots: int) -> list[torch.Tensor]:
-    """The memory behind `fd` as `num_slots` uint8 tensors of one size."""
-    memory = torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+def map_slots(fd: int, num_bytes: int, num_slots: int) -> list[torch.Tensor]:
+    """The memory behind `fd` (new memory, where that is -1) as `num_slots` uint8 tensors of one size."""
+    memory = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
     return list(memory.chunk(num_slots)) if num_slots else []
 
 
@@ -95,7 +100,7 @@ class Mailbox:
     def accept(self, connection: socket.socket, fd: int, num_slots: int) -> None:
         """Take the way from the peer and its slots."""
         self._incoming = connection
-        self._slots = map_slots(fd, num_slots)
+        self._slots = map_slots(fd, os.fstat(fd).st_size, num_slots)
 
     def send(self, slot: Slot, num_bytes: int, tag: int) -> None:
         """Tell the peer of the message in `slot`, which stays as it is until the peer has read it."""
@@ -163,9 +168,13 @@ def open_mailboxes(
 ) -> dict[int, Mailbox]:
     """Connect this rank with its peers on the same host; every rank of the group must call it.
 
+    Where the system has no memory to share, there are no mailboxes: gloo serves within the host too.
+
     Args:
         exchange: gathers one string from every rank, by rank (a collective).
     """
+    if not AVAILABLE:
+        return {}
     boxes = {peer: Mailbox(peer, timeout_s) for peer in {*send_to, *receive_from}}
     folder = Path(tempfile.mkdtemp(prefix="ringmaster-"))
     try:
