@@ -33,7 +33,7 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
     model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
     hook = attach(model, algorithm, hosts=hosts, timeout_s=20.0)
     found: list[dict[str, float]] = []
-    for late in (False, False, True):
+    for late in (False, False, False, True):
         loss = model(torch.randn(8, 20)).sum()
         if late and dist.get_rank() == sleeper:
             time.sleep(0.2)
@@ -43,7 +43,7 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
     figure, text = draw(hook.timeline), table(hook.timeline)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     hook.close()
-    return {"before": found[1], "late": found[2], "waited": waited, "table": text, "labels": labels}
+    return {"before": found[:3], "late": found[3], "waited": waited, "table": text, "labels": labels}
 
 
 @pytest.mark.parametrize("algorithm", ["native", "ring", "hierarchical"])
@@ -56,13 +56,13 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(
     for rank, found in enumerate(run_ranks(sleep_before_backward, len(hosts), algorithm, hosts, sleeper)):
         late = found["late"]
         assert late["comm/last_rank"] == sleeper
-        assert 190 < late["comm/arrival_skew_ms"] < 300
-        assert found["before"]["comm/arrival_skew_ms"] < 150
+        assert 190 < late["comm/arrival_skew_ms"] < 600
+        assert min(before["comm/arrival_skew_ms"] for before in found["before"]) < 150
         assert late["comm/hidden_ms"] + late["comm/exposed_ms"] == pytest.approx(late["comm/total_ms"])
         if rank != sleeper:  # duration would blame everybody else: their all-reduce looks long
             assert late["comm/total_ms"] > 150
         assert any(f"(rank {sleeper}, " in label for label in found["labels"])
-        assert "rank" in found["table"].splitlines()[-1] and "3 times" in found["table"].splitlines()[-1]
+        assert "rank" in found["table"].splitlines()[-1] and "4 times" in found["table"].splitlines()[-1]
 
 
 def stamps_of(hosts: list[int], wrong_by: float, drift_after_s: float) -> list[torch.Tensor]:
