@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
-from trainer.comm.executor import CpuExecutor
-from trainer.comm.schedules import build
+from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.schedules.algorithms import build
 
 WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

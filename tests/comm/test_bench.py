@@ -16,8 +16,8 @@ import torch
 from tests.hosts import hosts
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm import bench, plan, preflight
-from trainer.comm.executor import CpuExecutor
-from trainer.comm.schedules import ALGORITHMS
+from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.schedules.algorithms import ALGORITHMS
 
 
 def _bench(*argv: str) -> tuple[int, str]:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailure, run_ranks
-from trainer.comm import mailbox
-from trainer.comm.blame import PeerError
-from trainer.comm.executor import CpuExecutor
-from trainer.comm.schedules import ALGORITHMS, build
+from trainer.comm.execution import mailbox
+from trainer.comm.execution.blame import PeerError
+from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.schedules.algorithms import ALGORITHMS, build
 
 SHAPES = [[0], [0, 0], [0, 0, 0], [0] * 4, [0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1, 1, 1]]
 FAST_SHAPES = ([0], [0, 0], [0, 0, 1, 1])  # the others add ranks, not ways through the code

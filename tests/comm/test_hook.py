@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import RankFailure, run_ranks
-from trainer.comm.blame import CommError
+from trainer.comm.execution.blame import CommError
 from trainer.comm.hook import CommHook, attach
-from trainer.comm.schedules import ALGORITHMS
+from trainer.comm.schedules.algorithms import ALGORITHMS
 
 POWERSGD = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 5}
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainer.comm import plan
-from trainer.comm.predict import Machine, Prediction, measured, predict
-from trainer.comm.schedules import ALGORITHMS, Kind, Op, Phase, Schedule, build
+from trainer.comm.network.predict import Machine, Prediction, measured, predict
+from trainer.comm.schedules.algorithms import ALGORITHMS, Kind, Op, Phase, Schedule, build
 
 _N = 64 << 20  # bytes: divides by every world size here
 _NETWORK = Machine(latency_s=20e-6, link_bytes_per_s=1e9, local_latency_s=5e-6, local_bytes_per_s=50e9)

@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from tests.hosts import hosts, torchrun_on
 from tests.ranks import RankFailure, run_ranks
-from trainer.comm import links, preflight
-from trainer.comm.checks import CHECKS, NEED_TWO
+from trainer.comm import preflight
+from trainer.comm.network import links
+from trainer.comm.network.checks import CHECKS, NEED_TWO
 
 
 def _preflight(*argv: str) -> tuple[int, str]:

@@ -5,10 +5,10 @@ from math import floor, log2
 
 import pytest
 
-from trainer.comm.pipeline import visits
-from trainer.comm.schedules import ALGORITHMS, Kind, Op, Phase, Schedule, build
-from trainer.comm.simulate import ScheduleError, simulate
-from trainer.comm.traffic import count_traffic
+from trainer.comm.schedules.algorithms import ALGORITHMS, Kind, Op, Phase, Schedule, build
+from trainer.comm.schedules.pipeline import visits
+from trainer.comm.schedules.simulate import ScheduleError, simulate
+from trainer.comm.schedules.traffic import count_traffic
 
 UNEVEN = [[0, 0, 0, 1], [0, 1, 1, 1], [0, 1, 0, 1], [1, 0, 2, 0, 1], [0, 0, 0, 1, 1, 2]]
 EVEN = [[rank // size for rank in range(num * size)] for num in (2, 3, 4, 5) for size in (1, 2, 3, 4, 8)]

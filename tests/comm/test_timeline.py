@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm.test_hook import network
 from tests.ranks import run_ranks
-from trainer.comm.clock import CommonClock
 from trainer.comm.hook import attach
-from trainer.comm.timeline import BucketRecord, PassSum
-from trainer.comm.timeline_report import draw, table
+from trainer.comm.timeline.clock import CommonClock
+from trainer.comm.timeline.records import BucketRecord, PassSum
+from trainer.comm.timeline.report import draw, table
 
 
 def record(ready: float, start: float, end: float) -> BucketRecord:

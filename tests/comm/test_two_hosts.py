@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
-from trainer.comm.executor import CpuExecutor
-from trainer.comm.schedules import build
-from trainer.comm.traffic import count_traffic
+from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.schedules.algorithms import build
+from trainer.comm.schedules.traffic import count_traffic
 
 HOSTS = [0, 0, 1, 1]
 NUMEL = 4 << 20

@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.comm.blame import PeerError
-from trainer.comm.checks import Member
-from trainer.comm.costs import finish
-from trainer.comm.executor import CpuExecutor
-from trainer.comm.gpu_clock import GpuClock
-from trainer.comm.join import JoinError, Place, connect, meet, write
-from trainer.comm.nccl import NcclReducer
-from trainer.comm.pipeline import SEGMENT_MB
-from trainer.comm.schedules import ALGORITHMS, build
-from trainer.comm.timeline import BucketRecord
+from trainer.comm.execution.blame import PeerError
+from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.nccl import NcclReducer
+from trainer.comm.network.checks import Member
+from trainer.comm.network.costs import finish
+from trainer.comm.network.join import JoinError, Place, connect, meet, write
+from trainer.comm.schedules.algorithms import ALGORITHMS, build
+from trainer.comm.schedules.pipeline import SEGMENT_MB
+from trainer.comm.timeline.gpu_clock import GpuClock
+from trainer.comm.timeline.records import BucketRecord
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}

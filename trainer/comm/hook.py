@@ -14,14 +14,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.comm.blame import CommError, PeerError, find_culprit
-from trainer.comm.executor import CpuExecutor
-from trainer.comm.gpu_clock import GpuClock
-from trainer.comm.nccl import NcclReducer
-from trainer.comm.pipeline import SEGMENT_MB
-from trainer.comm.schedules import build
-from trainer.comm.timeline import BucketRecord, Timeline
-from trainer.comm.worker import Worker
+from trainer.comm.execution.blame import CommError, PeerError, find_culprit
+from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.nccl import NcclReducer
+from trainer.comm.execution.worker import Worker
+from trainer.comm.schedules.algorithms import build
+from trainer.comm.schedules.pipeline import SEGMENT_MB
+from trainer.comm.timeline.gpu_clock import GpuClock
+from trainer.comm.timeline.records import BucketRecord, Timeline
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What sums travel as; fp32 means uncompressed, in the dtype of the gradients."""

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.comm.pipeline import SEGMENT_MB
-from trainer.comm.predict import Machine, Prediction, measured, predict
-from trainer.comm.schedules import ALGORITHMS, build
+from trainer.comm.network.predict import Machine, Prediction, measured, predict
+from trainer.comm.schedules.algorithms import ALGORITHMS, build
+from trainer.comm.schedules.pipeline import SEGMENT_MB
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from trainer.comm import interface
-from trainer.comm.checks import CHECKS, NEED_TWO, wrong
-from trainer.comm.costs import measure_costs
-from trainer.comm.join import JoinError, Place, connect, deadline, meet, write
-from trainer.comm.links import measure_links
-from trainer.comm.report import Report, Verdict
+from trainer.comm.network import interface
+from trainer.comm.network.checks import CHECKS, NEED_TWO, wrong
+from trainer.comm.network.costs import measure_costs
+from trainer.comm.network.join import JoinError, Place, connect, deadline, meet, write
+from trainer.comm.network.links import measure_links
+from trainer.comm.network.report import Report, Verdict
 
 _GRACE_S = 2.0  # between one rank's noticing of a failure and another's
 

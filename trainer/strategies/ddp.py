@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm.hook import CommHook, attach
-from trainer.comm.timeline_report import draw, table
+from trainer.comm.timeline.report import draw, table
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError

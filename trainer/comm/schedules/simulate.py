@@ -8,7 +8,7 @@ part complete.
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from trainer.comm.schedules import Kind, Op, Schedule
+from trainer.comm.schedules.algorithms import Kind, Op, Schedule
 
 
 class ScheduleError(ValueError):

@@ -7,13 +7,13 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from trainer.comm.gloo import GlooLink
-from trainer.comm.inbox import Inbox
-from trainer.comm.layout import Layout, agree
-from trainer.comm.mailbox import Mailbox, Outbox, Slot, open_mailboxes
-from trainer.comm.pipeline import SEGMENT_MB, WIDTH
-from trainer.comm.program import Move, Visit, lay_out, messages_per_sweep
-from trainer.comm.schedules import Kind, Schedule
+from trainer.comm.execution.gloo import GlooLink
+from trainer.comm.execution.inbox import Inbox
+from trainer.comm.execution.layout import Layout, agree
+from trainer.comm.execution.mailbox import Mailbox, Outbox, Slot, open_mailboxes
+from trainer.comm.schedules.algorithms import Kind, Schedule
+from trainer.comm.schedules.pipeline import SEGMENT_MB, WIDTH
+from trainer.comm.schedules.program import Move, Visit, lay_out, messages_per_sweep
 
 
 class CpuExecutor:
@@ -24,7 +24,7 @@ class CpuExecutor:
         schedule: this rank's part.
         hosts: host index of every rank; ranks that share one exchange data through shared memory.
         wire_dtype: what sums travel as; None sends them in the dtype of the bucket.
-        segment_bytes, width: see `trainer.comm.pipeline`.
+        segment_bytes, width: see `trainer.comm.schedules.pipeline`.
         timeout_s: the longest that one neighbour may keep this rank waiting.
     """
 

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from trainer.comm.checks import CHECKS
-from trainer.comm.costs import Costs
-from trainer.comm.join import Place
-from trainer.comm.links import Link
+from trainer.comm.network.checks import CHECKS
+from trainer.comm.network.costs import Costs
+from trainer.comm.network.join import Place
+from trainer.comm.network.links import Link
 
 _MAX_LINES = 12  # of one kind: a thousand hosts would bury what matters
 

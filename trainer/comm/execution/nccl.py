@@ -4,12 +4,12 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from trainer.comm.gloo import GlooLink
-from trainer.comm.gpu_clock import GpuClock
-from trainer.comm.layout import Layout, agree
-from trainer.comm.program import Move, Visit, lay_out
-from trainer.comm.schedules import Kind, Schedule
-from trainer.comm.timeline import BucketRecord
+from trainer.comm.execution.gloo import GlooLink
+from trainer.comm.execution.layout import Layout, agree
+from trainer.comm.schedules.algorithms import Kind, Schedule
+from trainer.comm.schedules.program import Move, Visit, lay_out
+from trainer.comm.timeline.gpu_clock import GpuClock
+from trainer.comm.timeline.records import BucketRecord
 
 _WIDTH = 1  # a sweep's messages are all in flight together, so one segment per stage fills every link
 

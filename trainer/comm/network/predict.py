@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.comm.pipeline import SEGMENT_MB, WIDTH
-from trainer.comm.schedules import Kind, Phase, Schedule
-from trainer.comm.traffic import Traffic, count_traffic
+from trainer.comm.schedules.algorithms import Kind, Phase, Schedule
+from trainer.comm.schedules.pipeline import SEGMENT_MB, WIDTH
+from trainer.comm.schedules.traffic import Traffic, count_traffic
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def predict(
         hosts: index of the host of every rank, without gaps.
         num_bytes: of the bucket, as it travels.
         itemsize: bytes of an element on the wire.
-        segment_bytes, width: see `trainer.comm.pipeline`.
+        segment_bytes, width: see `trainer.comm.schedules.pipeline`.
     """
     traffic = count_traffic(schedules, hosts, num_bytes // itemsize, itemsize)
     num_segments = max(1, -(-num_bytes // segment_bytes))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainer.comm.schedules import Kind, Op, Phase, Schedule
+from trainer.comm.schedules.algorithms import Kind, Op, Phase, Schedule
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.comm.blame import PeerError
+from trainer.comm.execution.blame import PeerError
 
 AVAILABLE = hasattr(os, "memfd_create")  # Linux
 

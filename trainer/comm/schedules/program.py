@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainer.comm.pipeline import num_segments, segment_bounds, visits
-from trainer.comm.schedules import Kind, Op, Schedule
+from trainer.comm.schedules.algorithms import Kind, Op, Schedule
+from trainer.comm.schedules.pipeline import num_segments, segment_bounds, visits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def lay_out(
 
     Args:
         itemsize: bytes of an element on the wire.
-        segment_bytes, width: see `trainer.comm.pipeline`.
+        segment_bytes, width: see `trainer.comm.schedules.pipeline`.
     """
     rounds = [*schedule.rounds(), ()]
     bounds = segment_bounds(numel, num_segments(numel, itemsize, segment_bytes))

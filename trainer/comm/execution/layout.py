@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.comm.blame import PeerError
-from trainer.comm.gloo import GlooLink
+from trainer.comm.execution.blame import PeerError
+from trainer.comm.execution.gloo import GlooLink
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HALF = (torch.float16, torch.bfloat16)

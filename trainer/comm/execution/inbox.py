@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from trainer.comm.gloo import GlooLink
-from trainer.comm.layout import Layout
-from trainer.comm.program import Move, Visit
-from trainer.comm.schedules import Kind
+from trainer.comm.execution.gloo import GlooLink
+from trainer.comm.execution.layout import Layout
+from trainer.comm.schedules.algorithms import Kind
+from trainer.comm.schedules.program import Move, Visit
 
 _MAX_BYTES = 16 << 20  # of sums that have arrived before this rank gets round to them
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from trainer.comm.clock import CommonClock
-from trainer.comm.gpu_clock import GpuClock
+from trainer.comm.timeline.clock import CommonClock
+from trainer.comm.timeline.gpu_clock import GpuClock
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.comm.checks import Member
+from trainer.comm.network.checks import Member
 
 _SEGMENT = 1 << 18  # fp32 elements: 1 MiB, as an all-reduce cuts its bucket
 _SEGMENTS = 24  # more than a cache holds, as a bucket is

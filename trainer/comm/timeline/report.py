@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.comm.timeline import BucketSum, Timeline
+from trainer.comm.timeline.records import BucketSum, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from trainer.comm.timeline import BucketRecord
+from trainer.comm.timeline.records import BucketRecord
 
 Task = tuple[dist.GradBucket, BucketRecord, Future[torch.Tensor]]
 

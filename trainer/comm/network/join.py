@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.comm.checks import Member
+from trainer.comm.network.checks import Member
 
 
 class JoinError(RuntimeError):

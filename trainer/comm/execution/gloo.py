@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from trainer.comm.blame import PeerError
+from trainer.comm.execution.blame import PeerError
 
 
 class GlooLink:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.comm.checks import Member
-from trainer.comm.costs import finish
+from trainer.comm.network.checks import Member
+from trainer.comm.network.costs import finish
 
 _MESSAGE_BYTES = 1 << 20
 _ROUND_TRIPS = 100

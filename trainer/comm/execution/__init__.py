@@ -1,0 +1,1 @@
+"""What runs a schedule on real tensors: shared memory, gloo, NCCL."""

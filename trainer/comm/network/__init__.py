@@ -1,0 +1,1 @@
+"""What the preflight checks and measures of a network, and what follows from it at other sizes."""

@@ -1,0 +1,1 @@
+"""What each bucket's all-reduce cost, and whom it waited for."""
