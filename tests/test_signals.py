@@ -133,11 +133,7 @@ def _stop(tmp_path: Path, name: str) -> None:
     assert facts["state"]["progress"]["samples_seen"] == 12 * manifest.step
 
 
-def test_a_signal_to_torchrun_saves_and_ends_all_ranks(tmp_path: Path) -> None:
-    _stop(tmp_path, "SIGTERM to torchrun")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name != "SIGTERM to torchrun"])
-def test_any_signal_to_any_process_saves_and_ends_all_ranks(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_signal_to_any_process_saves_and_ends_all_ranks(tmp_path: Path, name: str) -> None:
     _stop(tmp_path, name)

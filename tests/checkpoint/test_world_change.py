@@ -28,7 +28,7 @@ CHANGES = {
     "ddp 3 -> fsdp 4, hybrid": (3, DDP, 4, HYBRID),
     "fsdp 4 -> single": (4, (*FSDP, SHARDED), 1, SINGLE),
 }
-FAST = ("fsdp 2 -> 1", "ddp 2, sharded -> fsdp 3")
+FAST = ("ddp 2, sharded -> fsdp 3",)
 
 
 def _run(run_dir: Path, overrides: tuple[str, ...], resume: str) -> dict[str, Any]:
