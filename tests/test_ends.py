@@ -123,6 +123,7 @@ def test_mistakes_are_refused_with_a_way_out(
             assert re.search(pattern, message), message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_mistake_is_printed_once(ranks: int, tmp_path: Path) -> None:
     code, output, _ = finish(command("train.global_batch_size=2001", f"run_dir={tmp_path}", ranks=ranks))
@@ -137,6 +138,7 @@ def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
     assert seconds < 5
 
 
+@pytest.mark.slow
 def test_a_sweep_inside_ranks_is_refused() -> None:
     _, output, _ = finish(command("-m", "optim.lr=0.1,0.2", ranks=2))
     assert output.count("-m (multirun) inside torchrun") == 1
@@ -216,6 +218,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(value: str,
 # ---- ranks that fail, die or hang
 
 
+@pytest.mark.slow
 def test_torchrun_shows_the_root_cause_and_all_are_gone_within_5_s(tmp_path: Path) -> None:
     raising = "data.dataset._target_=tests.user_parts.Raises"
     code, output, _ = finish(command(*TINY, raising, f"run_dir={tmp_path}", ranks=3))
@@ -235,6 +238,7 @@ def timed(run_dir: Path, *overrides: str) -> None:
         raise AssertionError(f"{error!r}\n{getattr(error, '__notes__', None)}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_the_silent_rank_is_named(how: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:

@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 _LEAKS = """
     import os, subprocess, sys
     import pytest
@@ -28,6 +30,7 @@ _LEAKS = """
 """
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_is_named_and_ended(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_leaks.py").write_text(textwrap.dedent(_LEAKS))

@@ -53,6 +53,7 @@ def _hang_in_one() -> int:
     return 7
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:

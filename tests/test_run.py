@@ -58,6 +58,7 @@ def test_equal_hashes_mean_equal_models(tmp_path: Path) -> None:
     assert one == again != other
 
 
+@pytest.mark.slow
 def test_a_seed_is_drawn_once_for_all_ranks(tmp_path: Path) -> None:
     run_ranks(quick, 2, tmp_path, "seed=null", init=False)
     run_ranks(quick, 2, tmp_path / "other", "seed=null", init=False)

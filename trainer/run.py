@@ -57,7 +57,7 @@ def run(config: Config) -> dict[str, Any]:
                 log.info("%s", summary)
             job.strategy.close()
             job.run_log.close()
-            if dist.is_main:
+            if dist.is_main and job.first_step < job.total_steps:  # else what the run left before stands
                 (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
             log.info("%s  ->  tensorboard --logdir %s", run_dir, run_dir / "tensorboard")
     return result

@@ -42,6 +42,7 @@ def _resume(
     return {"saved": restored, "end": tiny.everything(state), "draw": torch.rand(3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["full", "sharded"])
 @pytest.mark.parametrize(("sharded", "world"), [(False, 1), (False, 2), (True, 2)])
 def test_goes_on_as_if_never_stopped(tmp_path: Path, format: str, sharded: bool, world: int) -> None:

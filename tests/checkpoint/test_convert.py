@@ -33,6 +33,7 @@ def _restore(path: Path) -> dict[str, Any]:
     return tiny.everything(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["full", "sharded"])
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_a_run_goes_on_from_what_was_converted(

@@ -96,6 +96,7 @@ class Empty(Remove):
 TENSOR_FILE = {"full": "tensors.pt", "sharded": "__0_0.distcp"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_every_damage_is_found(tmp_path: Path, format: str) -> None:
     run_ranks(_save, 1, tmp_path, format)

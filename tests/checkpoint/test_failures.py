@@ -78,6 +78,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["full", "sharded"])
 @pytest.mark.parametrize("async_", [False, True])
 def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str, async_: bool) -> None:

@@ -66,6 +66,7 @@ def _compare(root: Path, name: str, stops: list[int]) -> None:
     assert found == [{}] * world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, name: str) -> None:
     _compare(tmp_path, name, [3, 5])  # within an epoch, and between two
@@ -83,6 +84,7 @@ def _without_warm_up(root: Path, overrides: tuple[str, ...]) -> dict[int, list[s
     return stopped_and_resumed(root, [3], overrides)
 
 
+@pytest.mark.slow
 def test_three_ddp_ranks_would_differ_without_the_warm_up(tmp_path: Path) -> None:
     """DDP's first backward pass fills other buckets than the later ones."""
     found = run_ranks(_without_warm_up, 3, tmp_path, DDP, init=False)
@@ -115,6 +117,7 @@ def _stop_and_finish(
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}, result
 
 
+@pytest.mark.slow
 def test_tensorboard_goes_on_without_doubled_or_missing_steps(tmp_path: Path) -> None:
     """Also where the signal came at the end of an epoch, or of the run, before its evaluation."""
     ((whole, result),) = run_ranks(_stop_and_finish, 1, tmp_path / "0", 0, init=False)

@@ -151,6 +151,7 @@ def _kill_everywhere(tmp_path: Path, format: str, num_points: int) -> None:
     assert num_points < 30 or set(outcomes) == {"old", "new"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_a_killed_save_tears_nothing(tmp_path: Path, format: str) -> None:
     _kill_everywhere(tmp_path, format, num_points=3)

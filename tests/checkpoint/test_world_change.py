@@ -61,6 +61,7 @@ def _change(root: Path, name: str) -> None:
     assert _samples_by_step(after, LAST_STEP - STOP) == expected[STOP:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_the_same_tensors_and_the_next_samples(tmp_path: Path, name: str) -> None:
     _change(tmp_path, name)

@@ -59,6 +59,7 @@ def check(algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int], seg
     return num_right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hosts",
     [pytest.param(hosts, marks=[] if hosts in FAST_SHAPES else pytest.mark.slow) for hosts in SHAPES],

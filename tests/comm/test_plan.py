@@ -111,6 +111,7 @@ def test_a_chunk_for_two_receivers_is_put_in_place_once() -> None:
     assert predict(schedules, [0, 0, 0], machine, 1000).seconds == pytest.approx(2e-6)
 
 
+@pytest.mark.slow
 def test_4096_ranks_are_simulated_in_time(capsys: pytest.CaptureFixture[str]) -> None:
     """Processor time, as other tests may run beside; the bound in the README is 5 s for all algorithms."""
     started = time.process_time()

@@ -61,6 +61,7 @@ def test_nccl_needs_a_gpu() -> None:
     assert "connect failed: --backend nccl needs a GPU" in table
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_two_hosts_are_measured(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
@@ -91,6 +92,7 @@ def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
     return _preflight(*argv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "row"),
     [
@@ -123,6 +125,7 @@ def _stop_in(operation: str, *argv: str) -> tuple[int, str]:
     return _preflight(*argv)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_names_itself() -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1: died") as failure:

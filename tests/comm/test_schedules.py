@@ -116,6 +116,7 @@ def test_host_links_carry_what_the_formulas_say(num_hosts: int, per_host: int) -
     )
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_counted_in_seconds() -> None:
     hosts = [rank // 8 for rank in range(4096)]
     for algorithm in ALGORITHMS:

@@ -215,6 +215,7 @@ def _killed_worker(report: Path) -> None:
     os._exit(7)  # DataLoader's signal handler would report the dead worker again on the way out
 
 
+@pytest.mark.slow
 def test_the_main_process_hears_at_once_of_a_worker_that_was_killed(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="exit code 7"):
         run_ranks(_killed_worker, 1, tmp_path / "report", init=False, timeout_s=30)

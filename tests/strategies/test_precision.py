@@ -30,6 +30,7 @@ def losses(strategy: str, run_dir: Path) -> list[float]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", WORLD_SIZE)
 def test_half_precision_trains_alike(strategy: str, tmp_path: Path) -> None:
     fp32, bf16, fp16 = run_ranks(losses, WORLD_SIZE[strategy], strategy, tmp_path, init=False)[0]
