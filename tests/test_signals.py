@@ -50,6 +50,7 @@ def _ask_twice(number: int) -> None:
         time.sleep(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_second_signal_ends_the_process_at_once(number: int) -> None:
     begin = time.monotonic()

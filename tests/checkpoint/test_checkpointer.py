@@ -77,6 +77,7 @@ def _async(run_dir: Path, format: str) -> dict[str, Any]:
     return {"saved": saved, "visible_early": len(visible_early), "waited_s": waited_s}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_async_saves_what_was_when_it_was_asked(tmp_path: Path, format: str) -> None:
     results = run_ranks(_async, 2, tmp_path, format)

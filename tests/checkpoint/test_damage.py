@@ -129,6 +129,7 @@ class FlipManifest:
         return f"byte {self.position} of the manifest"
 
 
+@pytest.mark.slow
 def test_the_manifest_vouches_for_itself(tmp_path: Path) -> None:
     run_ranks(_save, 1, tmp_path, "full")
     directory = tmp_path / "checkpoints" / "step_00000002"

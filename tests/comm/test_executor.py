@@ -147,6 +147,7 @@ def disagree_on_known_layouts(hosts: list[int]) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_no_garbage_is_added_where_lengths_are_mixed_up() -> None:
     for text in run_ranks(disagree_on_known_layouts, 2, [0, 0]):
         assert "its bucket has another length or dtype" in text or "closed its connection" in text

@@ -134,6 +134,7 @@ def test_a_rank_that_hangs_is_named_by_all_within_the_deadline(hosts: list[int])
         assert 1.5 < seconds < 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3]])
 def test_a_rank_that_dies_is_named_by_all_at_once(hosts: list[int]) -> None:
     with pytest.raises(RankFailure) as failure:

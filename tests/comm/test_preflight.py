@@ -32,6 +32,7 @@ def _preflight(*argv: str) -> tuple[int, str]:
     return code, out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_operations_pass(world_size: int, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

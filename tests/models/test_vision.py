@@ -30,6 +30,7 @@ def stem_resolution(model: nn.Module, side: int, channels: int) -> int:
     return sides[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SMALL_STEMS)
 @pytest.mark.parametrize("input_shape", [(1, 8, 8), (3, 32, 32)])
 def test_a_small_image_passes_the_stem_at_its_size(family: str, input_shape: tuple[int, int, int]) -> None:
