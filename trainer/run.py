@@ -45,6 +45,7 @@ def run(config: Config) -> dict[str, Any]:
         with messages(dist, run_dir):
             job = assemble(config, dist, stop_request)
             figures = fit(job)
+            job.run_log.figures(job.strategy.figures, job.state.progress.step, at_end=True)
             result = {
                 "strategy": config.strategy.name,
                 "comm": config.comm.algorithm,
