@@ -3,7 +3,8 @@
 import hydra
 from omegaconf import DictConfig
 
-from trainer import config, launch
+from trainer import config
+from trainer.launch.exits import exits, refuse_sweep_in_ranks
 
 composed: list[DictConfig] = []  # one; several in a multirun; none for --help and the like
 
@@ -15,9 +16,9 @@ def compose(settings: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with launch.exits():
+    with exits():
         compose()
-        launch.refuse_sweep_in_ranks(len(composed))
+        refuse_sweep_in_ranks(len(composed))
         for settings in map(config.load, composed):
             from trainer.run import run  # torch is loaded only once the settings are good
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer import launch
 from trainer.config import DistributedConfig
 from trainer.errors import UserError
+from trainer.launch.place import Place, place
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
         UserError: a device or backend that this machine or this torch does not have.
         TimeoutError: ranks that did not arrive within `distributed.timeout_s`, named.
     """
-    place = launch.place()
-    rank, world_size = place.rank, place.world_size
-    device = _device(settings.device, place.local_rank)
+    here = place()
+    rank, world_size = here.rank, here.world_size
+    device = _device(settings.device, here.local_rank)
     backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     _check_backend(backend, device)
     timeout = timedelta(seconds=settings.timeout_s)
@@ -71,7 +71,7 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
         dist.init_process_group("mpi")
         rank, world_size, store = dist.get_rank(), dist.get_world_size(), None
     else:
-        store = _meet(place, timeout) if place.under_torchrun else dist.HashStore()
+        store = _meet(here, timeout) if here.under_torchrun else dist.HashStore()
         dist.init_process_group(
             backend,
             store=store,
@@ -81,9 +81,9 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
             device_id=device if "nccl" in backend else None,
         )
     hosts: list[int] = [0] * world_size
-    dist.all_gather_object(hosts, place.host)
+    dist.all_gather_object(hosts, here.host)
     try:
-        yield Dist(rank, place.local_rank, world_size, place.local_world_size, tuple(hosts), device, backend)
+        yield Dist(rank, here.local_rank, world_size, here.local_world_size, tuple(hosts), device, backend)
     except Exception as error:
         if store is not None and world_size > 1:
             _name_the_silent(error, store, rank, hosts)
@@ -148,13 +148,13 @@ def _check_backend(backend: str, device: torch.device) -> None:
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
 
 
-def _meet(place: launch.Place, timeout: timedelta) -> dist.Store:
+def _meet(here: Place, timeout: timedelta) -> dist.Store:
     """Return the store that torchrun's environment names, once every rank has signed it."""
-    world_size = place.world_size
-    store, _, _ = next(iter(dist.rendezvous("env://", place.rank, world_size, timeout=timeout)))
+    world_size = here.world_size
+    store, _, _ = next(iter(dist.rendezvous("env://", here.rank, world_size, timeout=timeout)))
     # A second run in the same processes meets in the same store, and must not read what the first left.
     store = dist.PrefixStore(f"run_{next(_runs)}", store)
-    store.set(f"arrived/{place.rank}", "")
+    store.set(f"arrived/{here.rank}", "")
     try:
         store.wait([f"arrived/{other}" for other in range(world_size)], timeout)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""How a process of a run starts and ends: torchrun's environment, messages, exit codes. Imports no torch."""
+"""How a process of a run ends: messages, exit codes."""
 
 import os
 import re
@@ -6,37 +6,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RunEndError, StoppedBySignal, UserError
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where torchrun put this process; a single process without torchrun is rank 0 of 1."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    host: int
-    under_torchrun: bool
-
-
-def place() -> Place:
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return Place(
-        rank=rank,
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        host=int(os.environ.get("GROUP_RANK", rank // local_world_size)),
-        under_torchrun="RANK" in os.environ,
-    )
+from trainer.launch.place import place
 
 
 @contextmanager
