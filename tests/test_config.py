@@ -8,6 +8,7 @@ from hydra.errors import HydraException
 from tests.runs import CONF, composed, settings
 from trainer.config import flatten, load
 from trainer.errors import UserError
+from trainer.overrides import in_words
 
 OPTIONS = sorted(
     f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "experiment"
@@ -64,6 +65,19 @@ def test_groups_are_not_empty() -> None:
         ("train.epochs=???", "train.epochs has no value"),
         ("~model._target_", "model has no _target_"),
         ("seed=null resume=auto", "resume needs the seed"),
+        (
+            "strategy.first_bucket_mb=30",
+            "strategy.first_bucket_mb is 30.0, but must be at most strategy.bucket_cap_mb, 25.0",
+        ),
+        (
+            "checkpoint.keep_best={metric:eval/loss,mode:low}",
+            "checkpoint.keep_best.mode is low, but must be one of min, max",
+        ),
+        (
+            "strategy=fsdp strategy.shard_group=0",
+            "strategy.shard_group is 0, but must be world, host or a number of ranks",
+        ),
+        ("+strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
     ],
 )
 def test_refuses(override: str, words: str) -> None:
@@ -73,9 +87,27 @@ def test_refuses(override: str, words: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_hydra_refuses_unknown_keys_before_us() -> None:
-    with pytest.raises(HydraException):
-        composed("train.epoch=1")
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
+        ("epochs=1", "epochs is not a setting; did you mean train.epochs?"),
+        ("experimint=digits_mlp", "experimint is not a setting; did you mean experiment?"),
+        ("checkpoints=sharded", "checkpoints is not a setting; did you mean checkpoint?"),
+        ("qqq=1", "qqq is not a setting; `python train.py --cfg job` prints all settings"),
+        ("experiment=digits_mpl", "experiment is digits_mpl, but must be one of digits_mlp, digits_resnet"),
+        ("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
+        ("strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, single"),
+        ("strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
+        ("comm.segment=1", "comm.segment is not a setting; did you mean comm.segment_mb?"),
+    ],
+)
+def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str, words: str) -> None:
+    with pytest.raises(HydraException) as refused:
+        composed(override)
+    message = in_words(refused.value)
+    assert words in message
+    assert "\n" not in message
 
 
 def test_zero_and_null_are_values() -> None:

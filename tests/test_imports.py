@@ -13,8 +13,9 @@ ROOT = Path(__file__).parents[1]
 LEAVES = {"errors", "seeding", "signals", "state", "tasks", "optim", "comm"}
 MAY_USE = {
     **{room: set() for room in LEAVES},
-    "config": {"errors"},
-    "launch": {"errors"},
+    "overrides": set(),
+    "config": {"errors", "overrides"},
+    "launch": {"errors", "overrides"},
     "build": {"errors"},
     "distributed": {"config", "errors", "launch"},
     "data": {"errors"},
@@ -29,6 +30,7 @@ MAY_USE = {
 }
 FROM_OUTSIDE = {
     "config": {"omegaconf"},
+    "overrides": {"hydra", "omegaconf"},
     "errors": set(),
     "comm": {"torch", "numpy", "matplotlib"},
     "models": {"torch", "torchvision"},

@@ -2,15 +2,16 @@
 
 `load` is the only door: it turns what Hydra composed into one typed `Config`, or raises a `UserError`.
 Models, datasets, tasks, optimizers and schedules are `_target_` nodes: their keys belong to the class
-they name, which validates them itself. Defaults live in conf/, this file holds types and limits.
+they name, which validates them itself. Defaults live in conf/, this file holds types and limits, each
+limit beside its field; what two settings say against each other stands in `_check_contradictions`.
 Imports no torch, so that a mistake is reported before torch has loaded.
 """
 
 import copy
 import dataclasses
-import difflib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,20 +19,56 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from trainer.errors import UserError
+from trainer.overrides import leaves, not_a_setting
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a value must keep to, unless it is None: that means absent."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+    def check(self, name: str, value: Any) -> None:
+        if value is not None and not self.holds(value):
+            raise UserError(f"{name} is {value}, but must be {self.words}")
+
+
+def _limited(holds: Callable[[Any], bool], words: str, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"limit": Limit(holds, words)})
+
+
+def at_least(limit: float) -> Any:
+    return _limited(lambda value: value >= limit, f"at least {limit}")
+
+
+def above(limit: float) -> Any:
+    return _limited(lambda value: value > limit, f"greater than {limit}")
+
+
+def one_of(*values: str, default: str = MISSING) -> Any:
+    return _limited(lambda value: value in values, f"one of {', '.join(values)}", default)
+
+
+def like(pattern: str, words: str) -> Any:
+    return _limited(lambda value: re.fullmatch(pattern, value) is not None, words)
+
+
+_PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass
 class TrainConfig:
-    epochs: int = MISSING
-    max_steps: int | None = MISSING
-    global_batch_size: int = MISSING
-    micro_batch_size: int | None = MISSING
-    precision: str = MISSING
+    epochs: int = at_least(1)
+    max_steps: int | None = at_least(1)
+    global_batch_size: int = at_least(1)
+    micro_batch_size: int | None = at_least(1)
+    precision: str = one_of(*_PRECISIONS)
     compile: bool = MISSING
     channels_last: bool = MISSING
-    clip_grad_norm: float | None = MISSING
-    log_every_steps: int = MISSING
-    eval_every_epochs: int = MISSING
+    clip_grad_norm: float | None = above(0)
+    log_every_steps: int = at_least(1)
+    eval_every_epochs: int = at_least(0)
 
 
 @dataclass
@@ -39,18 +76,18 @@ class DataConfig:
     dataset: dict[str, Any] = MISSING
     task: dict[str, Any] = MISSING
     download: bool = MISSING
-    on_bad_sample: str = MISSING
-    num_workers: int = MISSING
-    prefetch_factor: int = MISSING
+    on_bad_sample: str = one_of("raise", "skip")
+    num_workers: int = at_least(0)
+    prefetch_factor: int = at_least(1)
     pin_memory: bool | None = MISSING
     persistent_workers: bool = MISSING
 
 
 @dataclass
 class DistributedConfig:
-    device: str = MISSING
-    backend: str | None = MISSING
-    timeout_s: float = MISSING
+    device: str = one_of("auto", "cpu", "cuda")
+    backend: str | None = one_of("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl")
+    timeout_s: float = above(0)
 
 
 @dataclass
@@ -62,21 +99,21 @@ class CommConfig:
 
 @dataclass
 class NativeCommConfig(CommConfig):
-    wire_dtype: str = MISSING
+    wire_dtype: str = one_of(*_PRECISIONS)
     timeline: bool = MISSING
 
 
 @dataclass
 class ScheduleCommConfig(CommConfig):
-    wire_dtype: str = MISSING
-    segment_mb: float = MISSING
+    wire_dtype: str = one_of(*_PRECISIONS)
+    segment_mb: float = at_least(0.01)
 
 
 @dataclass
 class PowerSgdCommConfig(CommConfig):
-    matrix_approximation_rank: int = MISSING
-    start_step: int = MISSING
-    min_compression_rate: float = MISSING
+    matrix_approximation_rank: int = at_least(1)
+    start_step: int = at_least(2)  # DDP lays out its buckets anew after the first step
+    min_compression_rate: float = above(0)
     use_error_feedback: bool = MISSING
     warm_start: bool = MISSING
 
@@ -84,19 +121,19 @@ class PowerSgdCommConfig(CommConfig):
 @dataclass
 class KeepBest:
     metric: str = MISSING
-    mode: str = "min"
+    mode: str = one_of("min", "max", default="min")
 
 
 @dataclass
 class CheckpointConfig:
-    format: str = MISSING
-    every_steps: int | None = MISSING
-    every_epochs: int | None = MISSING
-    keep_last: int = MISSING
+    format: str = one_of("full", "sharded")
+    every_steps: int | None = at_least(1)
+    every_epochs: int | None = at_least(1)
+    keep_last: int = at_least(1)
     keep_best: KeepBest | None = MISSING
-    keep_every: int | None = MISSING
+    keep_every: int | None = at_least(1)
     async_: bool = MISSING  # `async` to the person, but a word of Python's own
-    timeout_s: float = MISSING
+    timeout_s: float = above(0)
 
 
 @dataclass
@@ -106,8 +143,8 @@ class StrategyConfig:
 
 @dataclass
 class DdpConfig(StrategyConfig):
-    bucket_cap_mb: float = MISSING
-    first_bucket_mb: float = MISSING
+    bucket_cap_mb: float = above(0)
+    first_bucket_mb: float = above(0)
     gradient_as_bucket_view: bool = MISSING
     static_graph: bool = MISSING
     find_unused_parameters: bool = MISSING
@@ -116,13 +153,13 @@ class DdpConfig(StrategyConfig):
 
 @dataclass
 class FsdpConfig(StrategyConfig):
-    shard_group: str = MISSING
-    unit_min_params: int = MISSING
+    shard_group: str = like(r"world|host|0*[1-9][0-9]*", "world, host or a number of ranks")
+    unit_min_params: int = at_least(1)
     reshard_after_forward: bool = MISSING
     cpu_offload: bool = MISSING
     activation_checkpointing: bool = MISSING
-    param_dtype: str | None = MISSING
-    reduce_dtype: str = MISSING
+    param_dtype: str | None = one_of(*_PRECISIONS)
+    reduce_dtype: str = one_of(*_PRECISIONS)
 
 
 STRATEGIES: dict[str, type[StrategyConfig]] = {
@@ -147,7 +184,7 @@ COMMS: dict[str, type[CommConfig]] = {
 class Config:
     """Everything a run is told. Dicts are `_target_` nodes, lists in them are plain lists."""
 
-    seed: int | None = MISSING
+    seed: int | None = at_least(0)
     run_dir: str | None = MISSING
     resume: str | None = MISSING
     model: dict[str, Any] = MISSING
@@ -169,8 +206,8 @@ def load(composed: DictConfig) -> Config:
             missing value, or two settings that contradict each other.
     """
     try:
-        _require(composed, "strategy.name", "in", STRATEGIES)
-        _require(composed, "comm.algorithm", "in", COMMS)
+        _name("strategy.name", composed.strategy.name, STRATEGIES)
+        _name("comm.algorithm", composed.comm.algorithm, COMMS)
         schema = OmegaConf.structured(Config)
         schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
         schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
@@ -180,20 +217,22 @@ def load(composed: DictConfig) -> Config:
             raise UserError(f"{missing[0]} has no value; give it one: {missing[0]}=...")
         config = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
-        key = error.full_key or str(error.key)
-        raise UserError(f"{key} is not a setting{_did_you_mean(key, composed)}") from error
+        raise UserError(not_a_setting(error.full_key or str(error.key), composed)) from error
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} has no value; give it one: {error.full_key}=...") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{str(error.full_key).rstrip('_')}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
-    _validate(config)
+    _check_finite(config)
+    _check_limits(config)
+    _check_nodes(config)
+    _check_contradictions(config)
     return config
 
 
 def flatten(config: Config) -> dict[str, Any]:
     """Return every setting by its dotted name, as a person would write it on the command line."""
-    return dict(_leaves(_as_dict(config), ""))
+    return dict(leaves(_as_dict(config)))
 
 
 def to_yaml(config: Config) -> str:
@@ -215,105 +254,58 @@ def _renamed(settings: DictConfig, key: str, new: str) -> DictConfig:
     return settings
 
 
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict) and node:
-        for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, node
+def _name(name: str, value: Any, known: Iterable[str]) -> None:
+    if value not in known:
+        raise UserError(f"{name} is {value}, but must be one of {', '.join(known)}")
 
 
-def _did_you_mean(key: str, composed: DictConfig) -> str:
-    known = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(composed)), resolve=False)
-    names = [name for name, _ in _leaves(known, "") if name != key]
-    near = difflib.get_close_matches(key, names, n=1)
-    return f"; did you mean {near[0]}?" if near else "; `python train.py --cfg job` prints all settings"
-
-
-_CHECKS = {
-    "in": (lambda value, limit: value in limit, "one of"),
-    ">": (lambda value, limit: value > limit, "greater than"),
-    ">=": (lambda value, limit: value >= limit, "at least"),
-}
-
-
-def _require(config: Any, name: str, relation: str, limit: Any) -> None:
-    """Check `config.<name> <relation> <limit>`; None means absent and passes."""
-    value = config
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict | DictConfig) else getattr(value, part)
-    holds, words = _CHECKS[relation]
-    if value is not None and not holds(value, limit):
-        shown = ", ".join(map(str, limit)) if relation == "in" else limit
-        raise UserError(f"{name} is {value}, but must be {words} {shown}")
-
-
-def _validate(config: Config) -> None:
+def _check_finite(config: Config) -> None:
     for name, value in flatten(config).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} is {value}, but must be a finite number")
+
+
+def _check_limits(node: Any, prefix: str = "") -> None:
+    """Hold every setting under ``node``, a dataclass, against the limit beside its field."""
+    for a_field in dataclasses.fields(node):
+        name, value = prefix + a_field.name.rstrip("_"), getattr(node, a_field.name)
+        if dataclasses.is_dataclass(value):
+            _check_limits(value, f"{name}.")
+        elif "limit" in a_field.metadata:
+            a_field.metadata["limit"].check(name, value)
+
+
+def _check_nodes(config: Config) -> None:
+    """The little that is known of a node whose class validates the rest."""
     nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
     nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
     for name, node in nodes.items():
         if "_target_" not in node:
             raise UserError(f"{name} has no _target_; it must name the class or function to call")
-    if not isinstance(config.optim.get("lr"), int | float | None):
-        raise UserError(f"optim.lr is {config.optim['lr']!r}, but must be a number")
+    lr = config.optim.get("lr")
+    if not isinstance(lr, int | float | None):
+        raise UserError(f"optim.lr is {lr!r}, but must be a number")
+    if lr is not None and lr < 0:
+        raise UserError(f"optim.lr is {lr}, but must be at least 0")
 
-    _require(config, "seed", ">=", 0)
-    _require(config, "optim.lr", ">=", 0)
-    _require(config, "train.epochs", ">=", 1)
-    _require(config, "train.max_steps", ">=", 1)
-    _require(config, "train.global_batch_size", ">=", 1)
-    _require(config, "train.micro_batch_size", ">=", 1)
-    _require(config, "train.precision", "in", ("fp32", "bf16", "fp16"))
-    _require(config, "train.clip_grad_norm", ">", 0)
-    _require(config, "train.log_every_steps", ">=", 1)
-    _require(config, "train.eval_every_epochs", ">=", 0)
-    _require(config, "data.on_bad_sample", "in", ("raise", "skip"))
-    _require(config, "data.num_workers", ">=", 0)
-    _require(config, "data.prefetch_factor", ">=", 1)
-    _require(config, "distributed.device", "in", ("auto", "cpu", "cuda"))
-    _require(config, "distributed.backend", "in", ("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl"))
-    _require(config, "distributed.timeout_s", ">", 0)
-    if isinstance(config.comm, NativeCommConfig | ScheduleCommConfig):
-        _require(config, "comm.wire_dtype", "in", ("fp32", "bf16", "fp16"))
-    if isinstance(config.comm, ScheduleCommConfig):
-        _require(config, "comm.segment_mb", ">=", 0.01)
-    if isinstance(config.comm, PowerSgdCommConfig):
-        _require(config, "comm.matrix_approximation_rank", ">=", 1)
-        _require(config, "comm.min_compression_rate", ">", 0)
-        # DDP lays out its buckets anew after the first step, and PowerSGD keeps state for each.
-        _require(config, "comm.start_step", ">=", 2)
-    _require(config, "checkpoint.format", "in", ("full", "sharded"))
-    _require(config, "checkpoint.every_steps", ">=", 1)
-    _require(config, "checkpoint.every_epochs", ">=", 1)
-    _require(config, "checkpoint.keep_last", ">=", 1)
-    _require(config, "checkpoint.keep_every", ">=", 1)
-    _require(config, "checkpoint.timeout_s", ">", 0)
-    if config.checkpoint.keep_best is not None:
-        _require(config, "checkpoint.keep_best.mode", "in", ("min", "max"))
 
+def _check_contradictions(config: Config) -> None:
+    strategy, comm = config.strategy, config.comm
     if config.resume is not None and config.seed is None:
         raise UserError("resume needs the seed of the run it goes on with; train.log and config.yaml name it")
-
-    if isinstance(config.strategy, DdpConfig):
-        _require(config, "strategy.bucket_cap_mb", ">", 0)
-        _require(config, "strategy.first_bucket_mb", ">", 0)
-    elif config.comm.algorithm != "native":
+    if isinstance(strategy, DdpConfig):
+        if strategy.first_bucket_mb > strategy.bucket_cap_mb:
+            raise UserError(
+                f"strategy.first_bucket_mb is {strategy.first_bucket_mb}, but must be at most "
+                f"strategy.bucket_cap_mb, {strategy.bucket_cap_mb}: it makes the first bucket smaller"
+            )
+    elif comm.algorithm != "native":
         raise UserError(
-            f"comm={config.comm.algorithm} needs strategy=ddp, but strategy={config.strategy.name}: only DDP "
+            f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}: only DDP "
             "lets a hook replace its all-reduce; take strategy=ddp, or comm=native"
         )
-    elif isinstance(config.comm, NativeCommConfig) and config.comm.wire_dtype != "fp32":
+    elif isinstance(comm, NativeCommConfig) and comm.wire_dtype != "fp32":
         raise UserError(
-            f"comm.wire_dtype={config.comm.wire_dtype} needs strategy=ddp, but "
-            f"strategy={config.strategy.name}; take strategy=ddp, or comm.wire_dtype=fp32"
+            f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
+            f"strategy={strategy.name}; take strategy=ddp, or comm.wire_dtype=fp32"
         )
-    if isinstance(config.strategy, FsdpConfig):
-        _require(config, "strategy.unit_min_params", ">=", 1)
-        _require(config, "strategy.param_dtype", "in", ("fp32", "bf16", "fp16"))
-        _require(config, "strategy.reduce_dtype", "in", ("fp32", "bf16", "fp16"))
-        group = config.strategy.shard_group
-        if group not in ("world", "host") and not (group.isdigit() and int(group) >= 1):
-            raise UserError(f"strategy.shard_group is {group}, but must be world, host or a number of ranks")

@@ -1,7 +1,6 @@
 """How a process of a run ends: messages, exit codes."""
 
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RunEndError, StoppedBySignal, UserError
 from trainer.launch.place import place
+from trainer.overrides import in_words
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def exits() -> Iterator[None]:
         if wants_traceback:
             raise
         if not (isinstance(error, StoppedBySignal) and place().rank):  # rank 0 says the same
-            _say_once(_message(error))
+            _say_once(str(error) if isinstance(error, RunEndError) else in_words(error))
         sys.exit(getattr(error, "exit_code", UserError.exit_code))
     except Exception as error:
         if place().under_torchrun:
@@ -59,10 +59,3 @@ def _say_once(message: str) -> None:
         time.sleep(3)
         message = f"[rank {rank}] {message}"
     print(message, file=sys.stderr, flush=True)
-
-
-def _message(error: Exception) -> str:
-    unknown = re.match(r"Could not override '(.+?)'", str(error))
-    if unknown:
-        return f"{unknown[1]} is not a setting; `python train.py --cfg job` prints all"
-    return str(error).partition("\nConfig search path")[0]

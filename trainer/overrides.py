@@ -1,0 +1,67 @@
+"""What is wrong with a command line, in one line: the words for overrides that nothing takes."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+def in_words(error: HydraException | OmegaConfBaseException) -> str:
+    """The message of a composition that failed, with the nearest name that would not have."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        options = ", ".join(error.options)
+        return f"{group} is {option}, but must be one of {options}{_nearest(option, error.options, group)}"
+    unknown = re.match(r"Could not override '(.+?)'", str(error))
+    if unknown:
+        return not_a_setting(unknown[1])
+    return str(error).partition("\nConfig search path")[0]
+
+
+def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
+    """That ``key`` is unknown, and what it may have been meant for: a setting, a group, another option."""
+    known = _settings()
+    if composed is not None:
+        here = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(composed)), resolve=False)
+        known |= {name: [] for name, _ in leaves(here) if name not in known and name != key}
+    if known.get(key):
+        return f"{key} is not a setting here, but under {', '.join(known[key])}"
+    hint = _nearest(key, known) or "; `python train.py --cfg job` prints all settings"
+    return f"{key} is not a setting{hint}"
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested dicts by its dotted name, as a person would write it on the command line."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _nearest(name: str, names: Iterable[str], group: str | None = None) -> str:
+    near = difflib.get_close_matches(name, sorted(names), n=1)
+    return f"; did you mean {group + '=' if group else ''}{near[0]}?" if near else ""
+
+
+def _settings() -> dict[str, list[str]]:
+    """Every setting and group in conf/, with the options (``group=option``) that it belongs to."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(CONF.glob("**/*.yaml")):
+        group = "" if file.parent == CONF else file.parent.name
+        found.setdefault(group, [])
+        if group == "experiment":
+            continue
+        for name, _ in leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False), group):
+            if not name.startswith(("hydra.", "defaults", f"{group}.defaults")):
+                found.setdefault(name, [])
+                if group:
+                    found[name].append(f"{group}={file.stem}")
+    return found
