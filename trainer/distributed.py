@@ -4,7 +4,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from trainer.config import DistributedConfig
 from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
 from trainer.launch.place import Place, place
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Dist:
     hosts: tuple[int, ...]  # index of the host of every rank
     device: torch.device
     backend: str
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)  # what this process is doing
 
     @property
     def num_hosts(self) -> int:

@@ -78,6 +78,7 @@ def fit(job: Job) -> dict[str, float]:
         if progress.step == job.total_steps or job.checkpointer.due(progress, end_of_epoch=True):
             job.checkpointer.save(job.state, evaluation)
 
+    job.dist.heartbeat.enter("end")
     train_loss = meter.mean_loss(epoch_begin)
     ms_per_step = meter.ms_per_step(steady)["step"]
     return {
@@ -94,7 +95,7 @@ def fit(job: Job) -> dict[str, float]:
 
 def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
     """Train to the end of the epoch or of the run, whichever comes first; yields after each step."""
-    progress, settings = job.state.progress, job.settings
+    progress, settings, heartbeat = job.state.progress, job.settings, job.dist.heartbeat
     epoch, batches = progress.epoch, job.train_loader.epoch(progress.epoch, progress.step_in_epoch)
     if progress.step == job.first_step > 0 and job.strategy.changes_after_first_step:
         batches = warm_up(job, batches)
@@ -102,6 +103,7 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
     job.model.train()
     meter.start()
     while progress.epoch == epoch and progress.step < job.total_steps:
+        heartbeat.step = progress.step + 1
         log_now = (progress.step + 1) % settings.log_every_steps == 0
         loss, grad_norm, stop = train_step(job, batches, guard, meter, measure_norm=log_now)
         progress.advance(settings.global_batch_size, job.train_loader.steps_per_epoch)
@@ -109,6 +111,7 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
         job.run_log.advance()
         if log_now:
             log_begin = time.perf_counter()
+            heartbeat.enter("log")
             report(job, meter, window, grad_norm)
             window = meter.mark()
             meter.rest_s += time.perf_counter() - log_begin
@@ -129,6 +132,7 @@ def warm_up(job: Job, batches: Iterator[Any]) -> Iterator[Any]:
 
     A forward and backward pass on the next batch, of which nothing remains but what the strategy made of it.
     """
+    job.dist.heartbeat.enter("set_up")
     batch = next(batches)
     generators, buffers = rng_state(), [buffer.clone() for buffer in job.state.model.buffers()]
     job.model.train()
@@ -152,12 +156,14 @@ def train_step(
         This rank's mean loss (a detached scalar on the device), the norm of the gradient over the whole
         model where it was clipped or `measure_norm` asks for it, and whether any rank was told to stop.
     """
-    state, strategy = job.state, job.strategy
+    state, strategy, heartbeat = job.state, job.strategy, job.dist.heartbeat
     mean_loss = torch.zeros((), device=job.dist.device)
     for micro_step in range(job.batch.accumulation):
+        heartbeat.enter("data")
         data_begin = time.perf_counter()
         batch = to_device(next(batches), job.dist.device, job.settings.channels_last)
         meter.data_s += time.perf_counter() - data_begin
+        heartbeat.enter("forward")
         last = micro_step == job.batch.accumulation - 1
         with strategy.gradient_sync(job.model, enabled=last):
             with strategy.autocast():
@@ -165,7 +171,9 @@ def train_step(
             mean_loss += loss.detach()
             if last:
                 guard.launch(mean_loss, job.stop_request.is_set)
+            heartbeat.enter("backward")
             state.scaler.scale(loss).backward()
+    heartbeat.enter("optimizer")
     stop = guard.settle(state.progress.step + 1)
 
     grad_norm = None
@@ -202,10 +210,12 @@ def evaluate_if_due(job: Job) -> dict[str, float]:
 @torch.no_grad()
 def evaluate(job: Job, loader: EvalLoader) -> dict[str, float]:
     """Evaluate on the held-out data, every sample counted once (a collective)."""
+    job.dist.heartbeat.enter("evaluate")
     job.strategy.sync_buffers(job.model)
     model = job.strategy.unwrap(job.model).eval()
     totals: Tensor | None = None
     for host_batch, is_real in loader:
+        job.dist.heartbeat.enter("evaluate")
         batch = to_device(host_batch, job.dist.device, job.settings.channels_last)
         with job.strategy.autocast():
             sums = job.task.eval_sums(model, batch).double()

@@ -77,7 +77,7 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest) -> Job:
     task = build("data.task", config.data.task)
     train_set = build("data.dataset", config.data.dataset, split="train")
     share: dict[str, Any] = {"replica": strategy.replica, "seed": seed, "device": dist.device}
-    share["timeout_s"] = config.distributed.timeout_s
+    share |= {"timeout_s": config.distributed.timeout_s, "heartbeat": dist.heartbeat}
     train_loader = TrainLoader(train_set, config.data, batch, **share)
     eval_loader = None
     if train.eval_every_epochs:

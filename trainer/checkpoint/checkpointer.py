@@ -83,6 +83,7 @@ class Checkpointer:
         step, metrics = state.progress.step, dict(metrics or {})
         if self._last_saved == step:
             return
+        self._dist.heartbeat.enter("checkpoint")
         best = self._settings.keep_best
         if metrics and best is not None and best.metric not in metrics:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")

@@ -27,6 +27,7 @@ WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What sums travel as; fp32 means uncompressed, in the dtype of the gradients."""
 
 Reduce = Callable[[dist.GradBucket, BucketRecord], Future[torch.Tensor]]
+Enter = Callable[[str, int], None]
 
 
 class CommHook:
@@ -36,13 +37,15 @@ class CommHook:
         timeline: what it costs, and who is waited for.
     """
 
-    def __init__(self, timeline: Timeline, reduce: Reduce | Worker) -> None:
+    def __init__(self, timeline: Timeline, reduce: Reduce | Worker, enter: Enter) -> None:
         self.timeline = timeline
+        self._enter = enter
         self._worker = reduce if isinstance(reduce, Worker) else None
         self._reduce = reduce.submit if isinstance(reduce, Worker) else reduce
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """What DDP calls when a bucket of gradients is complete."""
+        self._enter("all_reduce", bucket.index())
         record = self.timeline.arrive(bucket.index(), bucket.buffer().nbytes, bucket.is_last())
         with record_function(f"all-reduce {record.label}") as profiled:
             future = self._reduce(bucket, record)
@@ -75,6 +78,7 @@ def attach(
     segment_mb: float = SEGMENT_MB,
     timeout_s: float = 600.0,
     powersgd: Mapping[str, Any] | None = None,
+    enter: Enter = lambda phase, bucket: None,
 ) -> CommHook:
     """Make `algorithm` the gradient all-reduce of `model`; a collective of all ranks.
 
@@ -90,6 +94,7 @@ def attach(
         segment_mb: MiB per segment of the pipeline; schedules only.
         timeout_s: the longest wait for a neighbour.
         powersgd: keyword arguments of torch's PowerSGDState.
+        enter: told `("all_reduce", bucket)` of each bucket before it is handed on.
 
     Raises:
         ValueError: an unknown algorithm or wire dtype, or a setting PowerSGD refuses.
@@ -116,7 +121,7 @@ def attach(
         else:
             executor = CpuExecutor(group, schedule, hosts, wire, segment_bytes, timeout_s=timeout_s)
             reduce = _scheduled(executor, algorithm, group, timeline)
-    hook = CommHook(timeline, reduce)
+    hook = CommHook(timeline, reduce, enter)
     model.register_comm_hook(None, hook.reduce)
     return hook
 

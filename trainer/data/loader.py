@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from trainer.data.batch import BatchSplit
 from trainer.data.reader import BatchReader, EvalReader, TrainReader
 from trainer.data.sampler import EvalSampler, TrainSampler
 from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -52,6 +54,7 @@ class TrainLoader:
         seed: int,
         device: torch.device,
         timeout_s: float = 600,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._sampler = TrainSampler(
             dataset,  # type: ignore[arg-type]
@@ -59,7 +62,7 @@ class TrainLoader:
             replica=replica,
             seed=seed,
         )
-        self._reader = TrainReader(dataset, seed, settings.on_bad_sample)
+        self._reader = TrainReader(dataset, seed, settings.on_bad_sample, heartbeat)
         self._loader = _data_loader(self._reader, self._sampler, settings, device, timeout_s)
 
     @property
@@ -105,6 +108,7 @@ class EvalLoader:
         seed: int,
         device: torch.device,
         timeout_s: float = 600,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         if len(dataset) == 0:  # type: ignore[arg-type]
             raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
@@ -113,7 +117,7 @@ class EvalLoader:
             batch,
             replica=replica,
         )
-        self._reader = EvalReader(dataset, seed, settings.on_bad_sample)
+        self._reader = EvalReader(dataset, seed, settings.on_bad_sample, heartbeat)
         self._loader = _data_loader(self._reader, sampler, settings, device, timeout_s)
 
     @property
@@ -139,6 +143,7 @@ def _data_loader(
     timeout_s: float,
 ) -> DataLoader[Any]:
     in_workers = settings.num_workers > 0
+    first = reader.heartbeat.reserve(settings.num_workers)
     return DataLoader(
         reader,
         batch_sampler=sampler,
@@ -150,7 +155,7 @@ def _data_loader(
         timeout=timeout_s if in_workers else 0,
         # Children of the main process, as those of Python 3.14's default, the fork server, are not.
         multiprocessing_context="fork" if in_workers else None,
-        worker_init_fn=_obey_the_main_process_alone,
+        worker_init_fn=partial(_begin_worker, reader.heartbeat, first),
         # one of its own: each epoch it draws a number, which must not come from the run's generator
         generator=torch.Generator().manual_seed(reader.seed),
     )
@@ -180,7 +185,12 @@ def _raise_errors(batches: DataLoader[Any]) -> Iterator[Any]:
         ) from error
 
 
-def _obey_the_main_process_alone(worker_id: int) -> None:
+def _begin_worker(heartbeat: Heartbeat, first: int, worker_id: int) -> None:
+    heartbeat.become_worker(first + worker_id)
+    _obey_the_main_process_alone()
+
+
+def _obey_the_main_process_alone() -> None:
     """Let a worker outlive the signals that stop a whole session, but not its main process.
 
     The main process may still want batches on its way to a checkpoint. A SIGTERM from it, which is how

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
 from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +32,15 @@ class BatchReader(Dataset[Any]):
     Args:
         seed: not negative.
         on_bad_sample: ``raise``, or ``skip``: count it in ``num_skipped`` and go on without it.
+        heartbeat: told of each sample, or the first of each whole batch, before it is read.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, on_bad_sample: str) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, on_bad_sample: str, heartbeat: Heartbeat | None = None
+    ) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.heartbeat = heartbeat or Heartbeat()
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self.in_batches = fetches_batches(dataset)
         # Shared memory: it is the worker processes that count. Its lock costs a millisecond to make.
@@ -58,6 +63,7 @@ class BatchReader(Dataset[Any]):
 
     def _read(self, epoch: int, index: int) -> Any | None:
         """The sample, or None where it is broken and may be skipped."""
+        self.heartbeat.read(index)
         seed_generators(self.seed, epoch, index)
         try:
             return self.dataset[index]
@@ -88,6 +94,7 @@ class TrainReader(BatchReader):
     def _read_batch(self, key: tuple[int, list[int]]) -> Any:
         epoch, indices = key
         if self.in_batches:
+            self.heartbeat.read(indices[0])
             return collate(self.dataset.__getitems__(indices))  # type: ignore[attr-defined]
         with generators_kept():
             return default_collate([self._read_or_next(epoch, index) for index in indices])
@@ -101,6 +108,7 @@ class EvalReader(BatchReader):
 
     def _read_batch(self, key: list[int]) -> tuple[Any, bool]:
         if self.in_batches:
+            self.heartbeat.read((key or [0])[0])
             return collate(self.dataset.__getitems__(key or [0])), bool(key)  # type: ignore[attr-defined]
         with generators_kept():
             samples = [sample for index in key if (sample := self._read(0, index)) is not None]

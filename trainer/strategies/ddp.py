@@ -31,6 +31,7 @@ class Ddp(Strategy):
     ) -> None:
         super().__init__(dist.device, precision, compile_model)
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
+        self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         # DDP lays out its buckets anew, in the order in which the first backward pass filled them. Where an
@@ -59,7 +60,7 @@ class Ddp(Strategy):
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
             if (options := _options(self.comm)) is not None:
-                options |= {"hosts": self.hosts, "timeout_s": self.timeout_s}
+                options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 self.hook = attach(model, self.comm.algorithm, **options)
         if self.compile_model:
             # The wrapper, not the module within: torch then cuts the graph at the bucket borders, so that

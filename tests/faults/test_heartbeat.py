@@ -1,0 +1,131 @@
+"""A heartbeat is read by others of its host: while its process lives, and when it is gone."""
+
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.runs import settings
+from trainer.faults.heartbeat import Heartbeat, Records
+
+
+def test_what_was_entered_is_read() -> None:
+    heartbeat = Heartbeat()
+    records = Records.of(os.getpid(), heartbeat.fd)
+    assert (records.main().phase, records.main().position, records.note()) == ("set_up", 0, None)
+    heartbeat.step = 7
+    before = time.monotonic_ns()
+    heartbeat.enter("backward")
+    heartbeat.enter("all_reduce", bucket=2)
+    beat = records.main()
+    assert (beat.step, beat.phase, beat.position, beat.bucket, beat.buckets) == (7, "backward", 1, 2, 1)
+    assert before <= beat.since_ns <= beat.progress_ns <= time.monotonic_ns()
+    heartbeat.enter("optimizer")
+    assert (records.main().bucket, records.main().position) == (None, 2)
+
+
+def test_a_word_too_many_is_refused() -> None:
+    with pytest.raises(KeyError):
+        Heartbeat().enter("backwards")
+
+
+def in_child(action: Callable[[], Any]) -> int:
+    pid = os.fork()
+    if not pid:
+        action()
+        signal.pause()
+    return pid
+
+
+def test_the_dead_and_their_workers_can_still_be_read() -> None:
+    heartbeat = Heartbeat()
+    first = heartbeat.reserve(2)
+
+    def worker() -> None:
+        heartbeat.become_worker(first + 1)
+        heartbeat.read(41)
+
+    records = Records.of(os.getpid(), heartbeat.fd)
+    pid = in_child(worker)
+    deadline = time.monotonic() + 10
+    while not (workers := records.workers()) or workers[2].index is None:
+        assert time.monotonic() < deadline
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    workers = records.workers()
+    assert {number: (beat.pid, beat.phase, beat.index) for number, beat in workers.items()} == {
+        2: (pid, "data", 41)
+    }
+    assert records.main().pid == os.getpid()
+
+
+def test_a_process_without_one_is_told_apart(tmp_path: Path) -> None:
+    heartbeat = Heartbeat()
+    with pytest.raises(OSError, match=r"."):
+        Records.of(os.getpid(), 9999)
+    with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="no heartbeat"):
+        Records.of(os.getpid(), file.fileno())
+    pid = in_child(lambda: None)
+    with pytest.raises(OSError, match="another's"):
+        Records.of(pid, heartbeat.fd)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_note_is_whole_or_not_there() -> None:
+    heartbeat = Heartbeat()
+    records = Records.of(os.getpid(), heartbeat.fd)
+    heartbeat.note({"status": 1, "where": "x.py:3"})
+    assert records.note() == {"status": 1, "where": "x.py:3"}
+
+
+class Played(Heartbeat):
+    """Writes down what it is told, as a drill looks at it, and passes it on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, str]] = []
+
+    def enter(self, phase: str, bucket: int = -1) -> None:
+        self.told.append((self.step, phase if bucket == -1 else f"{phase} {bucket}"))
+        super().enter(phase, bucket)
+
+
+def told(run_dir: Path) -> list[tuple[int, str]]:
+    from trainer.distributed import process_group
+    from trainer.loop import fit
+    from trainer.run import assemble
+    from trainer.signals import StopRequest
+
+    sizes = ("train.global_batch_size=720", "train.epochs=1", "model.hidden=[32]")
+    config = settings("comm=ring", f"run_dir={run_dir}", "train.log_every_steps=1", *sizes)
+    played = Played()
+    with StopRequest() as stop_request, process_group(config.distributed) as dist:
+        job = assemble(config, dataclasses.replace(dist, heartbeat=played), stop_request)
+        fit(job)
+        job.checkpointer.close()
+        job.strategy.close()
+        job.run_log.close()
+    return played.told
+
+
+def test_a_run_tells_what_it_does(tmp_path: Path) -> None:
+    """All ranks alike: by the number of phases entered it is known who is behind."""
+    first, second = run_ranks(told, 2, tmp_path, init=False)
+    assert [line for line in first if "reduce" not in line[1]] == [
+        line for line in second if "reduce" not in line[1]
+    ]
+    step = ["data", "forward", "backward", "all_reduce 0", "optimizer", "log"]
+    assert first == [
+        *((1, phase) for phase in step),
+        (1, "evaluate"),
+        (1, "evaluate"),
+        (1, "checkpoint"),
+        (1, "end"),
+    ]

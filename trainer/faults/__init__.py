@@ -1,0 +1,1 @@
+"""What becomes of a run when something fails: heartbeats, the watch that reads them, the verdict."""
