@@ -1,7 +1,8 @@
-"""Run a function in several real ranks, each a process forked from one that has torch loaded already.
+"""Run a function in several real ranks, each a process forked from one that has all loaded already.
 
-`import torch` costs seconds, so the standard library's fork server imports it once per pytest session. It
-runs no tensor operation: a thread started there (OpenMP, autograd) would not survive the fork.
+Importing torch and what else a run needs costs seconds, so the standard library's fork server imports it once
+per pytest session (tests/preload.py), from the moment when this file is imported. tests/programs.py starts
+whole programs in the same way.
 """
 
 from __future__ import annotations
@@ -17,21 +18,38 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.hosts import Host
 
-# What several test modules would import in every rank otherwise, dearest first.
-_PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
-_PRELOAD += ["hydra", "pytest"]
+ROOT = Path(__file__).parents[1]
 _GRACE_S = 10.0  # how long the others may take to notice that a rank has failed
 _CLONE_NEWNET = 0x40000000
+
+
+def fork_server() -> ForkServerContext:
+    """Start the server, unless it runs; it loads while its caller goes on, and the first rank waits for it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(
+            "PYTHONPATH", str(ROOT), prepend=os.pathsep
+        )  # before Python 3.12 it has its own sys.path
+        forkserver.ensure_running()
+    return context
+
+
+if os.environ.get("RINGMASTER_TESTS_OF") == str(os.getpid()):  # pytest itself, not a rank that imports a test
+    fork_server()
 
 
 class RankFailure(AssertionError):  # noqa: N818
@@ -72,15 +90,14 @@ def run_ranks(
     """
     hosts = list(hosts) if hosts is not None else [0] * world_size
     assert len(hosts) == world_size, f"{len(hosts)} hosts named for {world_size} ranks"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = fork_server()
     with contextlib.ExitStack() as stack:
         stacks = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
-        shared = {**os.environ, **stack.enter_context(_rendezvous(hosts[0])), **(env or {})}
+        shared = {**os.environ, **stack.enter_context(rendezvous(hosts[0])), **(env or {})}
         processes, pipes = [], []
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
-            task = (fn, args, kwargs, init, timeout_s, stacks / str(rank), {**shared, **_place(rank, hosts)})
+            task = (fn, args, kwargs, init, timeout_s, stacks / str(rank), {**shared, **place(rank, hosts)})
             process = context.Process(target=_rank_main, args=(send, _namespace(hosts[rank]), *task))
             process.start()
             stack.callback(_end, process)
@@ -131,7 +148,7 @@ def _collect(pipes: list[Connection], deadline: float) -> tuple[dict[int, Any], 
 
 
 @contextlib.contextmanager
-def _rendezvous(first: int | Host) -> Iterator[dict[str, str]]:
+def rendezvous(first: int | Host) -> Iterator[dict[str, str]]:
     """The variables by which ranks find each other."""
     if isinstance(first, Host):  # a namespace has all ports to itself, so rank 0 may open a fixed one
         yield {"MASTER_ADDR": first.address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": first.interface}
@@ -146,7 +163,7 @@ def _rendezvous(first: int | Host) -> Iterator[dict[str, str]]:
     }
 
 
-def _place(rank: int, hosts: list[int | Host]) -> dict[str, str]:
+def place(rank: int, hosts: list[int | Host]) -> dict[str, str]:
     """Where a rank stands, in torchrun's variables."""
     distinct = list(dict.fromkeys(hosts))
     return {

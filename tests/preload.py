@@ -1,0 +1,38 @@
+"""What every rank has loaded when it begins: imported once, by the fork server of tests.ranks.
+
+No tensor operation may run here: a thread it started (OpenMP, autograd) would not survive the fork.
+"""
+
+import atexit
+import contextlib
+import gc
+import os
+
+import matplotlib.pyplot
+import pytest
+import safetensors.torch
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.utils.tensorboard
+import torchvision
+
+with contextlib.suppress(Exception):  # the test that needs what is broken says so better
+    import models.mlp
+    import models.vision
+    import models.vit
+    import tests.runs
+    import trainer.data.digits
+    import trainer.data.vision
+    import trainer.optim
+    import trainer.run
+    import trainer.strategies.ddp
+    import trainer.strategies.fsdp
+
+    tests.runs.settings()  # fills the caches of Hydra and of its parser
+
+# Half a million objects that no collection needs to look at again: each rank's first full one would take
+# 0.6 s, most of it for the pages that are copied because it counts in them.
+gc.collect()
+gc.freeze()
+atexit.register(os._exit, 0)  # nor need the server take them apart at its end

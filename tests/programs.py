@@ -1,0 +1,165 @@
+"""Programs of this project as their user starts them, forked from a process that has all loaded already.
+
+`python train.py` takes 4 s to import what it needs on a slow core; forked it begins at once. What the program
+sees is its own: arguments, environment, directory, session, standard streams, exit code. What it lacks is an
+interpreter that starts and is taken apart again; tests of that, and of torchrun itself, start a real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from tests.ranks import ROOT, fork_server, place, rendezvous
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended; `code` is negative where a signal ended it."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+class Program:
+    """A program that runs; `pid` also names its session and process group."""
+
+    def __init__(self, process: ForkServerProcess, streams: Path) -> None:
+        assert process.pid is not None
+        self.pid, self._process, self._streams = process.pid, process, streams
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return (self._streams / "stdout").read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return (self._streams / "stderr").read_text(errors="replace")
+
+    def wait(self, timeout_s: float = 60.0) -> Ended:
+        """Wait for its end. Raises AssertionError with its output and stacks when it is not done in time."""
+        self._process.join(timeout_s)
+        if (code := self.poll()) is None:
+            self.send_signal(signal.SIGQUIT)
+            self._process.join(2)
+            raise AssertionError(f"still runs after {timeout_s} s\n{self.stdout}{self.stderr}")
+        return Ended(code, self.stdout, self.stderr)
+
+
+@contextlib.contextmanager
+def started(*argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Iterator[Program]:
+    """Start `python ARGV` (a file, or -m and a module, then arguments); leaving kills it and its session.
+
+    Args:
+        env: added to this process's environment.
+    """
+    with tempfile.TemporaryDirectory(prefix="program-") as streams:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        process = fork_server().Process(target=_main, args=(argv, environment, cwd, Path(streams)))
+        for name in ("stdout", "stderr"):
+            (Path(streams) / name).touch()
+        process.start()
+        try:
+            yield Program(process, Path(streams))
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # its loader's workers, too
+            process.kill()
+            process.join()
+            process.close()
+
+
+def finish(
+    *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 60.0
+) -> Ended:
+    """Run `python ARGV` to its end, as `started`."""
+    with started(*argv, env=env, cwd=cwd) as program:
+        return program.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def started_ranks(
+    count: int, *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> Iterator[list[Program]]:
+    """`count` ranks on one host, each a program of its own in torchrun's environment, but nobody watches them."""
+    with contextlib.ExitStack() as stack:
+        meeting = stack.enter_context(rendezvous(0))
+        yield [
+            stack.enter_context(
+                started(*argv, env={**meeting, **place(rank, [0] * count), **(env or {})}, cwd=cwd)
+            )
+            for rank in range(count)
+        ]
+
+
+def finish_ranks(
+    count: int, *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 60.0
+) -> list[Ended]:
+    """Run `count` ranks to the end of each, as `started_ranks`."""
+    with started_ranks(count, *argv, env=env, cwd=cwd) as programs:
+        deadline = time.monotonic() + timeout_s
+        return [program.wait(max(0.0, deadline - time.monotonic())) for program in programs]
+
+
+def _main(argv: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Path) -> None:
+    os.setsid()
+    end_with_parent()
+    for number, name, mode in ((0, os.devnull, "r"), (1, "stdout", "a"), (2, "stderr", "a")):
+        with (streams / name).open(mode) as file:
+            os.dup2(file.fileno(), number)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGQUIT, all_threads=True, chain=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    try:
+        if argv[0] == "-m":
+            sys.argv, sys.path[0] = list(argv[1:]), str(cwd)
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[0] = list(argv), str((cwd / argv[0]).resolve().parent)
+            runpy.run_path(argv[0], run_name="__main__")
+    except KeyboardInterrupt:  # as Python ends on it
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this session when pytest is gone, however that ended: no thread of ours watches."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)

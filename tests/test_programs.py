@@ -1,0 +1,119 @@
+"""The forked programs that whole runs are tested with behave as those that their user starts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tests.programs import end_with_parent, finish, finish_ranks, started
+from tests.ranks import RankFailure, run_ranks
+
+_TELLS = """
+    import os, sys
+    print(sys.argv, __name__, __file__, os.getcwd(), os.environ["COLOUR"], sys.path[0], sys.stdin.read())
+    print(os.getsid(0) == os.getpid() or "not a session of its own", file=sys.stderr)
+    sys.exit(7)
+"""
+
+
+def _script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def _really(*argv: str, cwd: Path, env: dict[str, str]) -> tuple[int, str, str]:
+    command = [sys.executable, *argv]
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **env}, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=60, start_new_session=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _TELLS,
+        "print(1, flush=True)\nraise SystemExit('a message')",
+        "import sys\nsys.stdout.write('unflushed')",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)",
+    ],
+    ids=["arguments", "SystemExit", "falls off its end", "SIGTERM", "SIGINT"],
+)
+def test_a_forked_program_is_like_a_real_one(text: str, tmp_path: Path) -> None:
+    script, env = _script(tmp_path, text), {"COLOUR": "blue"}
+    code, out, err = _really(script, "--one", "two", cwd=tmp_path, env=env)
+    forked = finish(script, "--one", "two", cwd=tmp_path, env=env)
+    assert (forked.code, forked.stdout) == (code, out)
+    assert forked.stderr == err or "KeyboardInterrupt" in err
+
+
+def test_a_forked_module_is_like_a_real_one(tmp_path: Path) -> None:
+    _script(tmp_path, _TELLS)
+    env = {"COLOUR": "blue"}
+    forked = finish("-m", "script", "x", cwd=tmp_path, env=env)
+    assert (forked.code, forked.stdout, forked.stderr) == _really("-m", "script", "x", cwd=tmp_path, env=env)
+
+
+def test_an_exception_is_shown_with_its_traceback(tmp_path: Path) -> None:
+    ended = finish(_script(tmp_path, "def f():\n    raise ZeroDivisionError('on purpose')\nf()"))
+    assert (ended.code, ended.stdout) == (1, "")
+    assert "script.py" in ended.stderr and ended.stderr.endswith("ZeroDivisionError: on purpose\n")
+
+
+def test_ranks_have_torchruns_environment(tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE"]
+    script = _script(tmp_path, f"import os\nprint(*[os.environ[name] for name in {names}])")
+    assert [rank.stdout for rank in finish_ranks(2, script)] == ["0 0 2\n", "1 1 2\n"]
+
+
+def test_one_that_hangs_is_shown_with_its_stack_and_is_gone_with_its_session(tmp_path: Path) -> None:
+    text = "import os, time\ndef dream(): time.sleep(1000)\nos.fork()\ndream()"
+    with pytest.raises(AssertionError, match=r"still runs after 1 s(.|\n)*in dream"):
+        finish(_script(tmp_path, text), timeout_s=1)
+
+
+def _sleep_until_ended(send: Connection) -> None:
+    os.setsid()
+    end_with_parent()
+    send.send(os.getpid())
+    time.sleep(1000)
+
+
+def _be_killed_meanwhile(pid_file: Path) -> None:
+    receive, send = multiprocessing.Pipe(duplex=False)
+    multiprocessing.get_context("fork").Process(target=_sleep_until_ended, args=(send,)).start()
+    pid_file.write_text(str(receive.recv()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_none_outlives_a_pytest_that_was_killed(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="died with exit code -9"):
+        run_ranks(_be_killed_meanwhile, 1, tmp_path / "pid", init=False)
+    status = Path("/proc", (tmp_path / "pid").read_text(), "status")
+    deadline = time.monotonic() + 30
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)
+
+
+def test_signals_reach_it(tmp_path: Path) -> None:
+    text = (
+        "import signal, time\nsignal.signal(10, lambda *_: exit(5))\nprint(1, flush=True)\ntime.sleep(1000)"
+    )
+    with started(_script(tmp_path, text)) as program:
+        while not program.stdout:
+            time.sleep(0.01)
+        program.send_signal(signal.SIGUSR1)
+        assert program.wait(30).code == 5
