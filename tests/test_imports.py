@@ -24,10 +24,11 @@ MAY_USE = {
     "guard": {"distributed", "errors"},
     "metrics": {"distributed"},
     "loggers": {"distributed"},
+    "replicas": {"distributed", "errors", "state"},
     "strategies": {"comm", "config", "distributed", "errors"},
     "checkpoint": {"config", "distributed", "errors", "seeding", "state"},
     "loop": {"checkpoint", "config", "data", "distributed", "errors", "guard", "loggers", "metrics"}
-    | {"seeding", "signals", "state", "strategies", "tasks"},
+    | {"replicas", "seeding", "signals", "state", "strategies", "tasks"},
 }
 FROM_OUTSIDE = {
     "config": {"omegaconf"},

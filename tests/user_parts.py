@@ -46,6 +46,14 @@ class Tiny(nn.Module):
         return self.layers(rows)
 
 
+class Normed(Tiny):
+    """With running statistics, which each rank keeps of its own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(8))
+
+
 class FailsAt(Classification):
     """At the given call of `loss` on the given rank: a loss of `value`, or SIGSTOP, or SIGKILL to itself."""
 

@@ -69,6 +69,7 @@ class TrainConfig:
     clip_grad_norm: float | None = above(0)
     log_every_steps: int = at_least(1)
     eval_every_epochs: int = at_least(0)
+    check_replicas_every: int | None = at_least(1)
 
 
 @dataclass

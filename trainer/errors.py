@@ -22,6 +22,20 @@ class NonFiniteLossError(RunEndError, ArithmeticError):
     exit_code = 3
 
 
+class ReplicasDifferError(RunEndError):
+    """Ranks that must hold the same bits do not; nothing was saved after the last time they did.
+
+    Attributes:
+        ranks: those that differ from the majority of their replicas; empty where there is no majority.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class StoppedBySignal(RunEndError):  # noqa: N818, it is no error
     """A signal asked for a stop; the run was saved at `step` and can be resumed there.
 

@@ -21,6 +21,7 @@ from trainer.errors import StoppedBySignal
 from trainer.guard import StepGuard
 from trainer.loggers import RunLog
 from trainer.metrics import Mark, Meter, peak_memory_bytes
+from trainer.replicas import ReplicaGuard
 from trainer.seeding import rng_state, set_rng_state
 from trainer.signals import StopRequest
 from trainer.state import TrainState
@@ -49,6 +50,7 @@ class Job:
     first_step: int  # where a resumed run goes on
     total_steps: int
     checkpointer: Checkpointer
+    replicas: ReplicaGuard
     run_log: RunLog
     stop_request: StopRequest
 
@@ -76,7 +78,7 @@ def fit(job: Job) -> dict[str, float]:
                 steady = meter.mark()
         evaluation = evaluate_if_due(job)
         if progress.step == job.total_steps or job.checkpointer.due(progress, end_of_epoch=True):
-            job.checkpointer.save(job.state, evaluation)
+            save(job, evaluation)
 
     job.dist.heartbeat.enter("end")
     train_loss = meter.mean_loss(epoch_begin)
@@ -109,6 +111,7 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
         progress.advance(settings.global_batch_size, job.train_loader.steps_per_epoch)
         meter.count_step(loss)
         job.run_log.advance()
+        job.replicas.check_if_due(job.state)
         if log_now:
             log_begin = time.perf_counter()
             heartbeat.enter("log")
@@ -118,7 +121,7 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
         end_of_epoch = progress.epoch != epoch
         if stop or (job.checkpointer.due(progress, end_of_epoch=False) and not end_of_epoch):
             meter.pause()
-            job.checkpointer.save(job.state)
+            save(job)
             if stop:
                 job.checkpointer.close()
                 raise StoppedBySignal(progress.step)
@@ -186,6 +189,12 @@ def train_step(
     state.schedule.step()
     state.optimizer.zero_grad(set_to_none=True)
     return mean_loss, grad_norm, stop
+
+
+def save(job: Job, evaluation: dict[str, float] | None = None) -> None:
+    """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
+    job.replicas.check(job.state)
+    job.checkpointer.save(job.state, evaluation)
 
 
 def evaluate_if_due(job: Job) -> dict[str, float]:

@@ -20,6 +20,7 @@ from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.distributed import Dist, compare_across_ranks, from_main, process_group
 from trainer.loggers import RunLog, messages, table
 from trainer.loop import Job, fit
+from trainer.replicas import ReplicaGuard
 from trainer.seeding import seed_everything
 from trainer.signals import StopRequest
 from trainer.state import Progress, TrainState
@@ -115,6 +116,7 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest) -> Job:
         first_step=state.progress.step,
         total_steps=total_steps,
         checkpointer=checkpointer,
+        replicas=ReplicaGuard(dist, strategy.equal_ranks(), train.check_replicas_every),
         run_log=RunLog(dist, run_dir, total_steps, state.progress.step),
         stop_request=stop_request,
     )

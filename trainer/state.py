@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 # What torch.compile and activation checkpointing put into parameter names.
@@ -57,6 +57,17 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
         }
+
+    def replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """What replicas of a model have in common, live: parameters, then the optimizer's tensors.
+
+        Sharded ones are DTensors. Buffers are not among them: running statistics are each rank's own.
+        """
+        yield from parameter_names(self.model)
+        for name, parameter in parameter_names(self.model):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {name}", value
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Make this state the saved one; sharded tensors must come sharded as they are here."""

@@ -82,6 +82,10 @@ class Strategy:
             for buffer in self.unwrap(model).buffers():
                 dist.broadcast(buffer, src=0)
 
+    def equal_ranks(self) -> list[tuple[int, ...]]:
+        """Ranks that hold the same parameters and optimizer state bit for bit, group by group."""
+        return []
+
     def metrics(self) -> dict[str, float]:
         """What this strategy measured since the last call, for the log."""
         return {}

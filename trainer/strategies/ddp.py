@@ -78,6 +78,9 @@ class Ddp(Strategy):
             return model.no_sync()
         return self.hook.plain_errors() if self.hook is not None else nullcontext()
 
+    def equal_ranks(self) -> list[tuple[int, ...]]:
+        return [tuple(range(self.num_replicas))]
+
     def metrics(self) -> dict[str, float]:
         return self.hook.timeline.metrics() if self.hook is not None else {}
 

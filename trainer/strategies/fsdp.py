@@ -82,6 +82,10 @@ class Fsdp(Strategy):
         norm = super().clip_grad_norm(model, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def equal_ranks(self) -> list[tuple[int, ...]]:
+        # Hybrid: those that hold the same shard, which is a column of the mesh.
+        return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
+
 
 def _mesh(shard_group: str, dist: Dist) -> DeviceMesh:
     size = {"world": dist.world_size, "host": dist.local_world_size}.get(shard_group) or int(shard_group)
