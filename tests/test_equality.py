@@ -88,6 +88,7 @@ def test_mlp_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]],
 
 
 DEAF = ("strategy=ddp", "comm.timeline=false")  # DDP takes one hook, and the test brings its own
+UNGUARDED = "train.check_replicas_every=null"  # else the replica guard would be the one to find it
 
 
 def deaf_on_rank_1(*overrides: str) -> dict[str, Tensor]:
@@ -97,7 +98,6 @@ def deaf_on_rank_1(*overrides: str) -> dict[str, Tensor]:
     class Deaf(Ddp):
         def wrap(self, model):  # type: ignore[no-untyped-def]
             model = super().wrap(model)
-UNGUARDED = "train.check_replicas_every=null"  # else the replica guard would be the one to find it
             model.register_comm_hook(None, keep_own_gradient)
             return model
 
