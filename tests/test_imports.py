@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Room to the rooms it may use besides itself; a room is a module or package right under trainer/ or models/.
-LEAVES = {"errors", "seeding", "signals", "state", "tasks", "optim", "comm"}
+LEAVES = {"errors", "seeding", "signals", "state", "tasks", "optim", "comm", "pieces"}
 MAY_USE = {
     **{room: set() for room in LEAVES},
     "overrides": set(),
@@ -20,13 +20,13 @@ MAY_USE = {
     "faults": {"errors"},
     "distributed": {"config", "errors", "faults", "launch"},
     "data": {"errors", "faults"},
-    "fingerprint": {"data"},
+    "fingerprint": {"data", "pieces"},
     "guard": {"distributed", "errors"},
     "metrics": {"distributed"},
     "loggers": {"distributed"},
     "replicas": {"distributed", "errors", "state"},
     "strategies": {"comm", "config", "distributed", "errors"},
-    "checkpoint": {"config", "distributed", "errors", "seeding", "state"},
+    "checkpoint": {"config", "distributed", "errors", "pieces", "seeding", "state"},
     "loop": {"checkpoint", "config", "data", "distributed", "errors", "guard", "loggers", "metrics"}
     | {"replicas", "seeding", "signals", "state", "strategies", "tasks"},
 }

@@ -4,10 +4,13 @@ import hashlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.pieces import as_bytes, pieces
 
 
 def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
@@ -25,18 +28,20 @@ def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader 
 def parameters_sha256(model: nn.Module) -> str:
     """Hash the whole, unsharded parameters and buffers in name order (a collective for a sharded model).
 
-    Equal hashes mean models that are equal to the last bit. Only rank 0 holds all of a sharded model, so
+    Equal hashes mean models that are equal to the last bit. What is sharded comes to rank 0 piece by piece;
     on other ranks the hash is that of nothing.
 
     Args:
         model: unwrapped; its state dict carries no prefix.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    tensors = get_model_state_dict(model, options=options)
+    tensors, rank = get_model_state_dict(model), dist.get_rank()
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
         assert isinstance(tensor, Tensor)
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        if rank == 0:
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        # CPU offload leaves shards where the mesh's backend does not reach.
+        for piece in pieces(tensor, tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"):
+            digest.update(as_bytes(piece))
     return digest.hexdigest()

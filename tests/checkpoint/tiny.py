@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import Checkpointer, full
+from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed import Dist
@@ -104,8 +104,13 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
 def everything(state: TrainState) -> dict[str, Any]:
     """All of ``state``, as whole CPU tensors and plain values."""
     tensors, plain = take_apart(state.state_dict())
-    whole = full.gather(tensors, rank=0)
-    return {"tensors": {name: tensor.cpu().clone() for name, tensor in whole.items()}, "plain": plain}
+    return {"tensors": whole(tensors), "plain": plain}
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of ``tensors`` on the CPU, made whole on every rank (a collective)."""
+    full = {k: value.full_tensor() if isinstance(value, DTensor) else value for k, value in tensors.items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in full.items()}
 
 
 def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tests import runs
+from tests.checkpoint import tiny
 from trainer import loop, seeding
-from trainer.checkpoint import full
 from trainer.checkpoint.tree import take_apart
 from trainer.distributed import Dist
 from trainer.run import assemble
@@ -58,7 +58,7 @@ class Recorder:
 def run(dist: Dist, run_dir: Path, *overrides: str, resume: str = "null") -> dict[str, Any]:
     """Train to the end.
 
-    Returns all that the run was at its beginning and at its end (tensors whole, on rank 0 alone), its
+    Returns all that the run was at its beginning and at its end (tensors whole), its
     generators at the end, and the samples of each micro-batch that this rank trained on; where a resumed DDP
     run warms up, its first micro-batch comes twice.
     """
@@ -79,7 +79,7 @@ def run(dist: Dist, run_dir: Path, *overrides: str, resume: str = "null") -> dic
 
 def _everything(state: Any) -> dict[str, Any]:
     tensors, plain = take_apart(state.state_dict())
-    return {"tensors": {k: v.clone() for k, v in full.gather(tensors, rank=0).items()}, "plain": plain}
+    return {"tensors": tiny.whole(tensors), "plain": plain}
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -90,7 +90,7 @@ class Checkpointer:
         self._finish()
         tensors, plain = take_apart(state.state_dict())
         if self._settings.format == "full":
-            tensors = full.gather(tensors, self._dist.rank)
+            tensors = full.part_of(tensors, self._dist.rank)
         elif self._dist.rank != 0:
             # Running statistics follow each rank's own data; those of rank 0 are the model's.
             of_rank_0 = {f"model.{name}" for name in buffer_names(state.model)}
@@ -105,9 +105,9 @@ class Checkpointer:
 
     def _start_copying(self, tensors: dict[str, Tensor], buffers: set[str]) -> Future[dict[str, Tensor]]:
         """Copy what the optimizer changes in the background; buffers, which a forward pass changes, now."""
+        changing = {name: tensors[name].clone() for name in tensors if name.removeprefix("model.") in buffers}
         if self._dist.device.type == "cuda":
             torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
-        changing = {name: tensors[name].clone() for name in tensors if name.removeprefix("model.") in buffers}
         self._copied = cast(Future[dict[str, Tensor]], self._stager.stage(tensors | changing))
         return self._copied
 
@@ -212,7 +212,9 @@ class Checkpointer:
         if self._settings.format == "sharded":
             digests |= sharded.write(directory, tensors, self._agreement.group)
         elif self._dist.rank == 0:
-            digests[full.TENSORS] = full.write(directory / full.TENSORS, tensors)
+            digests[full.TENSORS] = full.write(directory / full.TENSORS, tensors, self._agreement.group)
+        else:
+            full.send(tensors, self._agreement.group)
         if self._dist.rank == 0:
             assert rng is not None
             rng_tensors, rng_plain = take_apart(rng)

@@ -1,42 +1,79 @@
 """The ``full`` format: rank 0 writes one file of whole tensors, named as in the plain module."""
 
-from collections.abc import Mapping
+import collections
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
+import numpy as np
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
 from trainer.errors import UserError
+from trainer.pieces import as_bytes, pieces
 
 TENSORS = "tensors.pt"
 
 
-def gather(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """Whole tensors on rank 0, nothing on the others; collective, with the same names in the same order.
+def part_of(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What this rank has to give to the file: rank 0 all it has, others their part of what is sharded."""
+    return {name: tensor for name, tensor in tensors.items() if rank == 0 or isinstance(tensor, DTensor)}
 
-    A sharded tensor is made whole and moved to the CPU, one at a time, so that no device holds more than one.
-    Any other stays what it is: the live tensor.
+
+def write(
+    path: Path, tensors: Mapping[str, Tensor], group: torch_dist.ProcessGroup | None = None
+) -> FileDigest:
+    """On rank 0: write the file of ``tensors``, hashed on the way and fsynced.
+
+    What is sharded, or on a GPU, comes as the file grows, so that rank 0 holds its own part of the state and
+    one piece more. With sharded tensors collective over ``group``, on which CPU tensors travel: all other
+    ranks ``send``. They may do so whatever happens to the file here.
     """
-    whole = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        if isinstance(tensor, DTensor):
-            # CPU offload leaves shards where the mesh's backend does not reach.
-            tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
-            tensor = tensor.cpu() if rank == 0 else tensor
-        if rank == 0:
-            whole[name] = tensor
-    return whole
-
-
-def write(path: Path, tensors: Mapping[str, Tensor]) -> FileDigest:
-    """``torch.save`` the flat dict of ``tensors`` as CPU tensors, hashed on the way and fsynced."""
-    with HashingFile(path) as file, without_crc32():
-        torch.save({name: tensor.cpu() for name, tensor in tensors.items()}, cast(IO[bytes], file))
+    coming = {name: pieces(tensor, "cpu", group) for name, tensor in tensors.items() if _is_elsewhere(tensor)}
+    try:
+        # torch.save is given memory that nobody touches, and so costs nothing, for what is still to come.
+        memory = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for name in coming}
+        file = _FilledFile(path, {memory[name].data_ptr(): coming[name] for name in coming})
+        with file, without_crc32():
+            torch.save({**tensors, **memory}, cast(IO[bytes], file))
+            assert not file.coming, "torch.save has not written each storage in one call"
+    finally:
+        for parts in coming.values():
+            collections.deque(parts, maxlen=0)
     return file.digest
+
+
+def send(tensors: Mapping[str, Tensor], group: torch_dist.ProcessGroup) -> None:
+    """On every other rank, while rank 0 is in ``write``: give it this rank's part of the sharded tensors."""
+    for tensor in tensors.values():
+        if _is_elsewhere(tensor):
+            collections.deque(pieces(tensor, "cpu", group), maxlen=0)
+
+
+class _FilledFile(HashingFile):
+    """Asked to write the memory at ``address``, it writes ``coming[address]``."""
+
+    def __init__(self, path: Path, coming: Mapping[int, Iterator[Tensor]]) -> None:
+        super().__init__(path)
+        self.coming = dict(coming)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        address = np.frombuffer(view, np.uint8).ctypes.data if len(view) else None
+        if address not in self.coming:
+            return super().write(view)
+        num_bytes = 0
+        for piece in self.coming.pop(address):
+            num_bytes += super().write(as_bytes(piece))
+        assert num_bytes == len(view)
+        return num_bytes
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and (isinstance(tensor, DTensor) or not tensor.is_cpu)
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
