@@ -5,6 +5,7 @@ from omegaconf import DictConfig
 
 from trainer import config
 from trainer.launch.exits import exits, refuse_sweep_in_ranks
+from trainer.launch.place import place, publish
 
 composed: list[DictConfig] = []  # one; several in a multirun; none for --help and the like
 
@@ -20,6 +21,7 @@ if __name__ == "__main__":
         compose()
         refuse_sweep_in_ranks(len(composed))
         for settings in map(config.load, composed):
+            publish(place(settings.distributed))
             from trainer.run import run  # torch is loaded only once the settings are good
 
             run(settings)

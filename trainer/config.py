@@ -89,6 +89,11 @@ class DistributedConfig:
     device: str = one_of("auto", "cpu", "cuda")
     backend: str | None = one_of("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl")
     timeout_s: float = above(0)
+    init_method: str = like(
+        r"env://|tcp://(\[[0-9a-fA-F:.]+\]|[^/:]+):\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH"
+    )
+    rank: int | None = at_least(0)
+    world_size: int | None = at_least(1)
 
 
 @dataclass

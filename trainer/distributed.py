@@ -1,6 +1,5 @@
 """Process group set-up and clean-up: the only place that calls init_process_group."""
 
-import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ from trainer.config import DistributedConfig
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.launch.place import Place, place
+from trainer.rendezvous import leave, meet, on_this_host
 
 log = logging.getLogger(__name__)
 
-_runs = itertools.count()
 _GLOO_WORDS = ("gloo/", "pair closure")
 
 
@@ -51,29 +50,33 @@ class Dist:
 def process_group(settings: DistributedConfig) -> Iterator[Dist]:
     """Join the other processes, and leave them again when all went well.
 
-    Under torchrun the group is the one its environment describes; without it, a group of one that needs
-    no port. After an exception nothing is torn down: the peers may be gone, and a collective would wait
-    for them while the exception waits to be seen.
+    The group is the one that `place` finds; where there is no other process, one that needs no port. After an
+    exception among several nothing is torn down: the peers may be gone, and a collective would wait for them
+    while the exception waits to be seen.
 
     Raises:
-        UserError: a device or backend that this machine or this torch does not have.
+        UserError: a device or backend that this machine or this torch does not have; ranks that contradict
+            each other or have no place to meet.
         TimeoutError: ranks that did not arrive within `distributed.timeout_s`, named.
     """
-    here = place()
+    here = place(settings)
     rank, world_size = here.rank, here.world_size
-    device = _device(settings.device, here.local_rank)
+    timeout = timedelta(seconds=settings.timeout_s)
+    store, hosts = meet(here, timeout) if settings.backend != "mpi" else (None, [])
+    local_rank, local_world_size = on_this_host(here, hosts)
+    device = _device(settings.device, local_rank, here)
     backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     _check_backend(backend, device)
-    timeout = timedelta(seconds=settings.timeout_s)
     if device.type == "cuda":
         # Before anything touches a GPU: otherwise every rank opens a context on GPU 0.
         torch.cuda.set_device(device)
 
     if backend == "mpi":  # mpirun starts the ranks and knows them; it takes no store
         dist.init_process_group("mpi")
-        rank, world_size, store = dist.get_rank(), dist.get_world_size(), None
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        hosts = [0] * world_size
+        dist.all_gather_object(hosts, here.host or 0)
     else:
-        store = _meet(here, timeout) if here.under_torchrun else dist.HashStore()
         dist.init_process_group(
             backend,
             store=store,
@@ -82,14 +85,15 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
             timeout=timeout,
             device_id=device if "nccl" in backend else None,
         )
-    hosts: list[int] = [0] * world_size
-    dist.all_gather_object(hosts, here.host)
     try:
-        yield Dist(rank, here.local_rank, world_size, here.local_world_size, tuple(hosts), device, backend)
+        yield Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
     except Exception as error:
-        if store is not None and world_size > 1:
+        if world_size == 1:  # nobody to wait for, and a notebook may want to go on
+            dist.destroy_process_group()
+        elif store is not None:
             _name_the_silent(error, store, rank, hosts)
         raise
+    leave(here)
     dist.destroy_process_group()
 
 
@@ -124,12 +128,14 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _device(wanted: str, local_rank: int) -> torch.device:
+def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
         raise UserError("distributed.device=cuda, but torch sees no GPU here; take distributed.device=cpu")
+    if num_gpus == 1 and not here.under_torchrun:
+        return torch.device("cuda", 0)  # srun --gpus-per-task and the like show each process its own alone
     if local_rank >= num_gpus:
         raise UserError(
             f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}; start with "
@@ -148,24 +154,6 @@ def _check_backend(backend: str, device: torch.device) -> None:
         raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; take gloo")
     if "nccl" not in backend and device.type == "cuda" and backend != "mpi":
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
-
-
-def _meet(here: Place, timeout: timedelta) -> dist.Store:
-    """Return the store that torchrun's environment names, once every rank has signed it."""
-    world_size = here.world_size
-    store, _, _ = next(iter(dist.rendezvous("env://", here.rank, world_size, timeout=timeout)))
-    # A second run in the same processes meets in the same store, and must not read what the first left.
-    store = dist.PrefixStore(f"run_{next(_runs)}", store)
-    store.set(f"arrived/{here.rank}", "")
-    try:
-        store.wait([f"arrived/{other}" for other in range(world_size)], timeout)
-    except RuntimeError as error:
-        missing = [other for other in range(world_size) if not store.check([f"arrived/{other}"])]
-        raise TimeoutError(
-            f"waited {timeout.total_seconds():.0f} s (distributed.timeout_s) for all {world_size} ranks; "
-            f"missing: {missing}"
-        ) from error
-    return store
 
 
 def _name_the_silent(error: Exception, store: dist.Store, rank: int, hosts: list[int]) -> None:

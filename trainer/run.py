@@ -37,7 +37,8 @@ def run(config: Config) -> dict[str, Any]:
         UserError: a setting that does not fit this machine, this data or the other ranks.
     """
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
-        compare_across_ranks(flatten(config), dist)
+        shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
+        compare_across_ranks(shared, dist)
         run_dir, seed = from_main(_choose(config))
         config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
         if dist.is_main:

@@ -41,11 +41,12 @@ def exits() -> Iterator[None]:
 
 
 def refuse_sweep_in_ranks(num_trials: int) -> None:
-    """A sweep inside torchrun would run on every rank at once; each trial must be a launch of its own."""
-    if num_trials > 1 and place().under_torchrun:
+    """A sweep inside ranks would run on every one of them at once; each trial must be a launch of its own."""
+    if num_trials > 1 and place().among_ranks:
         raise UserError(
-            f"-m (multirun) inside torchrun starts all {num_trials} trials on every rank; sweep outside, "
-            "one launch per trial: for lr in 0.1 0.01; do torchrun ... train.py optim.lr=$lr; done"
+            f"-m (multirun) inside {place().launcher or 'ranks'} starts all {num_trials} trials on every "
+            "rank; sweep outside, one launch per trial: "
+            "for lr in 0.1 0.01; do torchrun ... train.py optim.lr=$lr; done"
         )
 
 

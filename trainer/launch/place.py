@@ -1,29 +1,256 @@
-"""Where this process stands among those of its run: torchrun's environment."""
+"""Where this process stands among those of its run, whoever started them.
+
+torchrun, srun and mpirun each tell a process its place in variables of their own; by hand it is told in
+`distributed.rank`, `distributed.world_size` and `distributed.init_method`. Two that contradict each other
+are refused: a run in which each process believes to be alone trains N times, and nobody notices for days.
+"""
 
 import os
+import re
+import shutil
+import socket
+import subprocess
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from trainer.config import DistributedConfig
+from trainer.errors import UserError
+
+# Below Linux' range for outgoing connections (32768), so that none of them is in the way.
+_FIRST_PORT, _NUM_PORTS = 20000, 12000
+ENV = "env://"
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, and by nobody else
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where torchrun put this process; a single process without torchrun is rank 0 of 1."""
+    """One process of a run. What nobody told it is None, and found out when the ranks meet."""
 
     rank: int
-    local_rank: int
     world_size: int
-    local_world_size: int
-    host: int
-    under_torchrun: bool
+    local_rank: int | None
+    local_world_size: int | None
+    host: int | None  # index of the host
+    launcher: str | None  # None: started by hand or all alone
+    init_method: str | None  # where the ranks meet: a URL as torch knows it; None: there is no other rank
+
+    @property
+    def under_torchrun(self) -> bool:
+        return self.launcher == "torchrun"
+
+    @property
+    def among_ranks(self) -> bool:
+        """Whether another process was, or may have been, started with the same command line."""
+        return self.world_size > 1 or self.under_torchrun
 
 
-def place() -> Place:
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return Place(
-        rank=rank,
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        world_size=world_size,
-        local_world_size=local_world_size,
-        host=int(os.environ.get("GROUP_RANK", rank // local_world_size)),
-        under_torchrun="RANK" in os.environ,
+@dataclass(frozen=True)
+class _Source:
+    """The names under which one launcher tells a process its place; "" where it does not."""
+
+    launcher: str | None
+    rank: str
+    world_size: str
+    local_rank: str = ""
+    local_world_size: str = ""
+    host: str = ""
+
+
+_SETTINGS = _Source(None, "distributed.rank", "distributed.world_size")
+_ENVIRONMENT = _Source(None, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_SRUN = _Source("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", host="SLURM_NODEID")
+_OPEN_MPI = _Source(
+    "mpirun",
+    *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+)
+_PMI = _Source("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def place(settings: DistributedConfig | None = None) -> Place:
+    """Return where this process stands, by `settings` and by its environment.
+
+    Raises:
+        UserError: variables that contradict each other, that are incomplete or that are no numbers; ranks
+            that have no way to meet.
+    """
+    told = dict(os.environ)
+    init_method = ENV
+    if settings is not None:
+        init_method = settings.init_method
+        told |= {
+            f"distributed.{name}": str(value)
+            for name in ("rank", "world_size")
+            if (value := getattr(settings, name)) is not None
+        }
+    source = _source(told)
+    if source is None:
+        _refuse_tasks_without_srun(told)
+        if init_method != ENV:
+            raise UserError(
+                f"distributed.init_method={init_method} leaves open which process this is; add "
+                "distributed.rank=0 distributed.world_size=2, and so on for each process"
+            )
+        return Place(0, 1, 0, 1, 0, None, None)
+    rank, world_size = _number(told, source.rank), _number(told, source.world_size)
+    if rank >= world_size:
+        raise UserError(
+            f"{_shown(told, source.rank)}, but {_shown(told, source.world_size)}: "
+            f"ranks count from 0 to {world_size - 1}"
+        )
+    local_rank, local_world_size, host = (
+        _number(told, name) if name in told else None
+        for name in (source.local_rank, source.local_world_size, source.host)
     )
+    if source is _SRUN:
+        local_world_size = _tasks_per_node(told["SLURM_STEP_TASKS_PER_NODE"])[host or 0]
+    if source is _ENVIRONMENT and local_world_size is not None and host is None:
+        host = rank // local_world_size
+    launcher = "torchrun" if source is _ENVIRONMENT and _AGENT in told else source.launcher
+    if world_size == 1 and launcher != "torchrun":
+        return Place(0, 1, 0, 1, 0, launcher, None)
+    if init_method == ENV and launcher != "torchrun":
+        init_method = _meeting_point(told, source, local_world_size == world_size)
+    return Place(rank, world_size, local_rank, local_world_size, host, launcher, init_method)
+
+
+def publish(here: Place) -> None:
+    """Tell a process that stands among others its place as torchrun would have, for the code of others.
+
+    Only a process that this run has to itself: a second run in it would find what the first one left.
+    """
+    if here.world_size > 1:
+        told = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": here.local_rank}
+        told |= {"LOCAL_WORLD_SIZE": here.local_world_size, "GROUP_RANK": here.host}
+        os.environ.update({name: str(value) for name, value in told.items() if value is not None})
+
+
+def _source(told: Mapping[str, str]) -> _Source | None:
+    """The source that knows best, once all that say anything agree with it; None: nothing says anything."""
+    found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, told)]
+    # Alone in its step, a process may still be one of others: a shell within srun, an srun for each rank.
+    if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:
+        others_tell = {_SETTINGS.rank, _SETTINGS.world_size} <= told.keys()
+        crowd = [source for source in found if source is _ENVIRONMENT or _number(told, source.world_size) > 1]
+        found = crowd or ([] if others_tell else found[:1])
+    if not found:
+        return _SETTINGS if _complete(_SETTINGS, told) else None
+    best, *others = found
+    if _AGENT in told and others:
+        _refuse_one_torchrun_each(told, others[0])
+    elif best is _ENVIRONMENT:
+        for other in others:
+            _compare(told, best, other)
+    _compare(told, _SETTINGS, best)
+    return best
+
+
+def _speaks(source: _Source, told: Mapping[str, str]) -> bool:
+    if source is _SRUN:
+        return source.world_size in told
+    if source is _PMI and _SRUN.world_size in told and _PMI.local_rank not in told:
+        return False  # srun --mpi=pmi2 says the same twice; MPICH's own launcher names the local rank, too
+    return _complete(source, told)
+
+
+def _complete(source: _Source, told: Mapping[str, str]) -> bool:
+    missing = [name for name in (source.rank, source.world_size) if name not in told]
+    if len(missing) == 1:
+        given = source.rank if missing[0] == source.world_size else source.world_size
+        raise UserError(f"{_shown(told, given)}, but {missing[0]} is not set; set both or neither")
+    return not missing
+
+
+def _compare(told: Mapping[str, str], one: _Source, other: _Source) -> None:
+    for mine, theirs in ((one.rank, other.rank), (one.world_size, other.world_size)):
+        if mine in told and _number(told, mine) != _number(told, theirs):
+            raise UserError(
+                f"{_shown(told, mine)} contradicts {_shown(told, theirs)}; leave out {mine}, or start this "
+                f"process without {other.launcher or 'setting ' + theirs}"
+            )
+
+
+def _refuse_one_torchrun_each(told: Mapping[str, str], outer: _Source) -> None:
+    """Around torchrun, another launcher starts one agent for each host: its tasks are not the ranks."""
+    # An elastic torchrun may begin with fewer hosts than there are tasks, but not each task with its own.
+    if told.get("GROUP_WORLD_SIZE") == "1" and told.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        raise UserError(
+            f"{_shown(told, outer.world_size)}, but torchrun's GROUP_WORLD_SIZE=1: each task of "
+            f"{outer.launcher} starts a run of its own; give torchrun --nnodes and --rdzv-endpoint, or leave "
+            "it out"
+        )
+
+
+def _refuse_tasks_without_srun(told: Mapping[str, str]) -> None:
+    if "SLURM_PROCID" in told and "SLURM_NTASKS" in told and _number(told, "SLURM_NTASKS") > 1:
+        raise UserError(
+            f"{_shown(told, 'SLURM_NTASKS')}, but this process was not started by srun, and would train all "
+            "alone; write `srun python train.py ...`, or ask for --ntasks=1"
+        )
+
+
+def _meeting_point(told: Mapping[str, str], source: _Source, alone_on_host: bool) -> str:
+    """Return tcp://HOST:PORT of rank 0; MASTER_ADDR and MASTER_PORT come before anything that we derive."""
+    address, port = told.get("MASTER_ADDR"), told.get("MASTER_PORT")
+    job = told.get("PMIX_NAMESPACE")
+    if source is not _SRUN and alone_on_host:
+        address = address or "127.0.0.1"
+        # Every process of an mpirun has the same parent on one host, should it give no name to the job.
+        job = job or (str(os.getppid()) if source in (_OPEN_MPI, _PMI) else None)
+    elif "SLURM_JOB_NODELIST" in told:
+        address = address or resolvable(
+            first_node(told.get("SLURM_STEP_NODELIST", told["SLURM_JOB_NODELIST"]))
+        )
+        job = f"{told['SLURM_JOB_ID']}.{told.get('SLURM_STEP_ID')}" if source is _SRUN else job
+    if not address:
+        hint = " (mpirun -x MASTER_ADDR=HOST hands it to all)" if source is _OPEN_MPI else ""
+        raise UserError(
+            f"{_shown(told, source.world_size)}, but nothing says where rank 0 is: set MASTER_ADDR to a name "
+            f"of its host{hint}, or give distributed.init_method=tcp://HOST:PORT"
+        )
+    if port is None and job is None:
+        raise UserError(
+            f"MASTER_ADDR={address} is set, but MASTER_PORT is not; any port that is free there will do"
+        )
+    number = _number(told, "MASTER_PORT") if port is not None else derived_port(str(job))
+    return f"tcp://{f'[{address}]' if ':' in address else address}:{number}"
+
+
+def derived_port(job: str) -> int:
+    """A port that all ranks of a job can name without asking anybody; two jobs rarely share one."""
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+
+
+def first_node(nodes: str) -> str:
+    """The first of a SLURM node list: `rack[1,3-4]node[08-10]-ib,login` begins with `rack1node08-ib`."""
+    first = re.split(r",(?![^\[]*\])", nodes, maxsplit=1)[0]
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
+
+
+def resolvable(node: str) -> str:
+    """`node`, or the address that SLURM has for it where its name is known to SLURM alone."""
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        if shutil.which("scontrol"):
+            asked = ["scontrol", "--oneliner", "show", "node", node]
+            answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
+            if found := re.search(r"\bNodeAddr=(\S+)", answer):
+                return found[1]
+    return node
+
+
+def _tasks_per_node(counts: str) -> list[int]:
+    """`2(x3),1` is 2, 2, 2, 1."""
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in groups for _ in range(int(times or 1))]
+
+
+def _number(told: Mapping[str, str], name: str) -> int:
+    if not re.fullmatch(r"\d+", told[name]):
+        raise UserError(f"{_shown(told, name)}, but must be a number, at least 0")
+    return int(told[name])
+
+
+def _shown(told: Mapping[str, str], name: str) -> str:
+    return f"{name}={told[name]}"

@@ -1,0 +1,210 @@
+"""Each launcher's variables put a process in its place; variables that contradict each other do not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import settings
+from trainer.errors import UserError
+from trainer.launch.place import Place, derived_port, first_node, place
+
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|TORCHELASTIC|SLURM_|OMPI_|PMIX?_|MPI_LOCAL")
+
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "127.0.0.[1-9]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "1,3",
+    "SLURM_STEP_NODELIST": "127.0.0.[1-2]",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "4",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "156762113",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a"}
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}
+ALONE_IN_SRUN = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}
+
+Told = Callable[..., Place]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    """What `place` returns for these variables, and no others, and these overrides."""
+
+    def told(variables: dict[str, str], *overrides: str) -> Place:
+        for name in [name for name in os.environ if LAUNCHERS.match(name)]:
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return place(settings(*overrides).distributed if overrides else None)
+
+    return told
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, Place(0, 1, 0, 1, 0, None, None)),
+        (TORCHRUN, Place(3, 8, 1, 2, 1, "torchrun", "env://")),
+        (SRUN, Place(2, 4, 1, 3, 1, "srun", f"tcp://127.0.0.1:{derived_port('7.0')}")),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "9"}, Place(2, 4, 1, 3, 1, "srun", "tcp://b:9")),
+        (OPEN_MPI, Place(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}")),
+        (PMI | {"MASTER_PORT": "9"}, Place(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
+        (BY_HAND, Place(1, 2, None, None, None, None, "tcp://[::1]:29500")),
+        # The export RANK=$SLURM_PROCID of many a job script, an srun for each rank, torchrun in an srun of hosts.
+        (
+            SRUN | {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "b", "MASTER_PORT": "9"},
+            Place(2, 4, None, None, None, None, "tcp://b:9"),
+        ),
+        (ALONE_IN_SRUN | BY_HAND, Place(1, 2, None, None, None, None, "tcp://[::1]:29500")),
+        (ALONE_IN_SRUN, Place(0, 1, 0, 1, 0, "srun", None)),
+        (SRUN | TORCHRUN, Place(3, 8, 1, 2, 1, "torchrun", "env://")),
+        # mpirun starts its own servants by srun, one for each host, and the ranks inherit their variables.
+        (
+            ALONE_IN_SRUN | OPEN_MPI,
+            Place(1, 2, 1, 2, None, "mpirun", f"tcp://127.0.0.1:{derived_port('156762113')}"),
+        ),
+        (SRUN | PMI | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": "9"}, Place(1, 4, 0, 2, None, "mpirun", "tcp://a:9")),
+    ],
+)  # fmt: skip
+def test_the_variables_of_each_launcher(told: Told, variables: dict[str, str], expected: Place) -> None:
+    assert told(variables) == expected
+
+
+def test_by_hand_in_the_settings(told: Told) -> None:
+    by_hand = ("distributed.init_method=file:///tmp/x", "distributed.rank=1", "distributed.world_size=2")
+    assert told({}, *by_hand) == Place(1, 2, None, None, None, None, "file:///tmp/x")
+    assert told(ALONE_IN_SRUN, *by_hand) == Place(1, 2, None, None, None, None, "file:///tmp/x")
+    assert told(SRUN, by_hand[0]) == Place(2, 4, 1, 3, 1, "srun", "file:///tmp/x")
+
+
+@pytest.mark.parametrize(
+    ("variables", "overrides", "named"),
+    [
+        (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, (), r"RANK=0 contradicts SLURM_PROCID=2"),
+        (SRUN | {"RANK": "2", "WORLD_SIZE": "8"}, (), r"WORLD_SIZE=8 contradicts SLURM_STEP_NUM_TASKS=4"),
+        (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, (), r"SLURM_STEP_NUM_TASKS=4.*run of its own.*--nnodes"),
+        (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "2"}, (), r"RANK=0 contradicts OMPI_COMM_WORLD_RANK=1"),
+        (SRUN, ("distributed.rank=0",), r"distributed.rank=0 contradicts SLURM_PROCID=2"),
+        (TORCHRUN, ("distributed.world_size=4",), r"distributed.world_size=4 contradicts WORLD_SIZE=8"),
+        ({"RANK": "1"}, (), r"RANK=1, but WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, (), r"WORLD_SIZE=2, but RANK is not set"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, (), r"RANK=4, but WORLD_SIZE=4: ranks count from 0 to 3"),
+        ({"RANK": "-1", "WORLD_SIZE": "4"}, (), r"RANK=-1, but must be a number"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, (), r"WORLD_SIZE=4, but nothing says where rank 0 is.*MASTER_ADDR"),
+        (BY_HAND | {"MASTER_PORT": "x"}, (), r"MASTER_PORT=x, but must be a number"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, (), r"MASTER_PORT is not"),
+        (PMI | {"MASTER_ADDR": ""}, (), r"PMI_SIZE=4, but nothing says where rank 0 is"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process was not started by srun"),
+        ({}, ("distributed.rank=1",), r"distributed.rank=1, but distributed.world_size is not set"),
+        ({}, ("distributed.init_method=tcp://a:1",), r"tcp://a:1 leaves open which process this is"),
+        ({}, ("distributed.init_method=tcp://a",), r"init_method is tcp://a, but must be env://, tcp://HOST:PORT"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused_by_name(
+    told: Told, variables: dict[str, str], overrides: tuple[str, ...], named: str
+) -> None:
+    with pytest.raises(UserError, match=named):
+        told(variables, *overrides)
+
+
+def test_the_first_node_of_a_list() -> None:
+    lists = {
+        "rack[1,3-4]node[08-10]-ib,login": "rack1node08-ib",
+        "n[0-1]": "n0",
+        "a,b[1-2]": "a",
+        "gpu7": "gpu7",
+    }
+    assert {nodes: first_node(nodes) for nodes in lists} == lists
+
+
+def test_finding_ones_place_takes_no_torch() -> None:
+    script = "import sys, trainer.launch.place, trainer.launch.exits; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
+
+
+# ---- meeting
+
+
+def met(init_method: str, times: int = 1, patience_s: float = 30) -> tuple[int, int, int, tuple[int, ...]]:
+    """Stand where RANK says, but told by hand; come together and leave again."""
+    import torch.distributed as dist
+
+    from trainer.distributed import process_group
+
+    rank = os.environ["RANK"]
+    for name in [name for name in os.environ if LAUNCHERS.match(name)]:
+        del os.environ[name]
+    by_hand = (
+        f"distributed.init_method={init_method}",
+        f"distributed.rank={rank}",
+        "distributed.world_size=2",
+    )
+    told = settings(*by_hand, f"distributed.timeout_s={patience_s}").distributed
+    for _ in range(times):  # a run leaves nothing that the next one would trip over
+        with process_group(told) as here:
+            total = [0, 0]
+            dist.all_gather_object(total, here.rank + 1)
+            assert total == [1, 2]
+    return here.rank, here.local_rank, here.local_world_size, here.hosts
+
+
+def test_ranks_by_hand_meet_in_a_file_and_count_who_is_beside_them(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "meeting place"
+    places = run_ranks(met, 2, file.as_uri(), times=2, init=False)
+    assert places == [(0, 0, 2, (0, 0)), (1, 1, 2, (0, 0))]
+    assert not file.exists()
+
+
+def first_comes_alone(path: str) -> str:
+    """An earlier run of which only rank 0 ever came, then a whole one; what each rank is told."""
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "0" and not Path(path).exists():
+        old = dist.FileStore(path)
+        old.set("made", "")
+        dist.PrefixStore("run_0", old).set("arrived/0", "here")
+    try:
+        met(Path(path).as_uri())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "they met"
+
+
+def test_the_file_of_an_earlier_run_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for message in run_ranks(first_comes_alone, 2, str(tmp_path / "old"), init=False):
+        assert message.startswith("UserError: ")
+        assert "holds what an earlier run left" in message
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(met, 1, "tcp://127.0.0.1:29733", patience_s=2, init=False)
+    assert "waited 2 s (distributed.timeout_s) for all 2 ranks; missing: [1]" in failure.value.reports[0]
