@@ -98,16 +98,28 @@ def measure_ours(processes: int, scratch: Path) -> tuple[float, float]:
         "data.task.label_smoothing=0",
         "optim.weight_decay=0",
         "optim.lr=0.05",
-        f"run_dir={scratch}/ours",
     ]
     common += ["train.eval_every_epochs=0", "checkpoint.every_epochs=null"]
-    launch(processes, "train.py", *common, f"train.epochs={EPOCHS}", f"train.log_every_steps={LOG_EVERY}")
-    ms_per_step = json.loads((scratch / "ours" / "result.json").read_text())["ms_per_step"]
+    launch(
+        processes,
+        "train.py",
+        *common,
+        f"train.epochs={EPOCHS}",
+        f"train.log_every_steps={LOG_EVERY}",
+        f"run_dir={scratch}/whole",
+    )
+    ms_per_step = json.loads((scratch / "whole" / "result.json").read_text())["ms_per_step"]
 
     # The log says when each step was done, so a run that logs its first tells how long that took.
-    (scratch / "ours" / "train.log").unlink()
-    begin = launch(processes, "train.py", *common, "train.max_steps=2", "train.log_every_steps=1")
-    lines = (scratch / "ours" / "train.log").read_text().splitlines()
+    begin = launch(
+        processes,
+        "train.py",
+        *common,
+        "train.max_steps=2",
+        "train.log_every_steps=1",
+        f"run_dir={scratch}/first",
+    )
+    lines = (scratch / "first" / "train.log").read_text().splitlines()
     stamp = next(line for line in lines if " step 1/" in line)[:23]
     return ms_per_step, datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f").timestamp() - begin
 

@@ -48,7 +48,7 @@ def job_of(*overrides: str) -> Iterator[Job]:
     torch.set_num_threads(1)
     config = settings(*overrides)
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
-        job = assemble(config, dist, stop_request)
+        job = assemble(config, "tests", dist, stop_request)
         yield job
         job.checkpointer.close()
         job.strategy.close()

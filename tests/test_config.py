@@ -64,7 +64,6 @@ def test_groups_are_not_empty() -> None:
         ("distributed.timeout_s=0", "distributed.timeout_s is 0.0, but must be greater than 0"),
         ("train.epochs=???", "train.epochs has no value"),
         ("~model._target_", "model has no _target_"),
-        ("seed=null resume=auto", "resume needs the seed"),
         (
             "strategy.first_bucket_mb=30",
             "strategy.first_bucket_mb is 30.0, but must be at most strategy.bucket_cap_mb, 25.0",

@@ -24,10 +24,11 @@ MAY_USE = {
     "fingerprint": {"data", "pieces"},
     "guard": {"distributed", "errors"},
     "metrics": {"distributed"},
-    "loggers": {"distributed"},
+    "loggers": {"distributed", "errors"},
     "replicas": {"distributed", "errors", "state"},
     "strategies": {"comm", "config", "distributed", "errors"},
     "checkpoint": {"config", "distributed", "errors", "pieces", "seeding", "state"},
+    "run_dir": {"checkpoint", "errors"},
     "loop": {"checkpoint", "config", "data", "distributed", "errors", "guard", "loggers", "metrics"}
     | {"replicas", "seeding", "signals", "state", "strategies", "tasks"},
 }

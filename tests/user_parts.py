@@ -1,6 +1,7 @@
 """What a user would bring: a model, a dataset and a task of their own, and faulty ones among them."""
 
 import os
+import shutil
 import signal
 import time
 from typing import Any
@@ -34,6 +35,20 @@ class Raises(Stripes):
         if os.environ.get("RANK") == "1" and index % 16 == 5:
             print(f"raised at {time.time()}", flush=True)
             raise RuntimeError("the answer was 41")
+        return super().__getitem__(index)
+
+
+class Deletes(Stripes):
+    """Deletes a directory at its hundredth sample."""
+
+    def __init__(self, split: str, directory: str) -> None:
+        super().__init__(split)
+        self.directory, self.left = directory, 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.left -= 1
+        if self.left == 0:
+            shutil.rmtree(self.directory)
         return super().__getitem__(index)
 
 

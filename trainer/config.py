@@ -297,8 +297,6 @@ def _check_nodes(config: Config) -> None:
 
 def _check_contradictions(config: Config) -> None:
     strategy, comm = config.strategy, config.comm
-    if config.resume is not None and config.seed is None:
-        raise UserError("resume needs the seed of the run it goes on with; train.log and config.yaml name it")
     if isinstance(strategy, DdpConfig):
         if strategy.first_bucket_mb > strategy.bucket_cap_mb:
             raise UserError(

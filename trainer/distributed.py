@@ -1,11 +1,11 @@
 """Process group set-up and clean-up: the only place that calls init_process_group."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from trainer.rendezvous import leave, meet, on_this_host
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _GLOO_WORDS = ("gloo/", "pair closure")
 
 
@@ -115,11 +116,23 @@ def compare_across_ranks(facts: Mapping[str, Any], dist_: Dist) -> None:
                 )
 
 
-def from_main(value: Any) -> Any:
-    """Return rank 0's `value` on every rank (a collective)."""
-    box = [value]
+def on_main(action: Callable[[], _T], dist_: Dist) -> _T:
+    """Return what `action` returns on rank 0, which alone calls it, on every rank (a collective).
+
+    Raises:
+        UserError: the one that `action` raised, on every rank.
+    """
+    box: list[Any] = [None, None]
+    if dist_.is_main:
+        try:
+            box = [action(), None]
+        except UserError as error:
+            box = [None, str(error)]
     dist.broadcast_object_list(box, src=0)
-    return box[0]
+    value, message = box
+    if message is not None:
+        raise UserError(message)
+    return cast(_T, value)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,10 @@
 Any other exception is a fault: Python's own status 1, with its traceback.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class RunEndError(Exception):
     """An end that needs no traceback: its message says it all, and is printed once."""
@@ -48,3 +52,16 @@ class StoppedBySignal(RunEndError):  # noqa: N818, it is no error
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped by a signal after step {step}; resume=auto goes on from there")
         self.step = step
+
+
+@contextmanager
+def writing(run_dir: Path | str) -> Iterator[None]:
+    """What the disk says while a run writes its own files, full, read-only or gone, is one message.
+
+    Raises:
+        UserError: for an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"run_dir={run_dir} cannot be written: {error}") from error

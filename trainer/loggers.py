@@ -1,7 +1,9 @@
 """What a person sees: lines and a progress bar on rank 0's terminal, train.log, TensorBoard."""
 
+import contextlib
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from trainer.distributed import Dist
+from trainer.errors import writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,9 +32,12 @@ class RunLog:
         self.enabled = dist.is_main
         if not self.enabled:
             return
-        # A resumed run writes its steps again; purge_step hides those of the run before.
-        purge_step = first_step + 1 if first_step else None
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        # A resumed run writes its steps again, from the first one on if it died before it was saved;
+        # purge_step hides those of the process before.
+        purge_step = first_step + 1
+        self._run_dir = run_dir
+        with writing(run_dir):
+            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
         # On time.perf_counter. The first picture imports matplotlib: 0.6 s, 1 % of a minute.
         self._next_figures = time.perf_counter() + 60
         self._bar = tqdm(
@@ -45,7 +51,8 @@ class RunLog:
 
     def text(self, name: str, text: str) -> None:
         if self.enabled:
-            self._writer.add_text(name, text)
+            with writing(self._run_dir):
+                self._writer.add_text(name, text)
 
     def advance(self) -> None:
         if self.enabled:
@@ -54,16 +61,19 @@ class RunLog:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write `values` to TensorBoard at optimizer step `step`."""
         if self.enabled:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
+            with writing(self._run_dir):
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step)
+                self._writer.flush()
 
     def figures(self, draw: Callable[[], Mapping[str, "Figure"]], step: int, at_end: bool = False) -> None:
         """Draw pictures for TensorBoard at the end of a run, and before that for at most 1 % of the time."""
         began = time.perf_counter()
         if self.enabled and (at_end or began >= self._next_figures):
-            for name, figure in draw().items():
-                self._writer.add_figure(name, figure, step)
+            pictures = draw()
+            with writing(self._run_dir):
+                for name, figure in pictures.items():
+                    self._writer.add_figure(name, figure, step)
             ended = time.perf_counter()
             self._next_figures = ended + 100 * (ended - began)
 
@@ -79,7 +89,8 @@ class RunLog:
     def close(self) -> None:
         if self.enabled:
             self._bar.close()
-            self._writer.close()
+            with writing(self._run_dir):
+                self._writer.close()
 
 
 def table(rows: Mapping[str, str]) -> str:
@@ -90,6 +101,24 @@ def table(rows: Mapping[str, str]) -> str:
 class _Console(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=self.stream)  # above the bar, where there is one
+
+
+class _LogFile(logging.FileHandler):
+    """Says once that the disk is full, where logging prints a traceback for every line; the run goes on."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            print(f"{self.baseFilename} cannot be written: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 @contextmanager
@@ -106,16 +135,25 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
         console.setFormatter(logging.Formatter(f"[rank {dist.rank}] %(message)s"))
     handlers: list[logging.Handler] = [console]
     if dist.is_main:
-        to_file = logging.FileHandler(run_dir / "train.log")
+        with writing(run_dir):
+            to_file = _LogFile(run_dir / "train.log")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handlers.append(to_file)
     log.handlers = handlers
+    say_thread_ended, threading.excepthook = threading.excepthook, _leave_to_the_main_thread
     try:
         yield
     except Exception:
         log.debug("the run ends here", exc_info=True)
         raise
     finally:
+        threading.excepthook = say_thread_ended
         for handler in handlers:
             handler.close()
         log.handlers = []
+
+
+def _leave_to_the_main_thread(ended: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer thread passes its error on to the next flush: one message is enough."""
+    if not type(ended.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(ended)

@@ -4,8 +4,8 @@ import dataclasses
 import json
 import logging
 import secrets
+from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ from trainer.checkpoint import Checkpointer, load_weights, saved_seed
 from trainer.config import Config, flatten, to_yaml
 from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.distributed import Dist, compare_across_ranks, from_main, process_group
+from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
+from trainer.errors import writing
 from trainer.loggers import RunLog, messages, table
 from trainer.loop import Job, fit
 from trainer.replicas import ReplicaGuard
+from trainer.run_dir import claim
 from trainer.seeding import seed_everything
 from trainer.signals import StopRequest
 from trainer.state import Progress, TrainState
@@ -36,16 +38,14 @@ def run(config: Config) -> dict[str, Any]:
     Raises:
         UserError: a setting that does not fit this machine, this data or the other ranks.
     """
-    with StopRequest() as stop_request, process_group(config.distributed) as dist:
+    with StopRequest() as stop_request, process_group(config.distributed) as dist, ExitStack() as held:
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks(shared, dist)
-        run_dir, seed = from_main(_choose(config))
-        config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
-        if dist.is_main:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "config.yaml").write_text(to_yaml(config))
+        run_id, chosen = on_main(lambda: _settle(config, held), dist)
+        config = dataclasses.replace(config, **chosen)
+        run_dir = Path(chosen["run_dir"])
         with messages(dist, run_dir):
-            job = assemble(config, dist, stop_request)
+            job = assemble(config, run_id, dist, stop_request)
             figures = fit(job)
             job.run_log.figures(job.strategy.figures, job.state.progress.step, at_end=True)
             result = {
@@ -61,15 +61,16 @@ def run(config: Config) -> dict[str, Any]:
             job.strategy.close()
             job.run_log.close()
             if dist.is_main and job.first_step < job.total_steps:  # else what the run left before stands
-                (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+                with writing(run_dir):
+                    (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
             log.info("%s  ->  tensorboard --logdir %s", run_dir, run_dir / "tensorboard")
     return result
 
 
-def assemble(config: Config, dist: Dist, stop_request: StopRequest) -> Job:
+def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest) -> Job:
     """Put the parts of a run together, up to the step at which it begins or goes on (a collective).
 
-    `config.run_dir` and `config.seed` are those of this run, chosen and the same on every rank.
+    `config.run_dir`, `config.seed` and `run_id` are those of this run, chosen, and the same on every rank.
     """
     assert config.run_dir is not None and config.seed is not None
     run_dir, seed, train = Path(config.run_dir), config.seed, config.train
@@ -100,7 +101,12 @@ def assemble(config: Config, dist: Dist, stop_request: StopRequest) -> Job:
     schedule = build("schedule", config.schedule, optimizer, facts=facts)
     state = TrainState(strategy.unwrap(wrapped), optimizer, schedule, strategy.grad_scaler(), Progress())
     checkpointer = Checkpointer(
-        config.checkpoint, run_dir, dist, strategy=config.strategy.name, config=flatten(config)
+        config.checkpoint,
+        run_dir,
+        dist,
+        run_id=run_id,
+        strategy=config.strategy.name,
+        config=flatten(config),
     )
     checkpointer.restore(state, config.resume)
 
@@ -164,16 +170,13 @@ def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
     return model
 
 
-def _choose(config: Config) -> tuple[Path, int]:
-    """The run directory and the seed of this run, where the settings leave them open."""
-    run_dir = Path(config.run_dir) if config.run_dir is not None else _new_run_dir()
+def _settle(config: Config, held: ExitStack) -> tuple[str, dict[str, Any]]:
+    """The run's id; and the run directory, its own until `held` closes, and the seed, where these are open."""
+    run_dir = claim(config.run_dir, config.resume, held, wait_s=config.distributed.timeout_s / 2)
     seed = config.seed
     if seed is None and config.resume is not None:
-        seed = saved_seed(run_dir, config.resume)
-    return run_dir, secrets.randbits(31) if seed is None else seed
-
-
-def _new_run_dir() -> Path:
-    base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
-    taken = (Path(f"{base}-{n}") for n in range(2, 1000))
-    return base if not base.exists() else next(path for path in taken if not path.exists())
+        seed = saved_seed(run_dir.path, run_dir.run_id, config.resume)
+    chosen = {"run_dir": str(run_dir.path), "seed": secrets.randbits(31) if seed is None else seed}
+    with writing(run_dir.path):
+        (run_dir.path / "config.yaml").write_text(to_yaml(dataclasses.replace(config, **chosen)))
+    return run_dir.run_id, chosen

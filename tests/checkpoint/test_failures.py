@@ -163,6 +163,7 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
         tiny.settings(),
         run_dir,
         tiny.facts(),
+        run_id="tiny",
         strategy="test",
         config={**tiny.CONFIG, "optim.lr": 0.5, "new": 1},
     )
@@ -231,28 +232,59 @@ def test_a_resumed_run_prunes_what_it_went_on_from(tmp_path: Path) -> None:
     assert run_ranks(_resume_twice, 1, tmp_path / "run") == [["latest", "step_00000002", "step_00000003"]]
 
 
-def _another_run_in_the_same_place(run_dir: Path) -> list[str]:
-    for seed in (0, 1):
-        state = tiny.train_state(seed=seed)
-        checkpointer = tiny.checkpointer(run_dir, keep_last=1)
-        assert not checkpointer.restore(state, None)
-        tiny.train(state, 2 + seed)
-        checkpointer.save(state)
-        tiny.train(state, 2)
-        checkpointer.save(state)
-    return sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
+def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
+    """Runs one and two save steps 2 and 4, then two is resumed and saves 5; the clock falls back all the while."""
+    found = {}
+    for clock, (run_id, resume) in enumerate([("one", None), ("two", None), ("two", "auto")]):
+        time.time = lambda clock=clock: 1e9 - clock  # type: ignore[assignment, misc]
+        state = tiny.train_state(seed=clock)
+        checkpointer = tiny.checkpointer(run_dir, keep_last=1, run_id=run_id)
+        assert checkpointer.restore(state, resume) == (resume is not None)
+        for steps in (2, 2) if resume is None else (1,):
+            tiny.train(state, steps)
+            checkpointer.save(state)
+        found[f"{run_id} {resume}"] = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
+    return found
 
 
-def test_a_run_that_does_not_resume_leaves_what_it_finds(tmp_path: Path) -> None:
-    assert run_ranks(_another_run_in_the_same_place, 1, tmp_path) == [
-        ["latest", "step_00000004", "step_00000005"]
-    ]
+def test_checkpoints_of_another_run_are_neither_pruned_nor_replaced_nor_resumed(tmp_path: Path) -> None:
+    (found,) = run_ranks(_another_run_in_the_same_place, 1, tmp_path)
+    assert found == {
+        "one None": ["latest", "step_00000004"],
+        "two None": ["latest", "step_00000004", "step_00000004.of_one"],
+        "two auto": ["latest", "step_00000004.of_one", "step_00000005"],
+    }
+    assert store.read_manifest(tmp_path / "checkpoints" / "step_00000004.of_one").run_id == "one"
+
+
+def _nameless_checkpoints(run_dir: Path) -> tuple[list[str], int]:
+    """Saved before runs had ids, then resumed by a run that has one."""
+    state = tiny.train_state()
+    nameless = tiny.checkpointer(run_dir, run_id=None)  # type: ignore[arg-type]
+    for _ in range(2):
+        tiny.train(state, 1)
+        nameless.save(state)
+    fresh = tiny.train_state(seed=3)
+    checkpointer = tiny.checkpointer(run_dir, keep_last=1)
+    assert checkpointer.restore(fresh, "auto")
+    step = fresh.progress.step
+    for _ in range(2):
+        tiny.train(fresh, 1)
+        checkpointer.save(fresh)
+    return sorted(entry.name for entry in (run_dir / "checkpoints").iterdir()), step
+
+
+def test_checkpoints_from_before_runs_had_ids_are_resumed_and_stay(tmp_path: Path) -> None:
+    (found,) = run_ranks(_nameless_checkpoints, 1, tmp_path)
+    assert found == (["latest", "step_00000001", "step_00000002", "step_00000004"], 2)
+    text = (tmp_path / "checkpoints" / "step_00000001" / store.MANIFEST).read_text()
+    assert "run_id" not in text, "as it was written then"
 
 
 def test_a_run_without_a_seed_goes_on_with_the_one_it_drew(tmp_path: Path) -> None:
     run_ranks(_pass_over, 1, tmp_path)
     assert tiny.CONFIG["seed"] == 0
-    assert saved_seed(tmp_path, "auto") == 0
-    assert saved_seed(tmp_path, str(tmp_path / "checkpoints" / "step_00000001")) == 0
-    assert saved_seed(tmp_path / "none", "auto") is None
-    assert saved_seed(tmp_path, str(tmp_path / "none")) is None
+    assert saved_seed(tmp_path, "tiny", "auto") == 0
+    assert saved_seed(tmp_path, "tiny", str(tmp_path / "checkpoints" / "step_00000001")) == 0
+    assert saved_seed(tmp_path / "none", "tiny", "auto") is None
+    assert saved_seed(tmp_path, "tiny", str(tmp_path / "none")) is None

@@ -52,15 +52,16 @@ def test_keeps_the_last_the_best_and_every_nth(tmp_path: Path, retention: Retent
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
-def test_checkpoints_of_an_earlier_run_neither_count_nor_go(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+def test_checkpoints_of_another_run_neither_count_nor_go(tmp_path: Path) -> None:
+    other, ours = Store(tmp_path, "other"), Store(tmp_path, "ours")
     for step in (1, 2, 3):
-        _save(store, step)
-    since = time.time()
-    for step in (10, 20, 30):
-        _save(store, step)
-    store.prune(Retention(last=1, saved_since=since))
-    assert _steps(store) == [1, 2, 3, 30]
+        _save(other, step)
+        _save(ours, step * 10)
+        _save(other, step + 100)
+    ours.prune(Retention(last=1))
+    assert _steps(ours) == [1, 2, 3, 30, 101, 102, 103]
+    assert [path.name for path in ours.newest_first()] == ["step_00000030"]
+    assert set(ours.of_others().values()) == {"other"}
 
 
 def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:

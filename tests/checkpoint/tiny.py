@@ -40,8 +40,12 @@ def facts(device: torch.device = CPU) -> Dist:
     return Dist(rank, rank, world, world, (0,) * world, device, "gloo")
 
 
-def checkpointer(run_dir: Path, device: torch.device = CPU, **changes: Any) -> Checkpointer:
-    return Checkpointer(settings(**changes), run_dir, facts(device), strategy="test", config=CONFIG)
+def checkpointer(
+    run_dir: Path, device: torch.device = CPU, run_id: str = "tiny", **changes: Any
+) -> Checkpointer:
+    return Checkpointer(
+        settings(**changes), run_dir, facts(device), run_id=run_id, strategy="test", config=CONFIG
+    )
 
 
 class Net(nn.Module):

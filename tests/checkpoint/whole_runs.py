@@ -64,7 +64,7 @@ def run(dist: Dist, run_dir: Path, *overrides: str, resume: str = "null") -> dic
     """
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
     with StopRequest() as stop_request:
-        job = assemble(config, dist, stop_request)
+        job = assemble(config, "tests", dist, stop_request)
         begin = _everything(job.state)
         recorder = Recorder(job.task)
         loop.fit(dataclasses.replace(job, task=recorder))

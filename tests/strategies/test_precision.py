@@ -23,9 +23,9 @@ WORLD_SIZE = {"single": 1, "ddp": 2, "fsdp": 2}
 
 def losses(strategy: str, run_dir: Path) -> list[float]:
     return [
-        train(f"strategy={strategy}", f"train.precision={precision}", f"run_dir={run_dir}", *QUICK)[
-            "train/loss"
-        ]
+        train(
+            f"strategy={strategy}", f"train.precision={precision}", f"run_dir={run_dir}/{precision}", *QUICK
+        )["train/loss"]
         for precision in ("fp32", "bf16", "fp16")
     ]
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -18,7 +17,7 @@ from trainer.checkpoint import full, sharded
 from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.hashing import FileDigest, write_text
-from trainer.checkpoint.matching import targets_for
+from trainer.checkpoint.matching import first_five, targets_for
 from trainer.checkpoint.source import RNG, STATE, Source
 from trainer.checkpoint.store import Retention, Store, verify
 from trainer.checkpoint.tree import put_together, take_apart
@@ -48,17 +47,19 @@ class Checkpointer:
         run_dir: Path,
         dist: Dist,
         *,
+        run_id: str,
         strategy: str,
         config: Mapping[str, Any],
     ) -> None:
-        """``config`` holds the settings by dotted name, plain values only: kept, and compared on resume."""
+        """``run_id`` tells this run's checkpoints in ``run_dir`` from others. ``config`` holds the settings
+        by dotted name, plain values only: kept, and compared on resume.
+        """
         self._settings, self._dist = settings, dist
         self._strategy, self._config = strategy, dict(config)
-        self._store = Store(Path(run_dir) / "checkpoints")
+        self._store = Store(Path(run_dir) / "checkpoints", run_id)
         self._agreement = Agreement(dist, settings.timeout_s)
         self._last_saved: int | None = None
         self.restored_metrics: dict[str, float] = {}
-        self._first_saved_at = 0.0
         self._in_flight: InBackground | None = None
         self._copied: Future[dict[str, Tensor]] | None = None
         self._stager = host_stager(dist.device)
@@ -127,8 +128,9 @@ class Checkpointer:
             UserError: on every rank alike: the checkpoint is missing, damaged, or of another model.
         """
         self._agreement.on_main(self._store.clean)
+        if self._dist.rank == 0:
+            self._report_others()
         if resume is None:
-            self._leave_alone_what_is_there()
             return False
         directory = self._choose(resume)
         if directory is None:
@@ -143,15 +145,18 @@ class Checkpointer:
         self.restored_metrics = source.manifest.metrics
         if directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
-        else:
-            self._leave_alone_what_is_there()
         return True
 
-    def _leave_alone_what_is_there(self) -> None:
-        """Checkpoints of another run in the same place are not ours to prune."""
-        self._first_saved_at = time.time()
-        if self._dist.rank == 0 and (found := self._store.directories()):
-            log.warning("%s is another run's, and left alone with all before it", found[-1])
+    def _report_others(self) -> None:
+        others = self._store.of_others()
+        if foreign := [path.name for path, run_id in others.items() if run_id is not None]:
+            log.warning("left alone, as another run's: %s in %s", first_five(foreign), self._store.root)
+        if nameless := [path.name for path, run_id in others.items() if run_id is None]:
+            log.warning(
+                "%s in %s bear no run's id: they can be resumed from, and stay until you delete them",
+                first_five(nameless),
+                self._store.root,
+            )
 
     def close(self) -> None:
         """Wait for what is still being written. To be called when a run ends well, not after an exception.
@@ -197,7 +202,6 @@ class Checkpointer:
             last=self._settings.keep_last,
             best=(best.metric, best.mode) if best is not None else None,
             every=self._settings.keep_every,
-            saved_since=self._first_saved_at,
         )
         self._agreement.on_main(lambda: self._store.prune(retention))
 
@@ -278,9 +282,11 @@ class Checkpointer:
                 log.info("  %s was %r in the checkpoint, is %r now", key, then[key], now[key])
 
 
-def saved_seed(run_dir: Path, resume: str | None) -> int | None:
+def saved_seed(run_dir: Path, run_id: str, resume: str | None) -> int | None:
     """The seed of the run that ``resume`` goes on with; None if there is none. Nothing is verified yet."""
-    candidates = Store(run_dir / "checkpoints").newest_first() if resume == "auto" else [Path(resume or "")]
+    candidates = (
+        Store(run_dir / "checkpoints", run_id).newest_first() if resume == "auto" else [Path(resume or "")]
+    )
     for directory in candidates:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads((directory / STATE).read_text())["config"]["seed"])

@@ -9,6 +9,7 @@ new one whole.
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -22,6 +23,8 @@ from pathlib import Path, PurePosixPath
 
 from trainer.checkpoint.hashing import FileDigest, digest_of, fsync_directory, write_text
 from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -38,6 +41,7 @@ class Manifest:
     saved_at: float  # seconds since 1970, by the clock of rank 0
     files: dict[str, FileDigest]
     metrics: dict[str, float] = field(default_factory=dict)
+    run_id: str | None = None  # of the run that saved it; None: from before runs had ids
     format_version: int = FORMAT_VERSION
 
     @property
@@ -47,15 +51,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints outlive the next save. ``best`` is (metric, "min" or "max").
-
-    Those saved before ``saved_since`` (seconds since 1970) are another run's: they neither count nor go.
-    """
+    """Which checkpoints of a run outlive its next save. ``best`` is (metric, "min" or "max")."""
 
     last: int = 2
     best: tuple[str, str] | None = None
     every: int | None = None
-    saved_since: float = 0.0
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -64,6 +64,8 @@ def manifest_text(manifest: Manifest) -> str:
         **asdict(manifest),
         "files": {name: asdict(manifest.files[name]) for name in sorted(manifest.files)},
     }
+    if manifest.run_id is None:
+        del content["run_id"]
     content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps(content, sort_keys=True, indent=1) + "\n"
 
@@ -82,6 +84,7 @@ def read_manifest(directory: Path) -> Manifest:
                 k: FileDigest(str(file["sha256"]), int(file["bytes"])) for k, file in raw["files"].items()
             },
             metrics={name: float(value) for name, value in raw["metrics"].items()},
+            run_id=str(raw["run_id"]) if "run_id" in raw else None,
             format_version=int(raw["format_version"]),
         )
         intact = text == manifest_text(manifest)
@@ -162,10 +165,13 @@ def seal(temporary: Path, final: Path, manifest: Manifest) -> None:
 
 
 class Store:
-    """The checkpoints of one run, under ``root``. Only rank 0 writes, renames or deletes here."""
+    """The checkpoints of the run ``run_id`` under ``root``. Only rank 0 writes, renames or deletes here.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Those of other runs, and those from before runs had ids, are neither pruned nor replaced.
+    """
+
+    def __init__(self, root: Path, run_id: str | None = None) -> None:
+        self.root, self.run_id = root, run_id
 
     def path(self, step: int) -> Path:
         return self.root / f"step_{step:08d}"
@@ -190,9 +196,24 @@ class Store:
         # Should the clock have been set back, the newest is the newest all the same.
         saved_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
         values = {name: float(value) for name, value in metrics.items()}
-        seal(self.temporary(step), final, Manifest(format, step, saved_at, dict(files), values))
+        self._make_way(final)
+        manifest = Manifest(format, step, saved_at, dict(files), values, self.run_id)
+        seal(self.temporary(step), final, manifest)
         self._point_latest(final.name)
         return final
+
+    def _make_way(self, final: Path) -> None:
+        """Another run's checkpoint in the place of a new one gets another name; our own is replaced."""
+        if final.is_symlink() or not final.is_dir():
+            return
+        try:
+            owner = read_manifest(final).run_id
+        except UserError:
+            return  # no checkpoint, or no longer: nothing to lose
+        if owner != self.run_id:
+            aside = final.with_name(f"{final.name}.of_{owner or 'unknown'}")
+            log.warning("%s is another run's, and is now %s", final, aside.name)
+            final.rename(aside)
 
     def _point_latest(self, name: str) -> None:
         link = self.root / f"{_TEMPORARY}latest"
@@ -234,19 +255,37 @@ class Store:
         return [entry for _, entry in sorted(found)]
 
     def newest_first(self) -> list[Path]:
-        """Checkpoints by the time they were saved, newest first.
+        """What this run may go on from, newest first: its own checkpoints, then those that bear no run's id.
 
-        Time, not step, is what counts: a run sent back to step 5 makes its old step 10 an abandoned future.
+        Among them the order of saving counts, not the step: a run sent back to step 5 makes its old step 10
+        an abandoned future. A damaged one may be ours, so it is among them.
         """
-        return sorted(self.directories(), key=lambda path: (_saved_at(path), path.name), reverse=True)
+        found = []
+        for path in self.directories():
+            try:
+                manifest = read_manifest(path)
+            except UserError:
+                found.append((True, path.stat().st_mtime, path))
+            else:
+                if self.run_id is None or manifest.run_id in (self.run_id, None):
+                    found.append((manifest.run_id == self.run_id, manifest.saved_at, path))
+        return [path for *_, path in sorted(found, reverse=True)]
+
+    def of_others(self) -> dict[Path, str | None]:
+        """Checkpoints that bear another run's id, or none."""
+        owners: dict[Path, str | None] = {}
+        for path in self.directories():
+            with contextlib.suppress(UserError):
+                owners[path] = read_manifest(path).run_id
+        return {path: owner for path, owner in owners.items() if owner != self.run_id}
 
     def prune(self, retention: Retention) -> list[Path]:
-        """Delete what ``retention`` does not keep; returns it. A checkpoint without its manifest stays."""
+        """Delete what ``retention`` does not keep of this run's; returns it. Without a manifest it stays."""
         manifests: dict[Path, Manifest] = {}
         for directory in self.newest_first():
             with contextlib.suppress(UserError):
                 manifest = read_manifest(directory)
-                if manifest.saved_at >= retention.saved_since:
+                if manifest.run_id == self.run_id:
                     manifests[directory] = manifest
         keep = set(list(manifests)[: retention.last])
         if retention.every is not None:
@@ -275,3 +314,11 @@ def _saved_at(directory: Path) -> float:
         return read_manifest(directory).saved_at
     except UserError:
         return directory.stat().st_mtime
+
+
+def newest_run_id(run_dir: Path) -> str | None:
+    """The run that saved last under ``run_dir``; None: there is none, or it had no id."""
+    for directory in Store(run_dir / "checkpoints").newest_first():
+        with contextlib.suppress(UserError):
+            return read_manifest(directory).run_id
+    return None
