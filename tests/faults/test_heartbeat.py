@@ -107,7 +107,7 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
     config = settings("comm=ring", f"run_dir={run_dir}", "train.log_every_steps=1", *sizes)
     played = Played()
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
-        job = assemble(config, dataclasses.replace(dist, heartbeat=played), stop_request)
+        job = assemble(config, "tests", dataclasses.replace(dist, heartbeat=played), stop_request)
         fit(job)
         job.checkpointer.close()
         job.strategy.close()
