@@ -171,12 +171,15 @@ def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
 
 
 def _settle(config: Config, held: ExitStack) -> tuple[str, dict[str, Any]]:
-    """The run's id; and the run directory, its own until `held` closes, and the seed, where these are open."""
+    """The run's id; and the run directory, its own until `held` closes, and the seed, if these are open."""
     run_dir = claim(config.run_dir, config.resume, held, wait_s=config.distributed.timeout_s / 2)
     seed = config.seed
     if seed is None and config.resume is not None:
         seed = saved_seed(run_dir.path, run_dir.run_id, config.resume)
-    chosen = {"run_dir": str(run_dir.path), "seed": secrets.randbits(31) if seed is None else seed}
+    chosen: dict[str, Any] = {
+        "run_dir": str(run_dir.path),
+        "seed": secrets.randbits(31) if seed is None else seed,
+    }
     with writing(run_dir.path):
         (run_dir.path / "config.yaml").write_text(to_yaml(dataclasses.replace(config, **chosen)))
     return run_dir.run_id, chosen
