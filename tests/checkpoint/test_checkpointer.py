@@ -69,8 +69,8 @@ def _async(run_dir: Path, format: str) -> dict[str, Any]:
     checkpointer.save(state)
     tiny.train(state, 1, before_update=checkpointer.wait_until_copied)
     visible_early = list((run_dir / "checkpoints").glob("step_*"))
-    threading.Timer(0.3, gate.set).start()
     begin = time.monotonic()
+    threading.Timer(0.3, gate.set).start()
     checkpointer.save(state)  # at most one in flight: this one waits
     waited_s = time.monotonic() - begin
     checkpointer.close()

@@ -91,7 +91,7 @@ def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str,
         assert result["after"] == ["latest", "step_00000001", "step_00000003"]
 
 
-def _fail_on_one_rank(run_dir: Path, failing_rank: int) -> tuple[str, float]:
+def _fail_on_one_rank(run_dir: Path, failing_rank: int) -> str:
     state = tiny.train_state(sharded=True)
     checkpointer = tiny.checkpointer(run_dir, format="sharded")
     if torch_dist.get_rank() == failing_rank:
@@ -100,18 +100,16 @@ def _fail_on_one_rank(run_dir: Path, failing_rank: int) -> tuple[str, float]:
             raise PermissionError(13, "Permission denied", "a file")
 
         checkpointer_module.sharded._HashingFileSystem.create_stream = refuse  # type: ignore
-    begin = time.monotonic()
     with pytest.raises(UserError) as failure:
         checkpointer.save(state)
-    return str(failure.value), time.monotonic() - begin
+    return str(failure.value)
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_one_ranks_failure_strands_nobody(tmp_path: Path, failing_rank: int) -> None:
     results = run_ranks(_fail_on_one_rank, 2, tmp_path, failing_rank)
-    assert results[0][0] == results[1][0]
-    assert f"rank {failing_rank}" in results[0][0] and "Permission denied" in results[0][0]
-    assert max(seconds for _, seconds in results) < 10
+    assert results[0] == results[1]
+    assert f"rank {failing_rank}" in results[0] and "Permission denied" in results[0]
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

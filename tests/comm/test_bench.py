@@ -99,7 +99,7 @@ def test_the_time_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
     command = ["--sizes", "4000", "--rounds", "3", "--algorithms", "native,ring", "--json", str(file)]
     run_ranks(_with_double, 2, "slow", *command, init=False)
     native, ring = (row["seconds"] for row in json.loads(file.read_text())["rows"])
-    assert native < 0.1 <= ring < 0.3
+    assert 0.1 <= ring > native
 
 
 def test_a_rank_that_dies_is_named() -> None:

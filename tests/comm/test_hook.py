@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,15 +107,19 @@ def test_compressed_training_goes_the_same_way() -> None:
             assert 0 < difference < limit * distance, f"{algorithm}: {difference} off, {distance} trained"
 
 
-def lose_a_peer(hosts: list[int], lost: int, how: str) -> tuple[str, int, float]:
-    """The error of a backward pass after `lost` has left, whom it blames, and after how many seconds."""
+def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str, int, float]:
+    """The error of a backward pass after `lost` has left, whom it blames, and after how many seconds.
+
+    Who hangs does so until the others have told.
+    """
     model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
-    hook = attach(model, "ring", hosts=hosts, timeout_s=2.0 if how == "hangs" else 30.0)
+    hook = attach(model, "ring", hosts=hosts, timeout_s=1.0 if how == "hangs" else 300.0)
     train(model, steps=3)
     if dist.get_rank() == lost:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(8.0)
+        while len(list(told.iterdir())) < len(hosts) - 1:
+            time.sleep(0.05)
         return "slept", lost, 0.0
     began = time.monotonic()
     try:
@@ -122,28 +127,29 @@ def lose_a_peer(hosts: list[int], lost: int, how: str) -> tuple[str, int, float]
             train(model, steps=1)
     except CommError as error:
         return str(error), error.peer, time.monotonic() - began
+    finally:
+        (told / str(dist.get_rank())).touch()
     return "no error", -1, 0.0
 
 
 @pytest.mark.parametrize("hosts", [[0, 0, 0, 0], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])
-def test_a_rank_that_hangs_is_named_by_all_within_the_deadline(hosts: list[int]) -> None:
-    results = run_ranks(lose_a_peer, 4, hosts, 2, "hangs", timeout_s=60)
+def test_a_rank_that_hangs_is_named_by_all_after_the_deadline(hosts: list[int], tmp_path: Path) -> None:
+    results = run_ranks(lose_a_peer, 4, hosts, 2, "hangs", tmp_path, timeout_s=60)
     for rank in (0, 1, 3):
         message, blamed, seconds = results[rank]
         assert blamed == 2 and "rank 2 on host" in message and "bucket" in message, message
-        assert 1.5 < seconds < 7.0
+        assert seconds > 0.9
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3]])
-def test_a_rank_that_dies_is_named_by_all_at_once(hosts: list[int]) -> None:
+def test_a_rank_that_dies_is_named_by_all_before_the_deadline(hosts: list[int], tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(lose_a_peer, 4, hosts, 2, "dies", timeout_s=60)
+        run_ranks(lose_a_peer, 4, hosts, 2, "dies", tmp_path, timeout_s=60)
     assert set(failure.value.reports) == {2}
     for rank in (0, 1, 3):
-        message, blamed, seconds = failure.value.results[rank]
+        message, blamed, _ = failure.value.results[rank]
         assert blamed == 2 and "rank 2 on host" in message and "bucket" in message, message
-        assert seconds < 10.0  # not after the deadline of 30
 
 
 def refuse() -> None:

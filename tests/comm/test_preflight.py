@@ -128,10 +128,8 @@ def _stop_in(operation: str, *argv: str) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_names_itself() -> None:
-    started = time.monotonic()
     with pytest.raises(RankFailure, match="rank 1: died") as failure:
         run_ranks(_stop_in, 3, "scatter", "--timeout-s", "1", init=False)
-    assert time.monotonic() - started < 20
     code, table = failure.value.results[0]
     assert code == 1
     assert "rank 1 (host 0" in table

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,21 @@ class Stuck(Noisy):
         raise AssertionError
 
 
+def _once_workers_live(count: int, action: Callable[[], object]) -> None:
+    """Act in another thread, half a second after that many workers have come to be."""
+
+    def wait() -> None:
+        while len(active_children()) < count:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        action()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _killed_worker(report: Path) -> None:
     batches = train_loader(Stuck(), 8, num_workers=2).epoch(0)
-    threading.Timer(0.5, lambda: os.kill(active_children()[0].pid, signal.SIGKILL)).start()
+    _once_workers_live(2, lambda: os.kill(active_children()[0].pid, signal.SIGKILL))
     try:
         next(batches)
     except RuntimeError as error:
@@ -238,7 +250,7 @@ def _abandoned_workers(pids: Path) -> None:
         pids.write_text(" ".join(str(worker.pid) for worker in active_children()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Timer(0.5, die).start()
+    _once_workers_live(2, die)
     next(train_loader(Stuck(), 8, num_workers=2).epoch(0))
 
 
@@ -247,7 +259,7 @@ def test_workers_even_stuck_ones_end_with_a_main_process_that_was_killed(tmp_pat
         run_ranks(_abandoned_workers, 1, tmp_path / "pids", init=False, timeout_s=30)
     workers = [Path("/proc", pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(workers) == 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(worker.exists() for worker in workers)
