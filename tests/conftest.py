@@ -50,6 +50,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # the interpreter means to end by taking all apart, and complains of what it cannot
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     processes, namespaces = _processes().keys(), _namespaces()

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import finish
 from tests.ranks import run_ranks
-from tests.test_ends import TINY, command, finish
+from tests.test_ends import TINY
 from trainer import run_dir as run_dir_module
 from trainer.checkpoint.hashing import write_text
 from trainer.checkpoint.store import Store
@@ -198,19 +199,22 @@ def full(disk: Path) -> str:
     return "No space left on device"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("harm", [read_only, full])
 def test_a_disk_that_takes_nothing_is_one_message(small_disk: Path, harm: Callable[[Path], str]) -> None:
     words = harm(small_disk)
-    code, output, _ = finish(command(*TINY, f"run_dir={small_disk}/run"))
-    assert (code, output.count("\n"), "Traceback" in output) == (2, 1, False), output
-    assert f"run_dir={small_disk}/run cannot be written" in output and words in output
+    ended = finish("train.py", *TINY, f"run_dir={small_disk}/run")
+    assert (ended.code, ended.output.count("\n")) == (2, 1), ended
+    assert f"run_dir={small_disk}/run cannot be written" in ended.stderr and words in ended.stderr
 
 
 @pytest.mark.slow
 def test_a_run_directory_deleted_meanwhile_is_one_message(tmp_path: Path) -> None:
     deleting = "data.dataset._target_=tests.user_parts.Deletes"
     options = (*TINY, deleting, f"+data.dataset.directory={tmp_path}/run", "train.log_every_steps=1")
-    code, output, _ = finish(command(*options, f"run_dir={tmp_path}/run", "checkpoint.every_epochs=null"))
-    assert (code, output.count("cannot be written"), "Traceback" in output) == (2, 1, False), output
-    assert f"run_dir={tmp_path}/run cannot be written: [Errno 2]" in output
+    ended = finish("train.py", *options, f"run_dir={tmp_path}/run", "checkpoint.every_epochs=null")
+    assert (ended.code, ended.output.count("cannot be written"), "Traceback" in ended.output) == (
+        2,
+        1,
+        False,
+    ), ended
+    assert f"run_dir={tmp_path}/run cannot be written: [Errno 2]" in ended.stderr
