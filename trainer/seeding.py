@@ -42,6 +42,22 @@ def rng_state() -> dict[str, Any]:
     }
 
 
+def check_rng_state(state: dict[str, Any]) -> None:
+    """Raise some exception unless ``set_rng_state`` can put ``state`` back; leaves all generators alone."""
+    python, numpy = state["python"], state["numpy"]
+    random.Random().setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
+    if not isinstance(python["gauss_next"], float | None):
+        raise TypeError(f"gauss_next is {python['gauss_next']!r}")
+    # NumPy takes any position and any length, and reads there.
+    key, pos = numpy["key"], numpy["pos"]
+    if numpy["bit_generator"] != "MT19937" or key.shape != (624,) or not 0 <= pos <= 624:
+        raise ValueError(f"{numpy['bit_generator']!r} with {list(key.shape)} words, at {pos}, is no MT19937")
+    float(numpy["gauss"]), int(numpy["has_gauss"])
+    torch.Generator().set_state(state["torch"])
+    for device, cuda_state in zip(_cuda_devices_current_first(), state["cuda"], strict=False):
+        torch.Generator(f"cuda:{device}").set_state(cuda_state)
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Put back what ``rng_state`` gave. CUDA states beyond the devices present here are left out."""
     python, numpy = state["python"], state["numpy"]

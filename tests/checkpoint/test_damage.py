@@ -1,5 +1,7 @@
 """Damaged and hostile checkpoints: each is refused before a tensor reaches the model, and none runs code."""
 
+import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -15,7 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import hashing, load_weights, store
+from trainer.checkpoint import load_weights, store
+from trainer.checkpoint.hashing import FileDigest
 from trainer.errors import UserError
 
 Damage = Callable[[Path], str]
@@ -43,7 +46,8 @@ def _refusals(checkpoint: Path, damages: list[Damage]) -> list[str | None]:
         except UserError as error:
             messages.append(str(error))
         tiny.assert_same(tiny.everything(state), before)
-        shutil.rmtree(copy)
+        shutil.rmtree(copy.resolve())
+        copy.unlink(missing_ok=True)
     return messages
 
 
@@ -155,7 +159,8 @@ def _sign(directory: Path, rename: dict[str, str] | None = None) -> None:
     old = json.loads((directory / store.MANIFEST).read_text())
     files = {}
     for name in old["files"]:
-        files[(rename or {}).get(name, name)] = hashing.digest_of(directory / name)
+        data = (directory / name).read_bytes()
+        files[(rename or {}).get(name, name)] = FileDigest(hashlib.sha256(data).hexdigest(), len(data))
     manifest = store.Manifest(old["format"], old["step"], old["saved_at"], files)
     (directory / store.MANIFEST).write_text(store.manifest_text(manifest))
 
@@ -194,6 +199,25 @@ class Hostile:
                     info.relative_path = f"../{directory.name}/{info.relative_path}"
                 (directory / ".metadata").write_bytes(pickle.dumps(metadata))
                 _sign(directory)
+            case "no chunks":
+                metadata = pickle.loads((directory / ".metadata").read_bytes())
+                metadata.state_dict_metadata["model.first.weight"].chunks.clear()
+                (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+                _sign(directory)
+            case "no files":
+                manifest = dataclasses.replace(store.read_manifest(directory), files={})
+                (directory / store.MANIFEST).write_text(store.manifest_text(manifest))
+            case "a tensor less":
+                tensors = torch.load(directory / "tensors.pt", weights_only=True)
+                del tensors["model.first.weight"]
+                torch.save(tensors, directory / "tensors.pt")
+                _sign(directory)
+            case "another step":
+                manifest = dataclasses.replace(store.read_manifest(directory), step=3)
+                (directory / store.MANIFEST).write_text(store.manifest_text(manifest))
+            case "another name":
+                directory.rename(directory.with_name("step_00000003"))
+                directory.symlink_to("step_00000003")
         return self.kind
 
 
@@ -216,7 +240,13 @@ HOSTILE = [
     ("sharded", "shard", "posix.mkdir"),
     ("full", "manifest", "only plain file names beside it"),
     ("full", "link", "tensors.pt is no plain file"),
-    ("sharded", "metadata path", "only plain file names beside it"),
+    ("sharded", "no chunks", "some part of model.first.weight is in none of its chunks"),
+    ("sharded", "no files", "is not whole: its manifest lacks .metadata, rng.pt, state.json"),
+    ("full", "no files", "is not whole: its manifest lacks rng.pt, state.json, tensors.pt"),
+    ("full", "a tensor less", "names tensors that are not there: model.first.weight"),
+    ("full", "another step", "its state is of step 2, its manifest of step 3"),
+    ("full", "another name", "its name must be step_00000002"),
+    ("sharded", "metadata path", "only those of the manifest are allowed"),
 ]
 
 

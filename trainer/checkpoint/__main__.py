@@ -4,14 +4,16 @@ Needs no GPU and no process group, and runs nothing that it finds in a checkpoin
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.checkpoint.convert import FORMS, convert
-from trainer.checkpoint.source import Source
-from trainer.checkpoint.store import MANIFEST, Store, read_manifest, verify
+from trainer.checkpoint.reading import printable
+from trainer.checkpoint.source import Source, whole
+from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
 
 
@@ -30,50 +32,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("out", type=Path, help="what to write; must not exist")
             command.add_argument("--to", required=True, choices=FORMS)
     chosen = parser.parse_args(arguments)
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # an ASCII terminal's
     try:
         if chosen.command == "convert":
             convert(chosen.directory, chosen.out, chosen.to)
-            print(f"{chosen.out} written")
+            print(f"{printable(chosen.out)} written")
             return 0
         reports = [_report(path, in_full=chosen.command == "show") for path in _checkpoints(chosen.directory)]
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return UserError.exit_code
     return 0 if all(reports) else UserError.exit_code
 
 
 def _checkpoints(directory: Path) -> Iterator[Path]:
-    if (directory / MANIFEST).exists() or not directory.is_dir():
+    if os.path.lexists(directory / MANIFEST) or not directory.is_dir():
         yield directory
         return
     root = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
     found = Store(root).directories()
     if not found:
-        raise UserError(f"{directory} is no checkpoint (it has no {MANIFEST}) and holds none")
+        raise UserError(f"{printable(directory)} is no checkpoint (it has no {MANIFEST}) and holds none")
     yield from found
 
 
 def _report(directory: Path, in_full: bool) -> bool:
     """Print what there is to say about one checkpoint; True if it is whole."""
     try:
-        verify(directory)
+        source: Source | None = whole(directory)
         health = "whole"
     except UserError as error:
-        health = f"DAMAGED: {error}"
-    print(f"{directory}: {health}")
+        source, health = None, f"DAMAGED: {error}"
+    print(f"{printable(directory)}: {health}")
     if in_full:
         try:
-            for name, value in _facts(directory).items():
-                print(f"  {name:13s} {value}")
+            for name, value in _facts(source or Source.open(directory)).items():
+                print(f"  {printable(name):13s} {printable(value)}")
         except UserError as error:
             print(f"  {error}")
-    return health == "whole"
+    return source is not None
 
 
-def _facts(directory: Path) -> dict[str, str]:
-    manifest = read_manifest(directory)
-    source = Source.open(directory)
-    progress = source.facts["state"]["progress"]
+def _facts(source: Source) -> dict[str, str]:
+    manifest, progress = source.manifest, source.facts["state"]["progress"]
     parameters = [shape for name, (shape, _) in source.shapes.items() if name.startswith("model.")]
     facts = {
         "step": f"{progress['step']:,} (epoch {progress['epoch']}, step {progress['step_in_epoch']} of it)",

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as torch_dist
 
+from trainer.checkpoint.reading import reason
 from trainer.distributed import Dist
 from trainer.errors import UserError
 
@@ -58,4 +59,4 @@ def _attempt(action: Callable[[], _T]) -> tuple[_T | None, str | None]:
         return None, str(error)
     except Exception as error:  # whatever it is: peers are waiting to hear of it
         log.debug("while reading or writing a checkpoint", exc_info=True)
-        return None, f"{type(error).__name__}: {error}"
+        return None, f"{type(error).__name__}: {reason(error)}"

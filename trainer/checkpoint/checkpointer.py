@@ -17,10 +17,11 @@ from trainer.checkpoint import full, sharded
 from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.hashing import FileDigest, write_text
-from trainer.checkpoint.matching import first_five, targets_for
-from trainer.checkpoint.source import RNG, STATE, Source
-from trainer.checkpoint.store import Retention, Store, verify
-from trainer.checkpoint.tree import put_together, take_apart
+from trainer.checkpoint.matching import first_five, fitting, targets_for
+from trainer.checkpoint.reading import printable, reason
+from trainer.checkpoint.source import RNG, STATE, Source, whole
+from trainer.checkpoint.store import Retention, Store
+from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
@@ -132,15 +133,18 @@ class Checkpointer:
             self._report_others()
         if resume is None:
             return False
-        directory = self._choose(resume)
-        if directory is None:
+        source = self._choose(resume)
+        if source is None:
             log.info("resume=auto: no checkpoint in %s, starting anew", self._store.root)
             return False
-        source = self._agreement.everywhere(lambda: Source.open(directory))
-        targets = self._agreement.everywhere(lambda: targets_for(state, source.shapes, source.facts["state"]))
+        directory, plain = source.directory, source.facts["state"]
+        # Nothing of the state is touched before all ranks have found that all of it fits.
+        targets = self._agreement.everywhere(lambda: targets_for(state, source.shapes, plain))
+        saved = self._agreement.everywhere(lambda: fitting(state, plain, targets))
+        generators = self._agreement.everywhere(lambda: self._generators(source))
         self._agreement.everywhere(lambda: source.read_into(targets, self._agreement.group))
-        state.load_state_dict(put_together(source.facts["state"], targets))
-        self._restore_rng(source, state.progress)
+        self._agreement.everywhere(lambda: state.load_state_dict(saved))
+        self._restore_rng(generators, state.progress)
         self._report(source, state.progress)
         self.restored_metrics = source.manifest.metrics
         if directory.resolve().parent == self._store.root.resolve():
@@ -241,29 +245,44 @@ class Checkpointer:
 
     # ---- reading
 
-    def _choose(self, resume: str) -> Path | None:
-        """The directory that ``resume`` means, verified, each rank its share of the files; collective."""
+    def _choose(self, resume: str) -> Source | None:
+        """What ``resume`` means, found to be whole, each rank reading its share of the files; collective."""
         auto = resume == "auto"
         found = self._agreement.on_main(lambda: self._store.newest_first() if auto else [_existing(resume)])
+        reasons: list[str] = []
         for directory in found:
             try:
-                self._agreement.everywhere(partial(verify, directory, self._dist.rank, self._dist.world_size))
-                return directory
+                look = partial(whole, directory, self._dist.rank, self._dist.world_size)
+                return self._agreement.everywhere(look)
             except UserError as error:
                 if not auto:
                     raise
+                reasons.append(str(error))
                 if self._dist.rank == 0:
                     log.warning("resume=auto passes over %s: %s", directory.name, error)
         if found:
             raise UserError(
-                f"none of the {len(found)} checkpoints in {self._store.root} is whole; `python -m "
-                f"trainer.checkpoint verify {self._store.root}` says why, resume=null starts anew"
+                f"none of the {len(found)} checkpoints in {self._store.root} is whole: {reasons[0]}; "
+                f"`python -m trainer.checkpoint verify {self._store.root}` shows all, resume=null starts anew"
             )
         return None
 
-    def _restore_rng(self, source: Source, progress: Progress) -> None:
-        if source.facts["world_size"] == self._dist.world_size:
-            seeding.set_rng_state(source.rng(self._dist.rank))
+    def _generators(self, source: Source) -> dict[str, Any] | None:
+        """This rank's random generators as they were saved, if they fit; None under another world size."""
+        if source.facts["world_size"] != self._dist.world_size:
+            return None
+        generators = source.rng(self._dist.rank)
+        try:
+            seeding.check_rng_state(generators)
+        except Exception as error:  # whatever a generator says to what is no state of one
+            raise UserError(
+                f"{source.directory / RNG} holds no state of the generators: {reason(error)}"
+            ) from error
+        return generators
+
+    def _restore_rng(self, generators: dict[str, Any] | None, progress: Progress) -> None:
+        if generators is not None:
+            seeding.set_rng_state(generators)
         else:
             # Nobody's state fits; go on from numbers not used before this step.
             seeding.seed_everything((torch.initial_seed() + progress.step) % 2**63, self._dist.rank)
@@ -275,11 +294,15 @@ class Checkpointer:
         then, now = source.facts["config"], self._config
         for key in sorted((then.keys() | now.keys()) - _MAY_DIFFER):
             if key not in now:
-                log.info("  %s was %r in the checkpoint, and is no setting now", key, then[key])
+                log.info("  %s was %s in the checkpoint, and is no setting now", *_shown(key, then[key]))
             elif key not in then:
                 log.info("  %s is %r now, and was no setting in the checkpoint", key, now[key])
             elif then[key] != now[key]:
-                log.info("  %s was %r in the checkpoint, is %r now", key, then[key], now[key])
+                log.info("  %s was %s in the checkpoint, is %r now", *_shown(key, then[key]), now[key])
+
+
+def _shown(key: str, value: Any) -> tuple[str, str]:
+    return printable(key), printable(repr(value))
 
 
 def saved_seed(run_dir: Path, run_id: str, resume: str | None) -> int | None:
@@ -288,8 +311,8 @@ def saved_seed(run_dir: Path, run_id: str, resume: str | None) -> int | None:
         Store(run_dir / "checkpoints", run_id).newest_first() if resume == "auto" else [Path(resume or "")]
     )
     for directory in candidates:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return int(json.loads((directory / STATE).read_text())["config"]["seed"])
+        with contextlib.suppress(UserError):
+            return Source.open(directory).seed
     return None
 
 

@@ -10,8 +10,8 @@ import torch
 from trainer.checkpoint import full, sharded
 from trainer.checkpoint.hashing import HashingFile, fsync_directory
 from trainer.checkpoint.safetensors_files import write_safetensors
-from trainer.checkpoint.source import RNG, STATE, Source
-from trainer.checkpoint.store import seal, verify
+from trainer.checkpoint.source import RNG, STATE, Source, whole
+from trainer.checkpoint.store import open_listed, seal
 from trainer.errors import UserError
 
 FORMS = ("full", "sharded", "safetensors", "torch")
@@ -32,8 +32,7 @@ def convert(directory: Path, out: Path, to: str) -> None:
         raise UserError(f"{out} exists already")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no directory")
-    verify(directory)
-    source = Source.open(directory)
+    source = whole(directory)
     temporary = out.with_name(f".tmp_{out.name}")
     try:
         match to:
@@ -65,8 +64,12 @@ def _write_checkpoint(source: Source, temporary: Path, out: Path, to: str) -> No
             temporary, source.shapes, lambda tensors: source.read_into(tensors, None), PORTION_BYTES
         )
     for name in (STATE, RNG):
-        with (source.directory / name).open("rb") as theirs, HashingFile(temporary / name) as ours:
-            shutil.copyfileobj(theirs, ours)
+        with (
+            open_listed(source.directory, source.manifest, name) as theirs,
+            HashingFile(temporary / name) as ours,
+        ):
+            for block in theirs.blocks(1 << 20):
+                ours.write(block)
         digests[name] = ours.digest
     seal(temporary, out, replace(source.manifest, format=to, files=digests))
 

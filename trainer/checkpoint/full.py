@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -11,7 +12,11 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trainer.checkpoint.archive import check_tensors, load_named
 from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
+from trainer.checkpoint.matching import Shapes
+from trainer.checkpoint.reading import PlainFile, printable
+from trainer.checkpoint.store import Manifest, open_listed
 from trainer.errors import UserError
 from trainer.pieces import as_bytes, pieces
 
@@ -76,27 +81,52 @@ def _is_elsewhere(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and (isinstance(tensor, DTensor) or not tensor.is_cpu)
 
 
-def open_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of ``path``, mapped from the file and read when touched. Never runs code from the file."""
-    try:
-        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises whatever its zip reader and unpickler stumble over
-        raise UserError(f"{path} is no file of plain tensors: {str(error).splitlines()[0]}") from error
+def open_tensors(file: PlainFile) -> dict[str, Tensor]:
+    """The tensors of ``file``, mapped from it and read when touched. Never runs code from the file.
+
+    Raises:
+        UserError: it is no flat dict of plain tensors, or holds fewer numbers than they claim.
+    """
+    tensors = load_named(file, ours=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
     ):
-        raise UserError(f"{path} is no flat dict of named tensors")
+        raise UserError(f"{printable(file.path)} is no flat dict of named tensors")
+    check_tensors(tensors, file.part(0, file.size))
     return tensors
 
 
-def copy_into(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy each whole tensor into the target of the same name; a sharded target takes its own part."""
-    with torch.no_grad():
-        for name, target in targets.items():
-            if isinstance(target, DTensor):
-                whole = tensors[name].to(target.device_mesh.device_type)
-                # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
-                part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-                target.to_local().copy_(part.to_local())
-            else:
-                target.copy_(tensors[name])
+@dataclass(frozen=True)
+class TensorFile:
+    """What ``open`` found in a directory of this format."""
+
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def open(cls, directory: Path, manifest: Manifest) -> "TensorFile":
+        """Map the tensors; reads none of their numbers. UserError as of ``open_tensors``."""
+        with open_listed(directory, manifest, TENSORS) as file:
+            return cls(open_tensors(file))
+
+    @property
+    def shapes(self) -> Shapes:
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Whole tensors, still in the file as far as nobody touches them."""
+        return {name: self.tensors[name] for name in names}
+
+    def read_into(self, targets: Mapping[str, Tensor], group: torch_dist.ProcessGroup | None) -> None:
+        """Copy each whole tensor into the target of the same name; a sharded target takes its own part."""
+        with torch.no_grad():
+            for name, target in targets.items():
+                if isinstance(target, DTensor):
+                    whole = self.tensors[name].to(target.device_mesh.device_type)
+                    # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
+                    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+                    target.to_local().copy_(part.to_local())
+                else:
+                    target.copy_(self.tensors[name])
+
+    def check(self, part: int, parts: int) -> None:
+        """To be opened is all the proof there is: the tensors were compared with the file."""

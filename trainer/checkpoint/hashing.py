@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from trainer.checkpoint.reading import PlainFile
+
 _BLOCK_BYTES = 1 << 20
 _WORTH_A_THREAD_BYTES = 1 << 18
 _PUSH_BYTES = 1 << 26
@@ -121,13 +123,12 @@ def without_crc32() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def digest_of(path: Path) -> FileDigest:
-    """sha256 and size of the file at ``path``, read in blocks."""
-    sha, num_bytes, block = hashlib.sha256(), 0, bytearray(_BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            sha.update(memoryview(block)[:count])
-            num_bytes += count
+def digest_of(file: PlainFile) -> FileDigest:
+    """sha256 and size of ``file``, read in blocks."""
+    sha, num_bytes = hashlib.sha256(), 0
+    for block in file.blocks(_BLOCK_BYTES):
+        sha.update(block)
+        num_bytes += len(block)
     return FileDigest(sha.hexdigest(), num_bytes)
 
 

@@ -1,12 +1,14 @@
 """Does a checkpoint fit this run? Decided from names, shapes and dtypes, before any tensor is read."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.reading import printable
+from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError
 from trainer.state import TrainState, parameter_names
 
@@ -35,6 +37,56 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
     return targets
 
 
+def fitting(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The saved state, put together from ``targets``: what ``state.load_state_dict`` takes.
+
+    Raises:
+        UserError: it lacks something, or holds a text where this run has a number, and so on.
+    """
+    saved: dict[str, Any] = put_together(plain, targets)
+    ours = state.state_dict()
+    if saved["model"].keys() != ours["model"].keys():
+        raise UserError("the checkpoint is of another model: its state does not name this model's tensors")
+    if foreign := sorted(set(saved["optimizer"]["state"]) - set(dict(parameter_names(state.model)))):
+        raise UserError(f"the checkpoint's optimizer knows parameters that are none: {first_five(foreign)}")
+    for name, of_parameter in saved["optimizer"]["state"].items():
+        _compare_kinds(of_parameter, {}, f"optimizer.state.{name}")
+    _compare_kinds(saved["optimizer"]["param_groups"], ours["optimizer"]["param_groups"], "param_groups")
+    if state.scaler.is_enabled() and saved["scaler"]:
+        _compare_kinds(saved["scaler"], ours["scaler"], "scaler", required=ours["scaler"].keys())
+    schedule = {"last_epoch", "_step_count", "base_lrs"} & ours["schedule"].keys()
+    _compare_kinds(saved["schedule"], ours["schedule"], "schedule", required=schedule)
+    own = set(dir(type(state.schedule))) | {"optimizer"}
+    if hidden := sorted(own & (saved["schedule"].keys() - ours["schedule"].keys())):
+        raise UserError(f"the checkpoint's schedule would replace {first_five(hidden)}")
+    _compare_kinds(saved["progress"], ours["progress"], "progress", required=ours["progress"].keys())
+    return saved
+
+
+def _compare_kinds(saved: Any, ours: Any, where: str, required: Iterable[str] = ()) -> None:
+    """UserError unless ``saved`` can stand where ``ours`` does: numbers for numbers, texts for texts.
+
+    None stands for anything, and of two mappings only what both hold is compared, but for ``required``.
+    """
+    number = (bool, int, float, Tensor)
+    if saved is None or ours is None or (isinstance(saved, number) and isinstance(ours, number)):
+        return
+    if isinstance(saved, Mapping) and isinstance(ours, Mapping):
+        if missing := sorted(set(required) - set(saved)):
+            raise UserError(f"the checkpoint's {where} lacks {first_five(missing)}")
+        for key in saved.keys() & ours.keys():
+            _compare_kinds(saved[key], ours[key], f"{where}.{key}")
+    elif isinstance(saved, list | tuple) and isinstance(ours, list | tuple):
+        # How many there are is a setting (milestones) or follows from the parameter groups.
+        if len(saved) != len(ours) and (isinstance(ours, tuple) or where.endswith("lrs")):
+            raise UserError(f"the checkpoint's {where} has {len(saved)} values, this run's {len(ours)}")
+        for index, item in enumerate(saved):
+            _compare_kinds(item, ours[min(index, len(ours) - 1)] if ours else None, f"{where}.{index}")
+    elif type(saved) is not type(ours):
+        theirs, own = printable(repr(saved)), printable(repr(ours))
+        raise UserError(f"the checkpoint's {printable(where)} is {theirs}, this run's {own}")
+
+
 def compare_shapes(saved: Shapes, wanted: Shapes) -> None:
     """UserError unless both hold the same names, shapes and dtypes; shows the first five differences."""
     problems = []
@@ -53,7 +105,7 @@ def compare_shapes(saved: Shapes, wanted: Shapes) -> None:
 
 def first_five(items: list[str]) -> str:
     more = f" and {len(items) - 5} more" if len(items) > 5 else ""
-    return ", ".join(items[:5]) + more
+    return ", ".join(map(printable, items[:5])) + more
 
 
 def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

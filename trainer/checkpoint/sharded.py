@@ -1,11 +1,14 @@
 """The ``sharded`` format: every rank writes its own part, in the layout of torch.distributed.checkpoint."""
 
 import io
+import math
+import operator
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,15 +16,25 @@ import torch
 import torch.distributed as torch_dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.futures import Future
 
+from trainer.checkpoint.archive import check_pickle, load_one
 from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
 from trainer.checkpoint.matching import Shapes
+from trainer.checkpoint.reading import PlainFile, printable, reason
+from trainer.checkpoint.store import Manifest, open_listed
 from trainer.errors import UserError
 
 METADATA = ".metadata"
+_METADATA_BYTES = 1 << 24  # that much is read however little the shards hold
 
 # All that the metadata of tensors is made of. torch pickles it, so these and no others may be looked up.
 _METADATA_CLASSES = {
@@ -73,17 +86,6 @@ class _HashingWriter(dcp.FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # the path is that of a temporary, and a class more to allow
-
-
-class _SafeReader(dcp.FileSystemReader):
-    """torch's reader, but for the metadata, which torch would unpickle without a question."""
-
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
 
 
 def write(
@@ -144,49 +146,240 @@ def _portions(shapes: Shapes, max_bytes: int) -> list[list[str]]:
     return portions
 
 
-def read_into(
-    directory: Path, metadata: Metadata, targets: dict[str, Tensor], group: torch_dist.ProcessGroup | None
-) -> None:
-    """Fill ``targets`` (whole or sharded, in any layout); collective over ``group``, None reads alone."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # group=None says so
-            dcp.load(
-                cast(dict[str, Any], targets),
-                storage_reader=_SafeReader(directory, metadata),
-                process_group=group,
-                no_dist=group is None,
-            )
-    except dcp.CheckpointException as error:
-        raise _first_failure(error) from error
+class _Reader(dcp.StorageReader):
+    """Reads through the one door what torch's reader would read without a question."""
+
+    def __init__(self, shards: "Shards") -> None:
+        self._shards = shards
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept from one load to the next."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._shards.metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """The metadata is known already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._shards.file_of(item.storage_index), []).append(item)
+        for name, items in by_file.items():
+            with self._shards.open_file(name) as file:
+                for item in items:
+                    tensor = self._shards.read_chunk(file, item.storage_index)
+                    for dim, (begin, length) in enumerate(
+                        zip(item.storage_offsets, item.lengths, strict=True)
+                    ):
+                        tensor = tensor.narrow(dim, begin, length)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(tensor)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
 
 
-def read_metadata(directory: Path) -> Metadata:
-    """What the shards in ``directory`` hold; a pickle that asks for anything else is refused, and not run."""
-    path = directory / METADATA
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except Exception as error:  # a broken pickle raises whatever its bytes happen to ask for
-        raise UserError(f"{path} is no metadata of tensors: {error}") from error
-    if not isinstance(metadata, Metadata) or not all(
-        isinstance(value, TensorStorageMetadata) for value in metadata.state_dict_metadata.values()
-    ):
-        raise UserError(f"{path} is no metadata of tensors")
-    for info in metadata.storage_data.values():
-        if Path(info.relative_path).name != info.relative_path:
+@dataclass(frozen=True)
+class Shards:
+    """What ``open`` found in a directory of this format.
+
+    Attributes:
+        chunk_sizes: the size of each chunk, by the tensor and the place in it where it begins.
+    """
+
+    directory: Path
+    manifest: Manifest
+    metadata: Metadata
+    chunk_sizes: Mapping[MetadataIndex, tuple[int, ...]]
+    shapes: Shapes
+
+    @classmethod
+    def open(cls, directory: Path, manifest: Manifest) -> "Shards":
+        """Read the metadata; a pickle that asks for anything else is refused, and not run.
+
+        Raises:
+            UserError: no such pickle; it names files that the manifest does not, or more bytes than they
+                have; or a tensor of which some part is nowhere, or twice.
+        """
+        path = printable(directory / METADATA)
+        with open_listed(directory, manifest, METADATA) as file:
+            data = file.read(max(_METADATA_BYTES, manifest.num_bytes // 2))
+        try:
+            check_pickle(data, manifest.num_bytes)
+            metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+            if not isinstance(metadata, Metadata):
+                raise UserError(f"it is a {type(metadata).__name__}")
+            _check_places(metadata, {name: file.bytes for name, file in manifest.files.items()})
+            return cls(directory, manifest, metadata, _check_tensors(metadata), _shapes_of(metadata))
+        except UserError as error:
+            raise UserError(f"{path} is no metadata of tensors: {error}") from error
+        except Exception as error:  # a broken pickle raises whatever its bytes happen to ask for
+            raise UserError(f"{path} is no metadata of tensors: {reason(error)}") from error
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Whole tensors, read into new memory by this process alone."""
+        tensors = {name: torch.empty(self.shapes[name][0], dtype=self.shapes[name][1]) for name in names}
+        self.read_into(tensors, None)
+        return tensors
+
+    def read_into(self, targets: dict[str, Tensor], group: torch_dist.ProcessGroup | None) -> None:
+        """Fill ``targets`` (whole or sharded, in any layout); collective over ``group``, None reads alone."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # None says so
+                dcp.load(
+                    cast(dict[str, Any], targets),
+                    storage_reader=_Reader(self),
+                    process_group=group,
+                    no_dist=group is None,
+                )
+        except dcp.CheckpointException as error:
+            raise _first_failure(error) from error
+
+    def check(self, part: int, parts: int) -> None:
+        """Read every ``parts``-th shard, from ``part`` on. UserError if a chunk is not what it should be."""
+        by_file: dict[str, list[MetadataIndex]] = {}
+        for index in self.chunk_sizes:
+            by_file.setdefault(self.file_of(index), []).append(index)
+        for name in sorted(by_file)[part::parts]:
+            with self.open_file(name) as file:
+                for index in by_file[name]:
+                    self.read_chunk(file, index)
+
+    def file_of(self, index: MetadataIndex) -> str:
+        return self.metadata.storage_data[index].relative_path
+
+    def open_file(self, name: str) -> PlainFile:
+        return open_listed(self.directory, self.manifest, name)
+
+    def read_chunk(self, file: PlainFile, index: MetadataIndex) -> Tensor:
+        place, shape = self.metadata.storage_data[index], self.chunk_sizes[index]
+        dtype = self.shapes[index.fqn][1]
+        tensor = load_one(file.part(place.offset, place.length))
+        if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             raise UserError(
-                f"{path} names the file {info.relative_path!r}: only plain file names beside it are allowed"
+                f"{printable(file.path)} holds a part of {printable(index.fqn)} as {list(tensor.shape)} "
+                f"{tensor.dtype}; the metadata says {list(shape)} {dtype}"
             )
-    return metadata
+        return tensor
 
 
-def shapes_of(metadata: Metadata) -> Shapes:
+def _check_places(metadata: Metadata, file_bytes: Mapping[str, int]) -> None:
+    """UserError unless each chunk lies in a file of the manifest, and no two in the same place."""
+    left = dict(file_bytes)
+    for index, place in metadata.storage_data.items():
+        name = place.relative_path
+        if name not in left:
+            raise UserError(f"it names the file {printable(name)}: only those of the manifest are allowed")
+        begin, length = _whole_numbers((place.offset, place.length))
+        left[name] -= length
+        if begin + length > file_bytes[name] or left[name] < 0:
+            raise UserError(f"it claims more of {printable(name)} than there is")
+        if place.transform_descriptors:
+            raise UserError(f"{printable(index.fqn)} is packed in a way that no save of ours makes")
+
+
+def _check_tensors(metadata: Metadata) -> dict[MetadataIndex, tuple[int, ...]]:
+    """The size of each chunk. UserError unless all of each tensor is there, in the bytes that it needs."""
+    chunk_sizes: dict[MetadataIndex, tuple[int, ...]] = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata):
+            raise UserError(f"{printable(name)} is no tensor")
+        dtype, size = tensor.properties.dtype, _whole_numbers(tensor.size)
+        if not isinstance(dtype, torch.dtype) or not isinstance(tensor.size, torch.Size):
+            raise UserError(f"{printable(name)} has no size or dtype")
+        boxes = []
+        for chunk in tensor.chunks:
+            begin, extent = _whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes)
+            index = MetadataIndex(name, torch.Size(begin))
+            chunk_sizes[index] = extent
+            held = metadata.storage_data[index].length
+            if math.prod(extent) * dtype.itemsize > held:
+                raise UserError(f"it claims {list(extent)} numbers of {printable(name)} in {held} bytes")
+            boxes.append((begin, tuple(map(operator.add, begin, extent))))
+        if not covers(boxes, (0,) * len(size), size):
+            raise UserError(f"some part of {printable(name)} is in none of its chunks, or in several")
+    if len(chunk_sizes) != len(metadata.storage_data):
+        raise UserError("it knows where chunks are that belong to no tensor")
+    return chunk_sizes
+
+
+def _shapes_of(metadata: Metadata) -> Shapes:
     return {
         name: (value.size, value.properties.dtype)
         for name, value in metadata.state_dict_metadata.items()
         if isinstance(value, TensorStorageMetadata)
     }
+
+
+def _whole_numbers(size: Iterable[Any]) -> tuple[int, ...]:
+    numbers = tuple(size)
+    sound = len(numbers) <= 64 and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+    if not sound or math.prod(numbers) >= 1 << 62:
+        raise UserError("it holds a size or place that is none")
+    return numbers
+
+
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins and where it ends, in each dimension
+
+
+def covers(boxes: list[_Box], begin: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    """Whether the boxes fill the one from ``begin`` to ``end`` without gap or overlap, slice by slice.
+
+    That is how DTensor cuts: along one dimension, each piece along another, and so on. Other ways to fill a
+    box (a pinwheel) are taken for a gap.
+    """
+    if any(low == high for low, high in zip(begin, end, strict=True)):
+        return True
+    boxes = [box for box in boxes if all(low < high for low, high in zip(*box, strict=True))]
+    todo = [(boxes, begin, end)]
+    for _ in range(2 * len(begin) + 1):
+        rest = []
+        for piece in todo:
+            if piece[0] != [piece[1:]]:
+                cuts = (_slices(*piece, dim) for dim in range(len(begin)))
+                slices = next((slices for slices in cuts if len(slices) > 1), None)
+                if slices is None:
+                    return False
+                rest += slices
+        todo = rest
+    return not todo
+
+
+def _slices(
+    boxes: list[_Box], begin: tuple[int, ...], end: tuple[int, ...], dim: int
+) -> list[tuple[list[_Box], tuple[int, ...], tuple[int, ...]]]:
+    """The boxes in slices along ``dim`` that no box crosses; none if a slice is missing."""
+    slices: list[tuple[list[_Box], tuple[int, ...], tuple[int, ...]]] = []
+    reach, members = begin[dim], list[_Box]()
+    for box in [*sorted(boxes, key=lambda box: box[0][dim]), (end, end)]:
+        if members and box[0][dim] >= reach:
+            low = members[0][0][dim]
+            slices.append((members, _with(begin, dim, low), _with(end, dim, reach)))
+            members = []
+        if not members and box[0][dim] != reach:
+            return []
+        members.append(box)
+        reach = max(reach, box[1][dim])
+    return slices if reach == end[dim] else []
+
+
+def _with(numbers: tuple[int, ...], index: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:index], number, *numbers[index + 1 :])
 
 
 def _first_failure(error: dcp.CheckpointException) -> Exception:

@@ -1,70 +1,145 @@
 """A checkpoint opened for reading: its facts and its tensors, in either format."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
 from trainer.checkpoint import full, sharded
-from trainer.checkpoint.matching import Shapes
-from trainer.checkpoint.store import Manifest, read_manifest
-from trainer.checkpoint.tree import put_together
+from trainer.checkpoint.hashing import digest_of
+from trainer.checkpoint.matching import Shapes, first_five
+from trainer.checkpoint.reading import MAX_JSON_BYTES, Fields, printable, read_json
+from trainer.checkpoint.store import Manifest, open_listed, read_manifest, step_in_name, verify
+from trainer.checkpoint.tree import put_together, tensor_names
 from trainer.errors import UserError
 
 STATE, RNG = "state.json", "rng.pt"
+_FORMATS: dict[str, tuple[str, Callable[[Path, Manifest], full.TensorFile | sharded.Shards]]] = {
+    "full": (full.TENSORS, full.TensorFile.open),
+    "sharded": (sharded.METADATA, sharded.Shards.open),
+}
 
 
 @dataclass(frozen=True)
 class Source:
-    """What ``open`` found in a directory that was verified before.
+    """What ``open`` found in a directory.
 
     Attributes:
         facts: strategy, world_size, torch_version, config, and the JSON parts of the state and of the RNG.
         shapes: of every tensor, by its name.
-        read_into: fills the tensors it is given (whole, or sharded in any layout) by their names. Collective
-            over the process group that it is given too; None reads alone.
     """
 
     directory: Path
     manifest: Manifest
     facts: dict[str, Any]
     shapes: Shapes
-    read_into: Callable[[dict[str, Tensor], torch_dist.ProcessGroup | None], None]
+    _tensors: full.TensorFile | sharded.Shards
 
     @classmethod
     def open(cls, directory: Path) -> "Source":
-        """Read all but the tensors. UserError if ``directory`` is not seen from here, or is no such thing."""
+        """Read all but the tensors.
+
+        Raises:
+            UserError: ``directory`` is not seen from here, or is no such thing; a file or a tensor that has
+                to be there is not; or what is there contradicts itself.
+        """
         manifest = read_manifest(directory)
-        try:
-            facts = json.loads((directory / STATE).read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{directory / STATE} is not readable: {error}") from error
-        if manifest.format == "sharded":
-            metadata = sharded.read_metadata(directory)
-            read = partial(sharded.read_into, directory, metadata)
-            return cls(directory, manifest, facts, sharded.shapes_of(metadata), read)
-        if manifest.format != "full":
-            raise UserError(f"{directory} has the format {manifest.format!r}; full and sharded are read here")
-        mapped = full.open_tensors(directory / full.TENSORS)
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in mapped.items()}
-        return cls(directory, manifest, facts, shapes, lambda targets, group: full.copy_into(targets, mapped))
+        if manifest.format not in _FORMATS:
+            raise UserError(
+                f"{printable(directory)} has the format {printable(manifest.format)}; "
+                f"{' and '.join(_FORMATS)} are read here"
+            )
+        name_of_tensors, reader = _FORMATS[manifest.format]
+        if missing := sorted({name_of_tensors, STATE, RNG} - manifest.files.keys()):
+            raise UserError(f"{printable(directory)} is not whole: its manifest lacks {', '.join(missing)}")
+        facts = _read_facts(directory, manifest)
+        tensors = reader(directory, manifest)
+        shapes = tensors.shapes
+        _compare_names(directory / STATE, facts["state"], shapes)
+        return cls(directory, manifest, facts, shapes, tensors)
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run that saved this. UserError if it names none."""
+        return Fields(f"{self.directory / STATE}: config", self.facts["config"]).count("seed")
+
+    def check(self, part: int, parts: int) -> None:
+        """Read this part of so many, to find out whether all can be read. UserError if not."""
+        self._tensors.check(part, parts)
+        self.rng(part % self.facts["world_size"])
 
     def rng(self, rank: int) -> dict[str, Any]:
         """What ``seeding.rng_state`` gave on ``rank``."""
-        return put_together(self.facts["rng"][str(rank)], full.open_tensors(self.directory / RNG))
+        with open_listed(self.directory, self.manifest, RNG) as file:
+            return put_together(self.facts["rng"][str(rank)], full.open_tensors(file), str(rank))
+
+    def read_into(self, targets: dict[str, Tensor], group: torch_dist.ProcessGroup | None) -> None:
+        """Fill the tensors (whole, or sharded in any layout) by their names.
+
+        Collective over ``group``; None reads alone.
+        """
+        self._tensors.read_into(targets, group)
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
         """The whole tensors whose names begin with ``prefix``, by the rest of it; needs no process group."""
-        tensors = {
-            name: torch.empty(shape, dtype=dtype)
-            for name, (shape, dtype) in self.shapes.items()
-            if name.startswith(prefix)
-        }
-        self.read_into(tensors, None)
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        found = self._tensors.read([name for name in self.shapes if name.startswith(prefix)])
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+
+def whole(directory: Path, part: int = 0, parts: int = 1) -> Source:
+    """The checkpoint in ``directory``, found to be complete, undamaged and sound.
+
+    With ``parts``, every one of so many readers looks through a part of the large files.
+
+    Raises:
+        UserError: it is not; the message says why.
+    """
+    verify(directory, part, parts)
+    source = Source.open(directory)
+    source.check(part, parts)
+    return source
+
+
+def _read_facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
+    """What state.json says, each part of the type it has to be."""
+    path = directory / STATE
+    with open_listed(directory, manifest, STATE) as file:
+        data = file.read(max(MAX_JSON_BYTES, manifest.num_bytes // 64))
+        if digest_of(file) != manifest.files[STATE]:
+            raise UserError(f"{printable(directory)} is damaged: the sha256 of {STATE} is not the manifest's")
+    facts = Fields(str(path), read_json(path, data))
+    facts.text("strategy"), facts.text("torch_version"), facts.mapping("config")
+    state, rng = facts.mapping("state"), facts.mapping("rng")
+    for section in ("model", "schedule", "scaler"):
+        state.mapping(section)
+    optimizer = state.mapping("optimizer")
+    optimizer.mapping("state")
+    for index, group in enumerate(optimizer.sequence("param_groups")):
+        Fields(f"{path}: param_groups.{index}", group).sequence("params", of=str)
+    progress = state.mapping("progress")
+    for name in {"step", "epoch", "samples_seen", *progress.values}:
+        progress.count(name)
+    if facts.count("world_size") < 1:
+        raise UserError(f"{printable(path)} has world_size 0")
+    for rank in range(facts.values["world_size"]):
+        rng.mapping(str(rank))
+    named = step_in_name(directory)
+    if not progress.values["step"] == manifest.step == (manifest.step if named is None else named):
+        raise UserError(
+            f"{printable(directory)} contradicts itself: its state is of step {progress.values['step']}, its "
+            f"manifest of step {manifest.step}; its name must be step_{manifest.step:08d}"
+        )
+    return dict(facts.values)
+
+
+def _compare_names(path: Path, state: dict[str, Any], shapes: Shapes) -> None:
+    """UserError unless every tensor that the state names is there, once, and no other."""
+    named = tensor_names(state)
+    if missing := sorted(set(named) - set(shapes)):
+        raise UserError(f"{printable(path)} names tensors that are not there: {first_five(missing)}")
+    if len(named) != len(shapes):
+        foreign = sorted(set(shapes) - set(named)) or ["some twice"]
+        raise UserError(f"{printable(path)} does not name the tensors that are there: {first_five(foreign)}")

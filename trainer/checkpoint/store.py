@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +21,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
 from trainer.checkpoint.hashing import FileDigest, digest_of, fsync_directory, write_text
+from trainer.checkpoint.reading import (
+    MAX_JSON_BYTES,
+    Fields,
+    MissingFileError,
+    PlainFile,
+    printable,
+    read_json,
+)
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-_STEP_NAME = re.compile(r"step_(\d{8,})")
+_STEP_NAME = re.compile(r"step_([0-9]{8,})")
+_RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_YEAR_10000 = 253_402_300_800
 _TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
 
 
@@ -74,40 +83,65 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of the checkpoint in ``directory``; UserError if it is missing, damaged or climbs out."""
     path = directory / MANIFEST
     try:
-        text = path.read_text()
-        raw = json.loads(text)
-        manifest = Manifest(
-            format=str(raw["format"]),
-            step=int(raw["step"]),
-            saved_at=float(raw["saved_at"]),
-            files={
-                k: FileDigest(str(file["sha256"]), int(file["bytes"])) for k, file in raw["files"].items()
-            },
-            metrics={name: float(value) for name, value in raw["metrics"].items()},
-            run_id=str(raw["run_id"]) if "run_id" in raw else None,
-            format_version=int(raw["format_version"]),
-        )
-        intact = text == manifest_text(manifest)
-    except FileNotFoundError as error:
-        raise UserError(f"{directory} is no checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged: {error!r}") from error
+        with PlainFile(path) as file:
+            text = file.read(MAX_JSON_BYTES)
+    except MissingFileError as error:
+        raise UserError(f"{printable(directory)} is no checkpoint: it has no {MANIFEST}") from error
+    fields = Fields(str(path), read_json(path, text))
+    files, metrics = fields.mapping("files"), fields.mapping("metrics")
+    manifest = Manifest(
+        format=fields.text("format"),
+        step=fields.count("step"),
+        saved_at=fields.number("saved_at"),
+        files={name: _digest(files.mapping(name)) for name in files.values},
+        metrics={name: metrics.number(name) for name in metrics.values},  # a NaN is one, too
+        run_id=fields.text("run_id") if "run_id" in fields.values else None,
+        format_version=fields.count("format_version"),
+    )
     if manifest.format_version != FORMAT_VERSION:
         raise UserError(
-            f"{directory} has format version {manifest.format_version}; {FORMAT_VERSION} is read here"
+            f"{printable(directory)} has format version {manifest.format_version}; "
+            f"{FORMAT_VERSION} is read here"
         )
-    if not intact:
-        raise UserError(f"{path} is damaged: it is not what was written")
+    if text.decode() != manifest_text(manifest):
+        raise UserError(f"{printable(path)} is damaged: it is not what was written")
+    if not 0 <= manifest.saved_at < _YEAR_10000:
+        raise UserError(f"{printable(path)} is damaged: saved_at is {manifest.saved_at}")
+    if manifest.run_id is not None and not _RUN_ID.fullmatch(manifest.run_id):  # it comes into a file name
+        raise UserError(f"{printable(path)} is damaged: its run_id is {printable(manifest.run_id)}")
     for name in manifest.files:
         if PurePosixPath(name).name != name or name in ("", "..", MANIFEST) or "\\" in name or "\0" in name:
-            raise UserError(f"{path} names the file {name!r}: only plain file names beside it are allowed")
+            raise UserError(
+                f"{printable(path)} names the file {printable(name)}: "
+                "only plain file names beside it are allowed"
+            )
     return manifest
+
+
+def _digest(fields: Fields) -> FileDigest:
+    return FileDigest(fields.text("sha256"), fields.count("bytes"))
+
+
+def open_listed(directory: Path, manifest: Manifest, name: str) -> PlainFile:
+    """The file ``name`` of the checkpoint in ``directory``, as long as its manifest says, or UserError."""
+    try:
+        file = PlainFile(directory / name)
+    except UserError as error:
+        raise UserError(f"{printable(directory)} is damaged: {error}") from error
+    if file.size != manifest.files[name].bytes:
+        file.close()
+        raise UserError(
+            f"{printable(directory)} is damaged: {printable(name)} has {file.size} bytes, the manifest says "
+            f"{manifest.files[name].bytes}"
+        )
+    return file
 
 
 def verify(directory: Path, part: int = 0, parts: int = 1) -> Manifest:
     """Compare the files with the manifest's sizes and sha256: all, or every ``parts``-th from ``part`` on.
 
-    Costs one read of the files, about 0.6 s per GB and core.
+    Costs one read of the files, about 0.6 s per GB and core. That they are whole does not mean that they are
+    all there have to be, or that they make sense: `source.whole` asks for that too.
 
     Raises:
         UserError: naming the first file that differs.
@@ -115,26 +149,22 @@ def verify(directory: Path, part: int = 0, parts: int = 1) -> Manifest:
     manifest = read_manifest(directory)
     chosen = sorted(manifest.files)[part::parts]
     for name in chosen:  # what costs nothing first
-        try:
-            status = (directory / name).lstat()
-        except OSError as error:
-            raise UserError(
-                f"{directory} is damaged: {name} is missing or unreadable ({error.strerror})"
-            ) from error
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{directory} is damaged: {name} is no plain file")
-        if status.st_size != manifest.files[name].bytes:
-            raise UserError(
-                f"{directory} is damaged: {name} has {status.st_size} bytes, the manifest says "
-                f"{manifest.files[name].bytes}"
-            )
+        open_listed(directory, manifest, name).close()
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         for name, digest in zip(
-            chosen, pool.map(lambda name: digest_of(directory / name), chosen), strict=True
+            chosen, pool.map(lambda name: _digest_of_listed(directory, manifest, name), chosen), strict=True
         ):
             if digest != manifest.files[name]:
-                raise UserError(f"{directory} is damaged: the sha256 of {name} is not the manifest's")
+                raise UserError(
+                    f"{printable(directory)} is damaged: the sha256 of {printable(name)} "
+                    "is not the manifest's"
+                )
     return manifest
+
+
+def _digest_of_listed(directory: Path, manifest: Manifest, name: str) -> FileDigest:
+    with open_listed(directory, manifest, name) as file:
+        return digest_of(file)
 
 
 def seal(temporary: Path, final: Path, manifest: Manifest) -> None:
@@ -162,6 +192,12 @@ def seal(temporary: Path, final: Path, manifest: Manifest) -> None:
         replaced.unlink()
     elif replaced.exists():
         shutil.rmtree(replaced)
+
+
+def step_in_name(directory: Path) -> int | None:
+    """The step that a directory's name promises; None for a name that promises none."""
+    match = _STEP_NAME.fullmatch(directory.resolve().name)
+    return int(match[1]) if match else None
 
 
 class Store:
@@ -313,7 +349,7 @@ def _saved_at(directory: Path) -> float:
     try:
         return read_manifest(directory).saved_at
     except UserError:
-        return directory.stat().st_mtime
+        return directory.lstat().st_mtime
 
 
 def newest_run_id(run_dir: Path) -> str | None:

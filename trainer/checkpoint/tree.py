@@ -4,12 +4,13 @@ Nothing but tensors goes into tensor files, and nothing but JSON beside them: no
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.reading import printable
 from trainer.errors import UserError
 
 
@@ -49,27 +50,64 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def put_together(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that ``take_apart`` was given."""
+def put_together(plain: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
+    """The tree that ``take_apart`` was given; ``plain`` may be the branch of it at ``path``.
+
+    Raises:
+        UserError: ``plain`` is not what ``take_apart`` makes, or names a tensor that belongs elsewhere.
+    """
     if isinstance(plain, list):
-        return [put_together(item, tensors) for item in plain]
+        return [put_together(item, tensors, f"{path}.{i}") for i, item in enumerate(plain)]
     if not isinstance(plain, dict):
         return plain
     kind = next(iter(plain), "")
     if len(plain) != 1 or not kind.startswith("$"):
-        return {key: put_together(value, tensors) for key, value in plain.items()}
+        return {
+            key: put_together(value, tensors, f"{path}.{key}" if path else key)
+            for key, value in plain.items()
+        }
     value = plain[kind]
-    match kind:
-        case "$tensor":
+    match kind, value:
+        case "$tensor", str() if value == path and value in tensors:
             return tensors[value]
-        case "$tuple":
-            return tuple(put_together(item, tensors) for item in value)
-        case "$dict":
-            return {put_together(k, tensors): put_together(v, tensors) for k, v in value}
-        case "$counter":
-            return Counter({put_together(k, tensors): put_together(v, tensors) for k, v in value})
-        case "$dtype":
-            dtype = getattr(torch, value, None)
-            if isinstance(dtype, torch.dtype):
-                return dtype
-    raise UserError(f"this checkpoint holds a value of the unknown kind {kind!r}: {value!r}")
+        case "$tuple", list():
+            return tuple(put_together(value, tensors, path))
+        case "$dict", list():
+            return dict(_pairs(value, tensors, path))
+        case "$counter", list():
+            return Counter(dict(_pairs(value, tensors, path)))
+        case "$dtype", str() if isinstance(getattr(torch, value, None), torch.dtype):
+            return getattr(torch, value)
+    raise UserError(
+        f"the checkpoint's state holds at {printable(path)} what no save puts there: {printable(plain)}"
+    )
+
+
+def _pairs(plain: list[Any], tensors: Mapping[str, Tensor], path: str) -> Iterator[tuple[Any, Any]]:
+    for pair in plain:
+        if isinstance(pair, list) and len(pair) == 2:
+            key = put_together(pair[0], tensors, path)
+            if _is_hashable(key):
+                yield key, put_together(pair[1], tensors, f"{path}.{key}")
+                continue
+        raise UserError(f"the checkpoint's state holds at {printable(path)} no pair of key and value")
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
+
+
+def tensor_names(plain: Any) -> list[str]:
+    """Every name of a tensor in what ``take_apart`` made of a tree; twice, if it is there twice."""
+    names, rest = [], [plain]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, dict) and node.keys() == {"$tensor"} and isinstance(node["$tensor"], str):
+            names.append(node["$tensor"])
+        elif isinstance(node, dict | list):
+            rest.extend(node.values() if isinstance(node, dict) else node)
+    return names

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.matching import first_five
 from trainer.checkpoint.safetensors_files import read_safetensors
-from trainer.checkpoint.source import Source
-from trainer.checkpoint.store import verify
+from trainer.checkpoint.source import whole
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -54,8 +53,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
 def _read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
-        verify(path)
-        return Source.open(path).read("model.")
+        return whole(path).read("model.")
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     try:

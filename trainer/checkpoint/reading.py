@@ -1,0 +1,276 @@
+"""The one door through which every file of a checkpoint is read, and every word of it printed.
+
+A checkpoint may come from a stranger, or from a disk that lost its mind. What lies under a file's name may
+be a FIFO, a device, a link to somewhere else, or four terabytes of nothing; what it says may be of any type,
+any length and any depth. So a file is opened once, its kind and size are asked of what was opened, and all
+later reading goes through that one descriptor.
+"""
+
+import errno
+import io
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from trainer.errors import UserError
+
+MAX_JSON_BYTES = 1 << 25  # parsed, JSON takes up to 25 times its size
+_MAX_JSON_DEPTH = 60
+_MAX_SHOWN = 300  # characters
+_SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 16
+
+
+class MissingFileError(UserError):
+    """There is nothing at all under the name."""
+
+
+class PlainFile:
+    """A regular file, opened once for reading; use it as a context.
+
+    Attributes:
+        size: in bytes, when it was opened.
+
+    Raises:
+        MissingFileError: there is none.
+        UserError: a directory, a link (unless ``follow_links``), a FIFO, a device; unreadable; or a file of
+            more than 1 GiB of which less than a sixteenth was ever written.
+    """
+
+    def __init__(self, path: Path, follow_links: bool = False) -> None:
+        self.path = path
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # without O_NONBLOCK, opening a FIFO waits
+        try:
+            descriptor = os.open(path, flags | (0 if follow_links else os.O_NOFOLLOW))
+        except FileNotFoundError as error:
+            raise MissingFileError(f"{printable(path)} does not exist") from error
+        except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+            if isinstance(error, OSError) and error.errno == errno.ELOOP:
+                raise UserError(f"{printable(path)} is no plain file, but a link") from error
+            raise UserError(f"{printable(path)} is unreadable ({_cause(error)})") from error
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise UserError(f"{printable(path)} is no plain file")
+        self._file = io.FileIO(descriptor)
+        self.size = status.st_size
+        if self.size > _SPARSE_BYTES and _written_bytes(descriptor, self.size) * _SPARSE_RATIO < self.size:
+            self.close()
+            raise UserError(f"{printable(path)} claims {self.size:,} bytes, almost all of them never written")
+
+    @property
+    def descriptor_path(self) -> str:
+        """A path to what was opened, whatever its name means by now."""
+        return f"/dev/fd/{self._file.fileno()}"
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Exactly ``count`` bytes from ``offset``. UserError if the file has no such part."""
+        if not 0 <= offset <= offset + count <= self.size:
+            raise UserError(
+                f"{printable(self.path)} has no {count} bytes from {offset} on, but {self.size} in all"
+            )
+        parts, missing = [], count
+        while missing:
+            try:
+                part = os.pread(self._file.fileno(), missing, offset + count - missing)
+            except OSError as error:
+                raise UserError(f"{printable(self.path)} is unreadable ({_cause(error)})") from error
+            if not part:
+                raise UserError(f"{printable(self.path)} became shorter while it was read")
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
+    def read(self, max_bytes: int) -> bytes:
+        """All of it. UserError if that is more than ``max_bytes``."""
+        if self.size > max_bytes:
+            raise UserError(
+                f"{printable(self.path)} has {self.size:,} bytes; more than {max_bytes:,} are not read"
+            )
+        return self.read_at(0, self.size)
+
+    def blocks(self, num_bytes: int) -> Iterator[memoryview]:
+        """The whole file in pieces of up to ``num_bytes``, each in the place of the one before."""
+        block = bytearray(num_bytes)
+        self._file.seek(0)
+        while count := self._file.readinto(block):
+            yield memoryview(block)[:count]
+
+    def part(self, offset: int, length: int) -> "FilePart":
+        return FilePart(self, offset, length)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "PlainFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class FilePart(io.RawIOBase):
+    """Some bytes of a file as a file of their own, for torch to read."""
+
+    def __init__(self, file: PlainFile, offset: int, length: int) -> None:
+        if not 0 <= offset <= offset + length <= file.size:
+            raise UserError(f"{printable(file.path)} has no {length} bytes from {offset} on")
+        self.file, self.offset, self.length = file, offset, length
+        self._position = 0
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        if not 0 <= offset <= offset + count <= self.length:
+            raise UserError(f"{printable(self.file.path)} has a part that reaches beyond its end")
+        return self.file.read_at(self.offset + offset, count)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[whence]
+        )
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self.length - self._position))
+        view[:count] = self.read_at(self._position, count) if count else b""
+        self._position += count
+        return count
+
+
+def _written_bytes(descriptor: int, size: int) -> int:
+    """How much of a file is no hole; all of it where the file system cannot tell.
+
+    Not from st_blocks, which compression makes small, and some file systems leave at 0.
+    """
+    written = position = 0
+    try:
+        while position < size and written * _SPARSE_RATIO < size:
+            position = os.lseek(descriptor, position, os.SEEK_DATA)
+            end = os.lseek(descriptor, position, os.SEEK_HOLE)
+            written, position = written + end - position, end
+    except OSError as error:
+        return written if error.errno == errno.ENXIO else size  # ENXIO: nothing but a hole from here on
+    finally:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    return written
+
+
+def read_json(path: Path, data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``, of no great depth. NaN and Infinity pass: ``Fields`` tells them apart.
+
+    Raises:
+        UserError: no UTF-8, no JSON, no object; a key twice; nested too deeply.
+    """
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_no_key_twice)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{printable(path)} is damaged: it is no JSON ({reason(error)})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{printable(path)} is damaged: it holds no JSON object")
+    level: list[Any] = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return value
+    raise UserError(f"{printable(path)} is damaged: it is nested more than {_MAX_JSON_DEPTH} deep")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+class Fields:
+    """What a file says under names, each taken as the type it must have, or UserError."""
+
+    def __init__(self, origin: str, values: Any) -> None:
+        """``origin`` names the file, and the place in it, for the message."""
+        if not isinstance(values, Mapping):
+            raise UserError(f"{printable(origin)} is {_shown(values)}, but must be a mapping")
+        self._origin, self.values = origin, values
+
+    def _take(self, name: str, kinds: type | tuple[type, ...], words: str) -> Any:
+        if name not in self.values:
+            raise UserError(f"{printable(self._origin)} has no {name}")
+        value = self.values[name]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            self._refuse(name, words)
+        return value
+
+    def _refuse(self, name: str, words: str) -> None:
+        shown = _shown(self.values[name])
+        raise UserError(f"{printable(self._origin)}: {printable(name)} is {shown}, but must be {words}")
+
+    def text(self, name: str) -> str:
+        return self._take(name, str, "a text")
+
+    def count(self, name: str) -> int:
+        """A whole number, 0 or more, that fits 63 bits."""
+        value: int = self._take(name, int, "a whole number")
+        if not 0 <= value < 1 << 63:
+            self._refuse(name, "a whole number, 0 or more")
+        return value
+
+    def number(self, name: str) -> float:
+        """A float, perhaps NaN or infinite."""
+        value = self._take(name, (int, float), "a number")
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+
+    def sequence(self, name: str, of: type = object) -> list[Any]:
+        value: list[Any] = self._take(name, list, "a list")
+        if not all(isinstance(item, of) for item in value):
+            self._refuse(name, f"a list of {of.__name__}")
+        return value
+
+    def mapping(self, name: str) -> "Fields":
+        return Fields(f"{self._origin}: {name}", self._take(name, Mapping, "a mapping"))
+
+
+def printable(text: object) -> str:
+    """``text`` on one line, cut short, with all escaped that a terminal would obey or could not print."""
+    words = str(text)
+    if len(words) > _MAX_SHOWN:
+        words = f"{words[:_MAX_SHOWN]}... ({len(words):,} characters)"
+    if words.isprintable():
+        return words
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def reason(error: BaseException) -> str:
+    """What an error from somebody else's code says, in one line; its name if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return printable(lines[0]) if lines else type(error).__name__
+
+
+def _cause(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or reason(error)
+
+
+def _shown(value: Any) -> str:
+    """A value in words, however large or deep it is."""
+    if isinstance(value, dict | list | tuple):
+        return f"a {type(value).__name__}"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "an int of many digits"
+    return printable(repr(value))
