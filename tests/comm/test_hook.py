@@ -1,6 +1,7 @@
 """DDP with each algorithm trains as DDP with gloo's own all-reduce does, and a lost peer is named."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -139,6 +140,8 @@ def test_a_rank_that_hangs_is_named_by_all_after_the_deadline(hosts: list[int], 
         message, blamed, seconds = results[rank]
         assert blamed == 2 and "rank 2 on host" in message and "bucket" in message, message
         assert seconds > 0.9
+    waiting_for_it = results[3][0]  # the others may see those go that gave up before them
+    assert "rank 2 on host" in waiting_for_it and "within 1 s: it was due to send a message" in waiting_for_it
 
 
 @pytest.mark.slow
@@ -150,6 +153,7 @@ def test_a_rank_that_dies_is_named_by_all_before_the_deadline(hosts: list[int], 
     for rank in (0, 1, 3):
         message, blamed, _ = failure.value.results[rank]
         assert blamed == 2 and "rank 2 on host" in message and "bucket" in message, message
+        assert re.search(r"(closed its connection|is gone) \(.*\) [\d.]+ s into the wait", message), message
 
 
 def refuse() -> None:

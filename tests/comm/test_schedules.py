@@ -6,7 +6,7 @@ from math import floor, log2
 import pytest
 
 from trainer.comm.schedules.algorithms import ALGORITHMS, Kind, Op, Phase, Schedule, build
-from trainer.comm.schedules.pipeline import visits
+from trainer.comm.schedules.pipeline import IN_FLIGHT, sweeps
 from trainer.comm.schedules.simulate import ScheduleError, simulate
 from trainer.comm.schedules.traffic import count_traffic
 
@@ -131,10 +131,14 @@ def test_unknown_names_and_ranks_are_refused() -> None:
         build("ring", 2, [0, 0])
 
 
-@pytest.mark.parametrize("num_segments", [0, 1, 2, 5, 13])
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_every_segment_makes_every_visit_in_order(num_segments: int, width: int) -> None:
-    order = list(visits(num_segments, num_rounds=4, width=width))
-    assert sorted(order) == [(segment, k) for segment in range(num_segments) for k in range(5)]
+@pytest.mark.parametrize("num_segments", [0, 1, 2, 5, 13, IN_FLIGHT, 3 * IN_FLIGHT + 1])
+@pytest.mark.parametrize("num_rounds", [4, 2 * IN_FLIGHT])
+@pytest.mark.parametrize("width", [1, 2, 3, 2 * IN_FLIGHT])
+def test_every_segment_makes_every_visit_in_order(num_segments: int, num_rounds: int, width: int) -> None:
+    made = list(sweeps(num_segments, num_rounds, width))
+    order = [visit for sweep in made for visit in sweep]
+    assert sorted(order) == [(segment, k) for segment in range(num_segments) for k in range(num_rounds + 1)]
     for segment in range(num_segments):
-        assert [k for s, k in order if s == segment] == [0, 1, 2, 3, 4]
+        assert [k for s, k in order if s == segment] == list(range(num_rounds + 1))
+    assert all(0 < len(sweep) <= IN_FLIGHT and sweep == sorted(sweep) for sweep in made)
+    assert all(sum(k == 0 for _, k in sweep) <= width for sweep in made)

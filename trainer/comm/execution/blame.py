@@ -8,12 +8,21 @@ import torch.distributed as dist
 class PeerError(Exception):
     """A neighbour in the schedule did not do its part.
 
-    `silent` tells one that let the deadline pass from one that is known to be gone or at fault.
+    `silent` tells one that let the deadline pass from one that is known to be gone or at fault. The message
+    names the peer, what this rank waited for it to do, and for how long.
     """
 
     def __init__(self, peer: int, reason: str, silent: bool = False) -> None:
         super().__init__(f"rank {peer} {reason}")
         self.peer, self.reason, self.silent = peer, reason, silent
+
+    @classmethod
+    def silent_for(cls, peer: int, timeout_s: float, due: str) -> "PeerError":
+        return cls(peer, f"did not answer within {timeout_s:g} s: it was due {due}", silent=True)
+
+    @classmethod
+    def hung_up(cls, peer: int, how: str, due: str, waited_s: float) -> "PeerError":
+        return cls(peer, f"{how} {waited_s:.1f} s into the wait for it {due}")
 
 
 class CommError(RuntimeError):

@@ -1,4 +1,18 @@
-"""Run schedules on CPU tensors: shared memory between the processes of a host, gloo between hosts."""
+"""Run schedules on CPU tensors: shared memory between the processes of a host, gloo between hosts.
+
+Why no rank waits for ever. All ranks take the buckets in one order and the visits of a bucket in one order,
+at each visit first the receives, then the sends. A message sent at one visit is received at the next visit of
+its segment. A rank at visit p waits only for
+- a message, which its peer sent at a visit before p;
+- room in its outbox or in a window (mailbox.py), which comes when some peer has received an older message.
+  Both have room for all messages that are received after p, because only `IN_FLIGHT` segments are on their
+  way and each has the messages of one round out; so the one waited for is received at p or before.
+Whoever waits for a receive of visit p is itself at the sends of p, past its receives. So each wait is for
+something earlier in that order, and no circle of waits can close, at any number of ranks, buckets and
+segments. gloo, between hosts, queues sends in the memory of their sender and adds no other wait.
+The room itself grows with no world: `IN_FLIGHT` packets a socket, and as many chunks (or, where a round sends
+each peer another part, a few segments cut into parts) in the outbox.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,13 +21,13 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from trainer.comm.execution.gloo import GlooLink
+from trainer.comm.execution.gloo import SENT, GlooLink
 from trainer.comm.execution.inbox import Inbox
 from trainer.comm.execution.layout import Layout, agree
 from trainer.comm.execution.mailbox import Mailbox, Outbox, Slot, open_mailboxes
 from trainer.comm.schedules.algorithms import Kind, Schedule
 from trainer.comm.schedules.pipeline import SEGMENT_MB, WIDTH
-from trainer.comm.schedules.program import Move, Visit, lay_out, messages_per_sweep
+from trainer.comm.schedules.program import Move, Visit, chunks_in_flight, lay_out, messages_in_flight
 
 
 class CpuExecutor:
@@ -48,7 +62,7 @@ class CpuExecutor:
         }
         # Uncompressed chunks for other hosts go straight from the bucket; all others from the outbox.
         self._outbox = Outbox(
-            num_slots=messages_per_sweep(schedule, width),
+            num_slots=chunks_in_flight(schedule, width),
             slot_bytes=segment_bytes * schedule.widest // schedule.parts + 2 * torch.float64.itemsize,
         )
 
@@ -61,8 +75,15 @@ class CpuExecutor:
             return texts
 
         self._mailboxes = open_mailboxes(
-            self.rank, here(self._send_to), here(self._receive_from), self._outbox, exchange, timeout_s
+            self.rank,
+            here(self._send_to),
+            here(self._receive_from),
+            self._outbox,
+            messages_in_flight(schedule),
+            exchange,
+            timeout_s,
         )
+        self._outbox.forget_file()
         self._inbox = Inbox({peer: link for peer, link in self._links.items() if peer not in self._mailboxes})
         self._programs: dict[Layout, list[Visit]] = {}
         self._wide = torch.empty(0, dtype=torch.float32)  # sums of half precision buckets
@@ -144,9 +165,9 @@ class CpuExecutor:
                 if move.peer in self._mailboxes:
                     self._mailboxes[move.peer].send(slot, copy.nbytes, layout.tag)
                 else:
-                    slot.readers.append(partial(link.wait, link.send(copy, layout.tag)))
+                    slot.readers.append(partial(link.wait, link.send(copy, layout.tag), SENT))
         for link, work in in_flight:
-            link.wait(work)
+            link.wait(work, SENT)
 
 
 def _take(move: Move, sums: torch.Tensor, received: torch.Tensor) -> None:

@@ -8,6 +8,11 @@ import torch.distributed as dist
 
 from trainer.comm.execution.blame import PeerError
 
+SENT, RECEIVED = (
+    "to take a message",
+    "to send a message",
+)  # what a peer is due to do when a work is waited for
+
 
 class GlooLink:
     """Both directions between this rank and one peer; tensors are contiguous and on the CPU."""
@@ -22,17 +27,17 @@ class GlooLink:
         try:
             return self._group.send([tensor], self.peer, tag)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(error, SENT, 0.0) from error
 
     def receive(self, tensor: torch.Tensor, tag: int) -> dist.Work:
         """Begin to receive into `tensor`, which must be as long as what is sent under the tag."""
         try:
             return self._group.recv([tensor], self.peer, tag)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(error, RECEIVED, 0.0) from error
 
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a send or receive of this link to be done.
+    def wait(self, work: dist.Work, due: str) -> None:
+        """Wait for a send (`due` is SENT) or a receive (RECEIVED) of this link to be done.
 
         Raises:
             PeerError: the peer is gone, or silent for `timeout_s`.
@@ -41,13 +46,11 @@ class GlooLink:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self._lost(error, due, time.perf_counter() - began) from error
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def _lost(self, error: RuntimeError) -> PeerError:
+    def _lost(self, error: RuntimeError, due: str, waited_s: float) -> PeerError:
         if "imed out" in str(error):  # gloo has no error class that would tell
-            return PeerError(
-                self.peer, f"did not answer within {self._timeout.total_seconds():g} s", silent=True
-            )
-        return PeerError(self.peer, f"is gone (gloo: {str(error).splitlines()[0]})")
+            return PeerError.silent_for(self.peer, self._timeout.total_seconds(), due)
+        return PeerError.hung_up(self.peer, f"is gone (gloo: {str(error).splitlines()[0]})", due, waited_s)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from trainer.comm.execution.gloo import GlooLink
+from trainer.comm.execution.gloo import RECEIVED, GlooLink
 from trainer.comm.execution.layout import Layout
 from trainer.comm.schedules.algorithms import Kind
 from trainer.comm.schedules.program import Move, Visit
@@ -61,7 +61,7 @@ class Arrivals:
         """
         self._post()
         work, slot = self._posted.popleft()
-        self._links[move.peer].wait(work)
+        self._links[move.peer].wait(work, RECEIVED)
         if slot is None:
             return None
         self._free.append(slot)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.comm.execution.blame import PeerError
-from trainer.comm.execution.gloo import GlooLink
+from trainer.comm.execution.gloo import RECEIVED, SENT, GlooLink
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HALF = (torch.float16, torch.bfloat16)
@@ -63,9 +63,9 @@ def agree(
     arriving = {peer: links[peer].receive(theirs, _HEADER_TAG) for peer, theirs in headers.items()}
     leaving = {peer: links[peer].send(header, _HEADER_TAG) for peer in send_to}
     for peer, work in arriving.items():
-        links[peer].wait(work)
+        links[peer].wait(work, RECEIVED)
     for peer, work in leaving.items():
-        links[peer].wait(work)
+        links[peer].wait(work, SENT)
     for peer, theirs in headers.items():
         if not torch.equal(theirs, header):
             numel, dtype, wire = theirs.tolist()

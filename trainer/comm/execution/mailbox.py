@@ -2,9 +2,16 @@
 
 A sender copies a chunk into a slot of its own memory, which its peers have mapped, and tells them over a
 Unix socket; they read it there and acknowledge. The memory has no name (memfd), so nothing is left behind
-when a process dies, and a dead peer is noticed at once, because its socket closes.
+when a process dies, /dev/shm may be as small as it likes, and a dead peer is noticed at once, because its
+socket closes.
+
+A socket holds so many packets and no more; whoever sends one too many waits for the reader. So a mailbox has
+a window: a sender with as many messages unacknowledged reads acknowledgements before it sends again. Neither
+socket ever holds more packets than the window, for which it has been given room: no send waits in the kernel,
+at any number of ranks. Why no wait for an acknowledgement closes a circle: see executor.py.
 """
 
+import errno
 import mmap
 import os
 import shutil
@@ -24,8 +31,10 @@ from trainer.comm.execution.blame import PeerError
 AVAILABLE = hasattr(os, "memfd_create")  # Linux
 
 _MESSAGE = struct.Struct("=IIQ")  # tag, slot, bytes
-_HELLO = struct.Struct("=II")  # rank, slots
+_HELLO = struct.Struct("=III")  # rank, slots, window
 _ALIGNMENT = 4096
+_PACKET_ROOM = 1024  # bytes that Linux books for a small packet (768), rounded up
+_TIMEVAL = struct.Struct("@ll")
 
 
 @dataclass
@@ -50,7 +59,7 @@ class Outbox:
         self.num_slots = num_slots
         num_bytes = max(1, num_slots) * slot_bytes
         self.fd = -1  # memory of this process alone
-        if AVAILABLE:
+        if AVAILABLE and num_slots:
             self.fd = os.memfd_create("ringmaster-outbox")
             os.ftruncate(self.fd, num_bytes)
         memory = map_slots(self.fd, num_bytes, num_slots)
@@ -71,6 +80,12 @@ class Outbox:
         for slot in self._slots:
             slot.wait()
 
+    def forget_file(self) -> None:
+        """Close what the peers have mapped by now; the mappings keep the memory."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
 
 def map_slots(fd: int, num_bytes: int, num_slots: int) -> list[torch.Tensor]:
     """The memory behind `fd` (new memory, where that is -1) as `num_slots` uint8 tensors of one size."""
@@ -79,12 +94,16 @@ def map_slots(fd: int, num_bytes: int, num_slots: int) -> list[torch.Tensor]:
 
 
 class Mailbox:
-    """Both directions between this rank and one peer on the same host."""
+    """Both directions between this rank and one peer on the same host.
 
-    def __init__(self, peer: int, timeout_s: float) -> None:
+    Args:
+        window: messages that may be unacknowledged.
+    """
+
+    def __init__(self, peer: int, timeout_s: float, window: int) -> None:
         self.peer = peer
         self.waited_s = 0.0  # for this peer, since somebody set it to 0
-        self._timeout_s = timeout_s
+        self._timeout_s, self._window = timeout_s, window
         self._outgoing: socket.socket | None = None
         self._incoming: socket.socket | None = None
         self._slots: list[torch.Tensor] = []
@@ -93,33 +112,46 @@ class Mailbox:
     def connect(self, rank: int, address: str, outbox: Outbox) -> None:
         """Open the way to the peer, which listens at `address`, and hand it this rank's slots."""
         self._outgoing = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._outgoing.settimeout(self._timeout_s)
         self._outgoing.connect(address)
-        socket.send_fds(self._outgoing, [_HELLO.pack(rank, outbox.num_slots)], [outbox.fd])
+        self._prepare(self._outgoing)
+        hello = _HELLO.pack(rank, outbox.num_slots, self._window)
+        socket.send_fds(self._outgoing, [hello], [outbox.fd])
 
-    def accept(self, connection: socket.socket, fd: int, num_slots: int) -> None:
-        """Take the way from the peer and its slots."""
+    def accept(self, connection: socket.socket, fd: int, num_slots: int, window: int) -> None:
+        """Take the way from the peer and its slots; `window` is what the peer goes by."""
         self._incoming = connection
+        self._prepare(connection, window)
         self._slots = map_slots(fd, os.fstat(fd).st_size, num_slots)
+
+    def _prepare(self, connection: socket.socket, window: int | None = None) -> None:
+        """Give the socket room for the packets of a window, and deadlines.
+
+        They are the kernel's: for one of Python's own, every call would be two.
+        """
+        room = (window or self._window) * _PACKET_ROOM
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < room:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
+        seconds, fraction = divmod(self._timeout_s, 1.0)
+        deadline = _TIMEVAL.pack(int(seconds), max(1, int(fraction * 1e6)))  # 0 would mean for ever
+        connection.setblocking(True)
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, direction, deadline)
 
     def send(self, slot: Slot, num_bytes: int, tag: int) -> None:
         """Tell the peer of the message in `slot`, which stays as it is until the peer has read it."""
-        assert self._outgoing is not None
-        try:
-            self._outgoing.send(_MESSAGE.pack(tag, slot.index, num_bytes))
-        except OSError as error:
-            raise PeerError(self.peer, f"closed its connection ({error.strerror})") from error
+        self._wait_read(self._num_sent + 1 - self._window)
+        self._send(self._outgoing, _MESSAGE.pack(tag, slot.index, num_bytes))
         self._num_sent += 1
         slot.readers.append(partial(self._wait_read, self._num_sent))
 
     def _wait_read(self, number: int) -> None:
         while self._num_read < number:
-            self._receive(self._outgoing)
+            self._receive(self._outgoing, "to read a message")
             self._num_read += 1
 
     def receive(self, num_bytes: int, tag: int) -> torch.Tensor:
         """Wait for the next message, which must be of `tag` and size; read it before `release`."""
-        packet = self._receive(self._incoming)
+        packet = self._receive(self._incoming, "to send a message")
         sent_tag, slot, sent_bytes = _MESSAGE.unpack(packet)
         if (sent_tag, sent_bytes) != (tag, num_bytes):
             raise PeerError(
@@ -131,26 +163,33 @@ class Mailbox:
 
     def release(self) -> None:
         """Let the sender write the slot of the message received last again."""
-        assert self._incoming is not None
-        try:
-            self._incoming.send(b"\0")
-        except OSError as error:
-            raise PeerError(self.peer, f"closed its connection ({error.strerror})") from error
+        self._send(self._incoming, b"\0")
 
-    def _receive(self, connection: socket.socket | None) -> bytes:
+    def _send(self, connection: socket.socket | None, packet: bytes) -> None:
+        assert connection is not None
+        began = time.perf_counter()
+        try:
+            connection.send(packet)
+        except OSError as error:
+            raise self._lost(error, "to take a packet", time.perf_counter() - began) from error
+
+    def _receive(self, connection: socket.socket | None, due: str) -> bytes:
         assert connection is not None
         began = time.perf_counter()
         try:
             packet = connection.recv(_MESSAGE.size)
-        except TimeoutError as error:
-            raise PeerError(self.peer, f"did not answer within {self._timeout_s:g} s", silent=True) from error
+            if not packet:
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         except OSError as error:
-            raise PeerError(self.peer, f"closed its connection ({error.strerror})") from error
+            raise self._lost(error, due, time.perf_counter() - began) from error
         finally:
             self.waited_s += time.perf_counter() - began
-        if not packet:
-            raise PeerError(self.peer, "closed its connection")
         return packet
+
+    def _lost(self, error: OSError, due: str, waited_s: float) -> PeerError:
+        if isinstance(error, BlockingIOError):  # the deadline of the socket
+            return PeerError.silent_for(self.peer, self._timeout_s, due)
+        return PeerError.hung_up(self.peer, f"closed its connection ({error.strerror})", due, waited_s)
 
     def close(self) -> None:
         for connection in (self._outgoing, self._incoming):
@@ -163,6 +202,7 @@ def open_mailboxes(
     send_to: Sequence[int],
     receive_from: Sequence[int],
     outbox: Outbox,
+    window: int,
     exchange: Callable[[str], list[str]],
     timeout_s: float,
 ) -> dict[int, Mailbox]:
@@ -171,11 +211,15 @@ def open_mailboxes(
     Where the system has no memory to share, there are no mailboxes: gloo serves within the host too.
 
     Args:
+        window: messages that may be on their way to one peer.
         exchange: gathers one string from every rank, by rank (a collective).
+
+    Raises:
+        PeerError: a peer that did not connect within `timeout_s`.
     """
     if not AVAILABLE:
         return {}
-    boxes = {peer: Mailbox(peer, timeout_s) for peer in {*send_to, *receive_from}}
+    boxes = {peer: Mailbox(peer, timeout_s, window) for peer in {*send_to, *receive_from}}
     folder = Path(tempfile.mkdtemp(prefix="ringmaster-"))
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -185,13 +229,17 @@ def open_mailboxes(
             addresses = exchange(str(folder / "mailbox"))
             for peer in send_to:
                 boxes[peer].connect(rank, addresses[peer], outbox)
-            for _ in receive_from:
-                connection, _ = listener.accept()
-                connection.settimeout(timeout_s)
+            missing = set(receive_from)
+            while missing:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError as error:
+                    raise PeerError.silent_for(min(missing), timeout_s, "to connect") from error
                 hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-                peer, num_slots = _HELLO.unpack(hello)
-                boxes[peer].accept(connection, fds[0], num_slots)
+                peer, num_slots, its_window = _HELLO.unpack(hello)
+                boxes[peer].accept(connection, fds[0], num_slots, its_window)
                 os.close(fds[0])  # the mapping keeps the memory
+                missing.remove(peer)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return boxes

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trainer.comm.schedules.algorithms import Kind, Phase, Schedule
-from trainer.comm.schedules.pipeline import SEGMENT_MB, WIDTH
+from trainer.comm.schedules.pipeline import SEGMENT_MB, WIDTH, first_sweep
 from trainer.comm.schedules.traffic import Traffic, count_traffic
 
 
@@ -106,7 +106,9 @@ def predict(
     for round_ in _rounds(schedules):
         tally.play(round_)
     loads = tally.loads()
-    loads["latency"] = tally.slowest_round_s / width
+    # The last segment enters after so many rounds of the first.
+    behind = max((num_segments - 1) / width, first_sweep(num_segments - 1, schedules[0].num_rounds, width))
+    loads["latency"] = tally.slowest_round_s * behind / max(1, num_segments - 1)
     bottleneck = max(loads, key=loads.__getitem__)
     seconds = tally.clocks.max() + (num_segments - 1) * loads[bottleneck]
     return Prediction(float(seconds), bottleneck if num_segments > 1 else "latency", traffic)

@@ -2,14 +2,15 @@
 
 Every rank takes the visits of a bucket in the same order. At visit (segment, k) it completes what the
 segment receives in round k - 1 and starts round k. A sweep visits each segment in flight once, oldest first,
-and `width` more segments enter with every sweep: while a rank waits for one segment, the sends of the
-others keep the links busy.
+and `width` more segments enter with every sweep, up to `IN_FLIGHT`: while a rank waits for one segment, the
+sends of the others keep the links busy.
 """
 
 from collections.abc import Iterator
 
 SEGMENT_MB = 2.0  # MiB; smaller ones cost more processor time, larger ones leave links idle at either end
 WIDTH = 2
+IN_FLIGHT = 32  # segments; what bounds the messages that may be unread, however many rounds a world takes
 
 
 def num_segments(numel: int, itemsize: int, segment_bytes: int) -> int:
@@ -22,11 +23,21 @@ def segment_bounds(numel: int, num_segments: int) -> list[tuple[int, int]]:
     return [(s * numel // num_segments, (s + 1) * numel // num_segments) for s in range(num_segments)]
 
 
-def visits(num_segments: int, num_rounds: int, width: int) -> Iterator[tuple[int, int]]:
-    """(segment, k) for k in 0..num_rounds and every segment, in the order that all ranks follow."""
-    last_sweep = (num_segments - 1) // width + num_rounds
-    for sweep in range(last_sweep + 1):
-        oldest = max(0, (sweep - num_rounds) * width)
-        newest = min(num_segments, (sweep + 1) * width)
-        for segment in range(oldest, newest):
-            yield segment, sweep - segment // width
+def first_sweep(segment: int, num_rounds: int, width: int) -> int:
+    """The sweep with which `segment` enters: when the one `IN_FLIGHT` before it has made all its visits."""
+    turn, place = divmod(segment, IN_FLIGHT)
+    return turn * max(-(-IN_FLIGHT // width), num_rounds + 1) + place // width
+
+
+def sweeps(num_segments: int, num_rounds: int, width: int) -> Iterator[list[tuple[int, int]]]:
+    """The visits (segment, k), k in 0..num_rounds, in the order that all ranks follow, sweep by sweep."""
+    in_flight: list[int] = []
+    entered = sweep = 0
+    while in_flight or entered < num_segments:
+        while entered < num_segments and first_sweep(entered, num_rounds, width) == sweep:
+            in_flight.append(entered)
+            entered += 1
+        visits = [(segment, sweep - first_sweep(segment, num_rounds, width)) for segment in in_flight]
+        yield visits
+        in_flight = [segment for segment, k in visits if k < num_rounds]
+        sweep += 1

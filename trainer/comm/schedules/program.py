@@ -1,10 +1,11 @@
 """One rank's schedule, laid out over a bucket of known length: which elements move at which visit."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.comm.schedules.algorithms import Kind, Op, Schedule
-from trainer.comm.schedules.pipeline import num_segments, segment_bounds, visits
+from trainer.comm.schedules.pipeline import IN_FLIGHT, num_segments, segment_bounds, sweeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,19 @@ def lay_out(
     """
     rounds = [*schedule.rounds(), ()]
     bounds = segment_bounds(numel, num_segments(numel, itemsize, segment_bytes))
-    sweeps: list[list[Visit]] = []
-    for segment, k in visits(len(bounds), schedule.num_rounds, width):
+
+    def visit(segment: int, k: int) -> Visit:
         arriving = _messages(schedule, rounds[k - 1], bounds[segment]) if k > 0 else ()
         receives = tuple(move for move in arriving if move.kind is not Kind.SEND)
         sends = tuple(m for m in _messages(schedule, rounds[k], bounds[segment]) if m.kind is Kind.SEND)
         begin, end = _elements(schedule, schedule.owned, bounds[segment])
         owned = (begin, end) if k == schedule.num_reduce_rounds and begin < end else None
-        if segment // width + k == len(sweeps):
-            sweeps.append([])
-        sweeps[-1].append(Visit(receives, owned, sends))
-    return sweeps
+        return Visit(receives, owned, sends)
+
+    return [
+        [visit(segment, k) for segment, k in sweep]
+        for sweep in sweeps(len(bounds), schedule.num_rounds, width)
+    ]
 
 
 def _elements(schedule: Schedule, parts: tuple[int, int], segment: tuple[int, int]) -> tuple[int, int]:
@@ -63,11 +66,21 @@ def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int]) -
             yield Move(op.kind, op.peer, begin, end)
 
 
-def messages_per_sweep(schedule: Schedule, width: int) -> int:
-    """The most messages of a rank that its peers, at work on the same sweep, may not have read yet.
+def chunks_in_flight(schedule: Schedule, width: int) -> int:
+    """Chunks of a rank, one after another, that hold all those whose readers have their visit still ahead.
 
-    All ranks go through the visits in one order, so with room for this many no sender ever has to wait for
-    a reader that waits for the sender.
+    A chunk sent at one visit is read at the next of its segment. So at any visit there is, for each segment
+    in flight, one round's at most; and no more than `width` segments are in the same round.
     """
-    per_round = [sum(op.kind is Kind.SEND for op in ops) for ops in schedule.rounds()]
-    return width * sum(per_round) + max(per_round, default=0)
+    per_round = [{(op.begin, op.end) for op in ops if op.kind is Kind.SEND} for ops in schedule.rounds()]
+    if per_round and schedule.num_reduce_rounds < len(per_round):
+        per_round[schedule.num_reduce_rounds].add(schedule.owned)
+    sizes = [len(chunks) for chunks in per_round]
+    most = max(sizes, default=0)
+    return min(width * sum(sizes), IN_FLIGHT * most) + most
+
+
+def messages_in_flight(schedule: Schedule) -> int:
+    """Messages from a rank to one peer whose visit that peer may have still ahead; see `chunks_in_flight`."""
+    per_round = (Counter(op.peer for op in ops if op.kind is Kind.SEND) for ops in schedule.rounds())
+    return IN_FLIGHT * max((max(peers.values(), default=0) for peers in per_round), default=0)

@@ -1,0 +1,111 @@
+"""The messages of a bucket never wait in a circle, whatever the world: played without a network, then for real.
+
+Ranks are sequential and a wait that is over stays over, so the order in which ranks are played does not matter:
+if one order comes to the end, every one does.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from trainer.comm.schedules.algorithms import ALGORITHMS, Schedule, build
+from trainer.comm.schedules.pipeline import IN_FLIGHT, WIDTH
+from trainer.comm.schedules.program import chunks_in_flight, lay_out, messages_in_flight
+
+Channel = tuple[int, int]  # (sender, receiver)
+
+
+class Room:
+    """What of all ranks' messages has been sent and read, and the most that was unread at once.
+
+    A segment has as many elements as there are ranks, so that a ring leaves no message out.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.sent: Counter[Channel] = Counter()
+        self.read: Counter[Channel] = Counter()
+        self.most_unread = 0
+
+    def play(
+        self, rank: int, schedule: Schedule, buckets: Sequence[int], num_slots: int, window: int
+    ) -> Iterator[None]:
+        """One rank's way through `buckets` of so many elements; yields where it must wait."""
+        slots: deque[list[tuple[Channel, int]]] = deque([[]] * num_slots)  # each with who has to read it
+        for numel in buckets:
+            for visit in (v for sweep in lay_out(schedule, numel, 1, self.world_size, WIDTH) for v in sweep):
+                for move in visit.receives:
+                    channel = (move.peer, rank)
+                    while self.sent[channel] == self.read[channel]:
+                        yield
+                    self.read[channel] += 1
+                copies: dict[tuple[int, int], list[tuple[Channel, int]]] = {}
+                if visit.owned:
+                    while not all(self.read[channel] >= number for channel, number in slots[0]):
+                        yield
+                    slots.popleft()
+                    slots.append(copies.setdefault(visit.owned, []))
+                for move in visit.sends:
+                    channel, chunk = (rank, move.peer), (move.begin, move.end)
+                    if chunk not in copies:
+                        while not all(self.read[channel] >= number for channel, number in slots[0]):
+                            yield
+                        slots.popleft()
+                        slots.append(copies.setdefault(chunk, []))
+                    while self.sent[channel] - self.read[channel] >= window:
+                        yield
+                    self.sent[channel] += 1
+                    self.most_unread = max(self.most_unread, self.sent[channel] - self.read[channel])
+                    copies[chunk].append((channel, self.sent[channel]))
+
+
+def ends(
+    algorithm: str, hosts: list[int], buckets: Sequence[int], room: Room, num_slots: int = 0, window: int = 0
+) -> bool:
+    """Whether all ranks get through, each running ahead as far as it can before the next may."""
+    schedules = [build(algorithm, rank, hosts) for rank in range(len(hosts))]
+    running = deque(
+        room.play(
+            rank,
+            schedule,
+            buckets,
+            num_slots or chunks_in_flight(schedule, WIDTH),
+            window or messages_in_flight(schedule),
+        )
+        for rank, schedule in enumerate(schedules)
+    )
+    while running:
+        before = (room.sent.total(), room.read.total(), len(running))
+        running = deque(way for way in running if next(way, 0) is None)
+        if (room.sent.total(), room.read.total(), len(running)) == before:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [0] * 2,
+        [0] * 5,
+        [0, 1, 0, 0, 1, 2],
+        pytest.param([0] * 24, marks=pytest.mark.slow),
+        pytest.param([rank // 10 for rank in range(24)], marks=pytest.mark.slow),
+    ],
+    ids=lambda hosts: f"{len(hosts)}-on-{len(set(hosts))}",
+)
+def test_nobody_waits_for_ever(algorithm: str, hosts: list[int]) -> None:
+    room, segment = Room(len(hosts)), len(hosts)
+    # A bucket of one element, one of nothing, fewer elements than ranks, more segments than may be in flight.
+    assert ends(algorithm, hosts, [1, 0, segment - 1, segment * (IN_FLIGHT + 3) + 1, 1, 2 * segment], room)
+    assert room.sent == room.read
+    assert room.most_unread <= IN_FLIGHT, "a socket is given room for as many"
+
+
+def test_with_less_room_somebody_would() -> None:
+    ring, segment = [0] * 18, 18
+    buckets = [segment * IN_FLIGHT]
+    assert ends("ring", ring, buckets, Room(18), window=IN_FLIGHT)
+    assert not ends("ring", ring, buckets, Room(18), window=IN_FLIGHT - 1)
+    assert not ends("ring", ring, buckets, Room(18), num_slots=IN_FLIGHT - 1)
