@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
@@ -25,6 +25,11 @@ from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import DTYPES, Strategy, parameter_count
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
+# These read the parameters of their children, and never call them, or not always.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 class Fsdp(Strategy):
     def __init__(self, settings: FsdpConfig, dist: Dist, precision: str, compile_model: bool) -> None:
@@ -39,21 +44,24 @@ class Fsdp(Strategy):
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        by_size = _units_by_size(model, self.settings.unit_min_params)
-        units = getattr(model, "fsdp_units", None) or list(by_size)
-        if not self.settings.cpu_offload:
-            model = model.to(self.device)
         # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output, from
         # which the loss is computed, is fp32 again.
         param_dtype = DTYPES[self.settings.param_dtype or self.precision]
         precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=DTYPES[self.settings.reduce_dtype])
         root_precision = MixedPrecisionPolicy(param_dtype, precision.reduce_dtype, output_dtype=torch.float32)
+        # Running statistics are fp32, and so must be the weight beside them; the input is taken as it comes.
+        in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
+        norms = _batch_norms(model) if param_dtype != torch.float32 else []
+        units = self._units(model, norms)
+        _refuse_what_cannot_be_sharded(model, [*norms, *units])
         shard = functools.partial(
             fully_shard,
             mesh=self.mesh,
             reshard_after_forward=self.settings.reshard_after_forward,
             offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
         )
+        for norm in norms:
+            shard(norm, mp_policy=in_fp32)
         for unit in units:
             if self.settings.activation_checkpointing:
                 unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
@@ -61,8 +69,41 @@ class Fsdp(Strategy):
                 unit.compile()
             shard(unit, mp_policy=precision)
         shard(model, mp_policy=root_precision)
-        self.notes.append(f"fsdp: {len(units)} units and the root")
+        self.notes.append(
+            f"fsdp: {len(units)} units and the root"
+            + (f"; {len(norms)} batch norms are units of their own, in fp32" if norms else "")
+        )
         return model
+
+    def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
+        """The submodules to gather one at a time, children before parents, none twice; the root is none.
+
+        Raises:
+            UserError: `fsdp_units` names what is no submodule, or is never called.
+        """
+        names, kind = {module: name for name, module in model.named_modules()}, type(model).__name__
+        owners = _owners(model)
+        chosen = getattr(model, "fsdp_units", None)
+        if not chosen:
+            chosen = _units_by_size(model, self.settings.unit_min_params, owners)
+        units = dict.fromkeys(chosen)
+        for unit in units:
+            if unit not in names or unit is model:
+                raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, no submodule of it")
+            if isinstance(unit, _CONTAINERS):
+                raise UserError(
+                    f"fsdp_units of {kind} holds {names[unit]}, a {type(unit).__name__}: never "
+                    "called, and so never gathered; name the modules in it"
+                )
+        torn = [unit for unit in units if not _is_closed(unit, owners)]
+        if torn:
+            self.notes.append(
+                f"fsdp: {', '.join(names[unit] for unit in torn)} share parameters with modules outside, and "
+                "are gathered with the root"
+            )
+        order = {module: number for number, module in enumerate(model.modules())}  # parents come first
+        kept = units.keys() - {*torn, *apart}
+        return sorted(kept, key=order.__getitem__, reverse=True)
 
     def autocast(self) -> AbstractContextManager:
         return nullcontext()  # the mixed precision policy casts parameters and inputs
@@ -100,16 +141,74 @@ def _mesh(shard_group: str, dist: Dist) -> DeviceMesh:
     return init_device_mesh(dist.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _units_by_size(module: nn.Module, min_params: int) -> Iterator[nn.Module]:
+def _owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
+    """The modules that have each parameter as an attribute of their own: several, where weights are tied."""
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(module)
+    return owners
+
+
+def _is_closed(module: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
+    """Whether no module outside has a parameter of `module`: fully_shard cannot have one in two units."""
+    within = set(module.modules())
+    return all(owners[parameter] <= within for parameter in module.parameters())
+
+
+def _units_by_size(
+    module: nn.Module, min_params: int, owners: dict[nn.Parameter, set[nn.Module]]
+) -> Iterator[nn.Module]:
     """The smallest submodules of at least `min_params` parameters: each is gathered and freed as one.
 
-    ModuleLists and the like are passed through, since they are never called.
+    Containers are passed through, since they are never called; modules whose children are never called are
+    taken whole. One that shares a parameter with modules outside is none: a parent that holds both may be.
     """
     for child in module.children():
         if parameter_count(child.parameters()) < min_params:
             continue
-        within = list(_units_by_size(child, min_params))
-        if within or isinstance(child, nn.ModuleList | nn.ModuleDict):
+        within = [] if isinstance(child, _WHOLE) else list(_units_by_size(child, min_params, owners))
+        if within or isinstance(child, _CONTAINERS) or not _is_closed(child, owners):
             yield from within
         else:
             yield child
+
+
+def _batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Those with a weight beside their running statistics."""
+    return [module for module in model.modules() if isinstance(module, _BATCH_NORMS) and module.affine]
+
+
+def _refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
+    """Raise UserError, by name, for parameters that fully_shard would refuse later or in other words."""
+    reasons = {
+        "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
+        "no elements; leave them out": lambda parameter: parameter.numel() == 0,
+        "gaps or another order in memory; call .contiguous() before nn.Parameter": lambda parameter: (
+            not parameter.is_contiguous()
+        ),
+    }
+    for reason, applies in reasons.items():
+        if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
+            raise UserError(
+                f"strategy=fsdp cannot shard {', '.join(found[:5])}: parameters with {reason}; or take "
+                "strategy=ddp"
+            )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    taken: set[nn.Parameter] = set()
+    for unit in (*units, model):
+        dtypes: dict[torch.dtype, str] = {}
+        for parameter in unit.parameters():
+            if parameter not in taken and parameter.requires_grad:
+                dtypes.setdefault(parameter.dtype, names[parameter])
+            taken.add(parameter)
+        if len(dtypes) > 1:
+            listed = " beside ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
+            raise UserError(
+                f"strategy=fsdp gathers a unit's parameters as one, and finds {listed}: name the module of "
+                "one of the two in the model's fsdp_units, give both the same dtype, or take strategy=ddp"
+            )
+
+
+def _short(value: object) -> str:
+    return type(value).__name__ if isinstance(value, nn.Module) else repr(value)[:60]

@@ -1,0 +1,232 @@
+"""FSDP's units: whatever model comes, it is cut where torch can gather it, or refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoint import tiny
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import train
+from trainer.config import FsdpConfig
+from trainer.errors import UserError
+from trainer.optim import check_optimizer
+from trainer.strategies.fsdp import Fsdp
+
+MIN_PARAMS = 200
+
+
+class Tied(nn.Module):
+    """A weight in two modules that would both be units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 20)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed((x[:, 0] * 5).long().clamp(0, 19))))
+
+
+class TwoParents(nn.Module):
+    """A module that is called from two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(16, 16)
+        self.first, self.second = nn.Sequential(shared, nn.Tanh()), nn.Sequential(shared, nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class ParentsFirst(nn.Module):
+    """Names its units outside in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+
+    @property
+    def fsdp_units(self) -> list[nn.Module]:
+        return [self.outer, self.outer[1], self.outer[1][0], self.outer]  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x)
+
+
+class Attention(nn.Module):
+    """MultiheadAttention never calls its out_proj, which is large enough to be a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None, :]
+        return self.layer(self.attention(x, x, x, need_weights=False)[0])
+
+
+class Convolutions(nn.Sequential):
+    def __init__(self) -> None:
+        layers = [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16)]
+        super().__init__(*layers)
+
+
+class HalfHalf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.short = nn.Linear(16, 4), nn.Linear(4, 4, bias=False).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.short(self.whole(x).bfloat16()).float()
+
+
+class HalfApart(HalfHalf):
+    @property
+    def fsdp_units(self) -> list[nn.Module]:
+        return [self.short]
+
+
+def odd(parameter: Tensor) -> nn.Module:
+    module = nn.Linear(16, 16)
+    module.register_parameter("odd", nn.Parameter(parameter))
+    return module
+
+
+def fsdp(precision: str = "fp32", min_params: int = MIN_PARAMS) -> Fsdp:
+    settings = FsdpConfig("fsdp", "world", min_params, True, False, False, None, "fp32")
+    return Fsdp(settings, tiny.facts(), precision, compile_model=False)
+
+
+def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str, Tensor]:
+    """The gradients of a model, and what it says in evaluation."""
+    torch.manual_seed(3)
+    model = build()
+    model = model if strategy is None else strategy.wrap(model)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        found = {"eval": model.eval()(x)}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, Tensor)
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return {name: value.detach().float() for name, value in found.items()}
+
+
+def _models_train() -> dict[str, float]:
+    """The largest difference of each model's gradients from those of the plain module, and the units."""
+    far = {}
+    for build in (Tied, TwoParents, ParentsFirst, Attention, HalfApart, Convolutions):
+        precision = "bf16" if build is Convolutions else "fp32"
+        ours, plain = gradients(build, fsdp(precision)), gradients(build, None)
+        assert ours.keys() == plain.keys()
+        far[build.__name__] = max((ours[name] - plain[name]).abs().max().item() for name in plain)
+    return far
+
+
+def _refusals() -> list[str]:
+    messages = []
+    for build in (
+        lambda: odd(torch.ones(())),
+        lambda: odd(torch.ones(0, 3)),
+        lambda: odd(torch.ones(4, 3).t()),
+        HalfHalf,
+        lambda: named(lambda model: [model]),
+        lambda: named(lambda model: [model.blocks]),
+    ):
+        with pytest.raises(UserError) as refusal:
+            fsdp(min_params=10**6).wrap(build())
+        messages.append(str(refusal.value))
+    model = fsdp().wrap(nn.Linear(16, 16))
+    with pytest.raises(UserError) as refusal:
+        check_optimizer(torch.optim.Adafactor(model.parameters()), model)
+    return [*messages, str(refusal.value)]
+
+
+def named(units: Callable[[nn.Module], list[nn.Module]]) -> nn.Module:
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList([nn.Linear(4, 4)])
+    model.__dict__["fsdp_units"] = units(model)
+    return model
+
+
+def _notes_and_units() -> dict[str, list[str]]:
+    found = {}
+    for build in (Tied, TwoParents, ParentsFirst, Attention):
+        strategy, model = fsdp(), build()
+        names = {module: name for name, module in model.named_modules()}
+        found[build.__name__] = [names[unit] for unit in strategy._units(model, [])] + strategy.notes
+    return found
+
+
+def _all() -> tuple[dict[str, float], dict[str, list[str]], list[str]]:
+    return _models_train(), _notes_and_units(), _refusals()
+
+
+def test_units_of_any_model() -> None:
+    far, units, messages = run_ranks(_all, 2)[0]
+    assert 0 < far.pop("Convolutions") < 0.02 and far.pop("HalfApart") < 0.02  # computed in bf16
+    assert max(far.values()) < 1e-6, far
+    assert units["Tied"] == ["middle"]
+    assert units["TwoParents"] == ["first.0"]
+    assert units["ParentsFirst"] == ["outer.1.0", "outer.1", "outer"]
+    assert units["Attention"] == ["layer", "attention"]
+    expected = ["odd: parameters with no dim", "odd: parameters with no elem", "odd: parameters with gaps"]
+    expected += ["torch.float32 in whole.weight beside torch.bfloat16 in short.weight"]
+    expected += ["holds Sequential, no submodule", "holds blocks, a ModuleList: never called"]
+    expected += ["Adafactor keeps sums over rows and columns"]
+    for message, words in zip(messages, expected, strict=True):
+        assert words in message
+
+
+def _two_steps(run_dir: Path) -> float:
+    options = ("strategy=fsdp", "strategy.unit_min_params=100000", "model=vision", "model.name=vit_b_16")
+    options += ("data=fake", "data.dataset.input_shape=[3,64,64]", "train.global_batch_size=4")
+    options += ("train.max_steps=2", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
+    return train(*options, f"run_dir={run_dir}")["train/loss"]
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_of_torchvision_trains(tmp_path: Path) -> None:
+    first, second = run_ranks(_two_steps, 2, tmp_path, init=False, timeout_s=300)
+    assert 0 < first < 20 and first == second
+
+
+class LayerDrop(nn.Module):
+    """Goes round a layer on rank 1 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 2)
+
+    @property
+    def fsdp_units(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if (number, torch_dist.get_rank()) != (2, 1):
+                x = layer(x)
+        return self.head(x)
+
+
+def _drop_a_layer(run_dir: Path) -> float:
+    options = ("strategy=fsdp", "model._target_=tests.strategies.test_fsdp.LayerDrop", "train.epochs=1")
+    options += ("~model.input_shape", "~model.num_classes", "~model.hidden", "distributed.timeout_s=5")
+    options += ("data.dataset._target_=tests.user_parts.Stripes",)
+    return train(*options, f"run_dir={run_dir}")["train/loss"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_a_unit_ends_by_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(_drop_a_layer, 2, tmp_path, init=False, timeout_s=60)
+    assert not failure.value.results
+    assert not any("did not finish" in report for report in failure.value.reports.values())
