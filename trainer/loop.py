@@ -21,6 +21,7 @@ from trainer.errors import StoppedBySignal
 from trainer.guard import StepGuard
 from trainer.loggers import RunLog
 from trainer.metrics import Mark, Meter, peak_memory_bytes
+from trainer.optim import after_evaluation, after_step
 from trainer.replicas import ReplicaGuard
 from trainer.seeding import rng_state, set_rng_state
 from trainer.signals import StopRequest
@@ -186,7 +187,7 @@ def train_step(
     job.checkpointer.wait_until_copied()
     state.scaler.step(state.optimizer)
     state.scaler.update()
-    state.schedule.step()
+    after_step(state.schedule)
     state.optimizer.zero_grad(set_to_none=True)
     return mean_loss, grad_norm, stop
 
@@ -201,7 +202,7 @@ def evaluate_if_due(job: Job) -> dict[str, float]:
     """Evaluate at the end of the run, and of an epoch to evaluate after; otherwise return no figures.
 
     Returns:
-        The figures by their names in result.json; they are logged too.
+        The figures by their names in result.json; they are logged, and told to the schedule.
     """
     progress = job.state.progress
     if job.eval_loader is None:
@@ -213,6 +214,7 @@ def evaluate_if_due(job: Job) -> dict[str, float]:
     figures = {f"eval/{name}": value for name, value in evaluation.items()}
     job.run_log.scalars(figures, progress.step)
     job.run_log.line(f"eval at step {progress.step}  {_words(evaluation)}")
+    after_evaluation(job.state.schedule, figures)
     return figures
 
 

@@ -1,14 +1,21 @@
-"""Learning-rate schedules, each a factor on `optim.lr` as a function of the step.
+"""Learning-rate schedules, each a factor on `optim.lr` as a function of the step; and which of torch's fit.
 
-Every schedule warms up linearly over its first `warmup_steps` steps; step 0 already moves the weights.
+Every schedule here warms up linearly over its first `warmup_steps` steps; step 0 already moves the weights.
 Optimizers are torch's own, named in conf/optim.
 """
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adafactor, Adagrad, Optimizer, SparseAdam
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from trainer.errors import UserError
+
+WATCHED = "eval/loss"  # what ReduceLROnPlateau is told
 
 
 def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
@@ -51,3 +58,72 @@ def _decay(
         return _warmup(step, warmup_steps) * (final_fraction + (1 - final_fraction) * shape(done))
 
     return LambdaLR(optimizer, factor)
+
+
+def after_step(schedule: LRScheduler) -> None:
+    """Move `schedule` on by an optimizer step; ReduceLROnPlateau counts evaluations instead."""
+    if not isinstance(schedule, ReduceLROnPlateau):
+        schedule.step()
+
+
+def after_evaluation(schedule: LRScheduler, figures: Mapping[str, float]) -> None:
+    """Tell ReduceLROnPlateau how the evaluation went; `figures` are the same on every rank.
+
+    Raises:
+        UserError: the task's evaluation gives no loss.
+    """
+    if isinstance(schedule, ReduceLROnPlateau):
+        if WATCHED not in figures:
+            raise UserError(f"schedule: ReduceLROnPlateau needs {WATCHED}; there is {', '.join(figures)}")
+        schedule.step(figures[WATCHED])
+
+
+def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
+    """Raise UserError for a schedule that this run cannot serve."""
+    if not isinstance(schedule, ReduceLROnPlateau):
+        return
+    if not evaluates:
+        raise UserError(
+            f"schedule: ReduceLROnPlateau lowers the learning rate when {WATCHED} no longer falls, but "
+            "train.eval_every_epochs=0 never evaluates; set it to 1"
+        )
+    if schedule.mode != "min":
+        raise UserError(f"schedule.mode is {schedule.mode}, but {WATCHED} is to fall; set it to min")
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise UserError for an optimizer that would fail at its first step of `model`, naming the way out."""
+    name = type(optimizer).__name__
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(
+            f"optim: {name} evaluates the loss several times within a step, and this trainer once; take "
+            "optim=adamw, or any optimizer whose step() needs no closure"
+        )
+    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    sparse = {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if isinstance(optimizer, SparseAdam) and (dense := [names[p] for p in names if p in optimized - sparse]):
+        raise UserError(
+            f"optim: SparseAdam takes sparse gradients only, and {dense[0]} has dense ones ({len(dense)} of "
+            f"{len(names)} parameters have); take optim=adamw and embeddings with sparse=False, or optim=sgd"
+        )
+    takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
+    if not takes_sparse and (found := [names[p] for p in names if p in optimized & sparse]):
+        raise UserError(
+            f"optim: {name} takes no sparse gradients, and {found[0]} has them; build its embedding with "
+            "sparse=False, or take optim=sgd optim.momentum=0 optim.weight_decay=0"
+        )
+    if isinstance(optimizer, Adafactor) and any(isinstance(parameter, DTensor) for parameter in optimized):
+        raise UserError(
+            "optim: Adafactor keeps sums over rows and columns, which torch cannot compute of sharded "
+            "parameters; take strategy=ddp, or optim=adamw"
+        )
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.")

@@ -21,6 +21,7 @@ from trainer.distributed import Dist, compare_across_ranks, on_main, process_gro
 from trainer.errors import writing
 from trainer.loggers import RunLog, messages, table
 from trainer.loop import Job, fit
+from trainer.optim import check_optimizer, check_schedule
 from trainer.replicas import ReplicaGuard
 from trainer.run_dir import claim
 from trainer.seeding import seed_everything
@@ -97,8 +98,10 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     seed_everything(seed, strategy.replica)  # ... and drops out units of its own
 
     optimizer = build("optim", config.optim, wrapped.parameters())
+    check_optimizer(optimizer, strategy.unwrap(wrapped))
     facts = ScheduleFacts(total_steps, train_loader.steps_per_epoch)
     schedule = build("schedule", config.schedule, optimizer, facts=facts)
+    check_schedule(schedule, evaluates=eval_loader is not None)
     state = TrainState(strategy.unwrap(wrapped), optimizer, schedule, strategy.grad_scaler(), Progress())
     checkpointer = Checkpointer(
         config.checkpoint,

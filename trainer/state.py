@@ -89,7 +89,8 @@ class TrainState:
         names = self._optimizer_names()
         packed = self.optimizer.state_dict()
         return {
-            "state": {names[index]: state for index, state in packed["state"].items()},
+            # A key that is no parameter's number is the optimizer's own, for what all parameters share.
+            "state": {_name(key, names): state for key, state in packed["state"].items()},
             "param_groups": [
                 group | {"params": [names[index] for index in group["params"]]}
                 for group in packed["param_groups"]
@@ -100,7 +101,7 @@ class TrainState:
         numbers = {name: index for index, name in enumerate(self._optimizer_names())}
         self.optimizer.load_state_dict(
             {
-                "state": {numbers[name]: state for name, state in saved["state"].items()},
+                "state": {numbers.get(name, name): state for name, state in saved["state"].items()},
                 "param_groups": [
                     group | {"params": [numbers[name] for name in group["params"]]}
                     for group in saved["param_groups"]
@@ -111,6 +112,13 @@ class TrainState:
     def _optimizer_names(self) -> list[str]:
         names = {parameter: name for name, parameter in parameter_names(self.model)}
         return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def _name(key: int | str, names: list[str]) -> str:
+    assert isinstance(key, int) or key not in names, (
+        f"the optimizer keeps state under {key}, a parameter's name"
+    )
+    return names[key] if isinstance(key, int) else key
 
 
 def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
