@@ -1,11 +1,14 @@
 """Train: `python train.py`, or `torchrun --nproc_per_node=N train.py`, then Hydra overrides."""
 
+import sys
+
 import hydra
 from omegaconf import DictConfig
 
 from trainer import config
 from trainer.launch.exits import exits, refuse_sweep_in_ranks
 from trainer.launch.place import place, publish
+from trainer.overrides import for_hydra
 
 composed: list[DictConfig] = []  # one; several in a multirun; none for --help and the like
 
@@ -18,6 +21,7 @@ def compose(settings: DictConfig) -> None:
 
 if __name__ == "__main__":
     with exits():
+        sys.argv = for_hydra(sys.argv)
         compose()
         refuse_sweep_in_ranks(len(composed))
         for settings in map(config.load, composed):

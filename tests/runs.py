@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer import config
+from trainer.overrides import for_hydra
 
 if TYPE_CHECKING:
     from trainer.loop import Job
@@ -23,7 +24,7 @@ CONF = Path(__file__).parents[1] / "conf"
 
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=list(overrides))
+        return compose("train", overrides=for_hydra(overrides))
 
 
 def settings(*overrides: str) -> config.Config:

@@ -18,7 +18,7 @@ MAY_USE = {
     "launch": {"config", "errors", "overrides"},
     "build": {"errors"},
     "optim": {"errors"},
-    "faults": {"errors"},
+    "faults": {"config", "errors", "state"},
     "rendezvous": {"errors", "launch"},
     "distributed": {"config", "errors", "faults", "launch", "rendezvous"},
     "data": {"errors", "faults"},

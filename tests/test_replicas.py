@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_ranks
 from tests.runs import job_of
 from trainer.errors import ReplicasDifferError
+from trainer.faults.rehearsal import flip
 from trainer.loop import Job
 
 QUICK = (
@@ -27,13 +28,8 @@ QUICK = (
 )
 
 
-def flip(tensor: Tensor, index: int, bit: int) -> None:
-    """Turn one bit of one element over, in place."""
-    local = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    flat = local.view(-1).view(
-        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
-    )
-    flat[index % len(flat)] ^= 1 << bit if bit < 8 * local.element_size() - 1 else -(1 << bit)
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def found(job: Job) -> dict[str, Any] | None:
@@ -60,12 +56,12 @@ def flips(overrides: tuple[str, ...], seed: int, count: int) -> dict[str, Any]:
         draw = random.Random(seed)
         for _ in range(count):
             rank, name = draw.randrange(job.dist.world_size), draw.choice(sorted(names))
-            where = draw.randrange(names[name].numel()), draw.randrange(32)
+            where = draw.randrange(local(names[name]).numel()), draw.randrange(32)
             if rank == job.dist.rank:
-                flip(names[name], *where)
+                flip(local(names[name]), *where)
             seen["flips"].append((rank, name, found(job)))
             if rank == job.dist.rank:
-                flip(names[name], *where)
+                flip(local(names[name]), *where)
         seen["mended"] = found(job)
     return seen
 

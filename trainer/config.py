@@ -168,6 +168,46 @@ class FsdpConfig(StrategyConfig):
     reduce_dtype: str = one_of(*_PRECISIONS)
 
 
+FAULT_PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint", "evaluate")
+
+
+@dataclass
+class FaultConfig:
+    """A fault made on purpose, once in a run, to see what becomes of it; `none` makes none."""
+
+    kind: str = MISSING
+
+
+@dataclass
+class TimedFaultConfig(FaultConfig):
+    """When `phase` is entered for the first time in or after `step`, counted from 1."""
+
+    step: int = at_least(1)
+    phase: str = one_of(*FAULT_PHASES)
+
+
+@dataclass
+class RankFaultConfig(TimedFaultConfig):
+    rank: int = at_least(0)
+
+
+@dataclass
+class SlowFaultConfig(RankFaultConfig):
+    seconds: float = above(0)
+
+
+@dataclass
+class DivergeFaultConfig(RankFaultConfig):
+    tensor: str | None = MISSING
+    bit: int = at_least(0)
+
+
+@dataclass
+class CutFaultConfig(TimedFaultConfig):
+    host: int = at_least(0)
+    command: str = MISSING
+
+
 STRATEGIES: dict[str, type[StrategyConfig]] = {
     "single": StrategyConfig,
     "dp": StrategyConfig,
@@ -183,6 +223,14 @@ COMMS: dict[str, type[CommConfig]] = {
     "hierarchical": ScheduleCommConfig,
     "master_worker": ScheduleCommConfig,
     "powersgd": PowerSgdCommConfig,
+}
+
+FAULTS: dict[str, type[FaultConfig]] = {
+    "none": FaultConfig,
+    **dict.fromkeys(("kill", "stop", "raise", "hang", "nan", "exit"), RankFaultConfig),
+    "slow": SlowFaultConfig,
+    "diverge": DivergeFaultConfig,
+    "cut": CutFaultConfig,
 }
 
 
@@ -202,6 +250,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
 
 
 def load(composed: DictConfig) -> Config:
@@ -214,9 +263,11 @@ def load(composed: DictConfig) -> Config:
     try:
         _name("strategy.name", composed.strategy.name, STRATEGIES)
         _name("comm.algorithm", composed.comm.algorithm, COMMS)
+        _name("fault.kind", composed.fault.kind, FAULTS)
         schema = OmegaConf.structured(Config)
         schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
         schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
+        schema.fault = OmegaConf.structured(FAULTS[composed.fault.kind])
         merged = OmegaConf.merge(schema, _renamed(composed, "async", "async_"))
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
@@ -313,3 +364,25 @@ def _check_contradictions(config: Config) -> None:
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; take strategy=ddp, or comm.wire_dtype=fp32"
         )
+    if isinstance(config.fault, TimedFaultConfig):
+        _check_phase_comes(config, config.fault)
+
+
+def _check_phase_comes(config: Config, fault: TimedFaultConfig) -> None:
+    """A fault that waits for what never happens would look like one that did no harm."""
+    comm, train = config.comm, config.train
+    if train.max_steps is not None and fault.step > train.max_steps:
+        raise UserError(f"fault.step is {fault.step}, but the run has train.max_steps={train.max_steps}")
+    if fault.phase == "evaluate" and train.eval_every_epochs == 0:
+        raise UserError("fault.phase=evaluate never comes with train.eval_every_epochs=0")
+    if fault.phase == "all_reduce":
+        if not isinstance(config.strategy, DdpConfig):
+            raise UserError(
+                f"fault.phase=all_reduce is DDP's, and never comes with strategy={config.strategy.name}; "
+                "take fault.phase=backward"
+            )
+        if isinstance(comm, NativeCommConfig) and comm.wire_dtype == "fp32" and not comm.timeline:
+            raise UserError(
+                "fault.phase=all_reduce cannot be seen with comm.timeline=false; set it to true, or take "
+                "fault.phase=backward"
+            )

@@ -25,6 +25,11 @@ def in_words(error: HydraException | OmegaConfBaseException) -> str:
     return str(error).partition("\nConfig search path")[0]
 
 
+def for_hydra(arguments: Iterable[str]) -> list[str]:
+    """A command line as Hydra takes it: to its grammar a plain nan is a number, and no option of a group."""
+    return ["fault='nan'" if argument == "fault=nan" else argument for argument in arguments]
+
+
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
     """That ``key`` is unknown, and what it may have been meant for: a setting, a group, another option."""
     known = _settings()

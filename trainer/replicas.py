@@ -41,7 +41,7 @@ class ReplicaGuard:
             every: steps from one check to the next; None never checks.
         """
         self._dist, self._every = dist_, every
-        self._groups = [group for group in groups if len(group) > 1]
+        self._groups = groups
         self._weights: dict[torch.device, Tensor] = {}
         self._checked_at: int | None = None  # the last step at which all was equal
 

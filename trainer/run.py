@@ -19,6 +19,7 @@ from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
 from trainer.errors import writing
+from trainer.faults.rehearsal import Rehearsal
 from trainer.loggers import RunLog, messages, table
 from trainer.loop import Job, fit
 from trainer.optim import check_optimizer, check_schedule
@@ -75,6 +76,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     """
     assert config.run_dir is not None and config.seed is not None
     run_dir, seed, train = Path(config.run_dir), config.seed, config.train
+    rehearsal = Rehearsal(config.fault, dist.rank, dist.hosts, run_dir)
+    dist = dataclasses.replace(dist, heartbeat=rehearsal.heartbeat(dist.heartbeat))
     strategy = build_strategy(config, dist)
     batch = split_batch(train.global_batch_size, train.micro_batch_size, strategy.num_replicas)
 
@@ -112,6 +115,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         config=flatten(config),
     )
     checkpointer.restore(state, config.resume)
+    rehearsal.meet(state, total_steps, replicated=bool(strategy.equal_ranks()))
 
     job = Job(
         dist=dist,

@@ -29,7 +29,7 @@ from trainer.state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = {"run_dir", "resume"}  # settings that say where and whence, not what
+_MAY_DIFFER = ("run_dir", "resume", "fault.")  # settings that say where and whence, not what
 
 
 class Checkpointer:
@@ -292,7 +292,7 @@ class Checkpointer:
             return
         log.info("resumed from %s at step %d", source.directory, progress.step)
         then, now = source.facts["config"], self._config
-        for key in sorted((then.keys() | now.keys()) - _MAY_DIFFER):
+        for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
             if key not in now:
                 log.info("  %s was %s in the checkpoint, and is no setting now", *_shown(key, then[key]))
             elif key not in then:

@@ -79,7 +79,7 @@ class Ddp(Strategy):
         return self.hook.plain_errors() if self.hook is not None else nullcontext()
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
-        return [tuple(range(self.num_replicas))]
+        return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
 
     def metrics(self) -> dict[str, float]:
         return self.hook.timeline.metrics() if self.hook is not None else {}
