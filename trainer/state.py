@@ -50,8 +50,10 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Nested dicts and lists of plain values and of the live tensors, not copied."""
+        model = get_model_state_dict(self.model)
         return {
-            "model": get_model_state_dict(self.model),
+            "model": model,
+            "buffers": self._other_buffers(set(model)),
             "optimizer": self._optimizer_state(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -72,6 +74,10 @@ class TrainState:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Make this state the saved one; sharded tensors must come sharded as they are here."""
         set_model_state_dict(self.model, saved["model"])
+        buffers = self._other_buffers(set(saved["model"]))
+        with torch.no_grad():
+            for name, value in saved.get("buffers", {}).items():  # of which there may be fewer, or none
+                buffers[name].copy_(value)
         self._load_optimizer_state(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         # An idle scaler saves nothing; one that starts to work with this run keeps its own beginning.
@@ -79,6 +85,11 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
         for name, value in saved["progress"].items():
             setattr(self.progress, name, value)
+
+    def _other_buffers(self, in_model_state: set[str]) -> dict[str, Tensor]:
+        """Buffers that are no part of the model's own state, though forward may use and change them."""
+        named = ((_plain_name(name), buffer) for name, buffer in self.model.named_buffers())
+        return {name: buffer for name, buffer in named if name not in in_model_state}
 
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state_dict with parameter names in place of their numbers.
@@ -128,7 +139,9 @@ def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def buffer_names(model: nn.Module) -> set[str]:
-    return {_plain_name(name) for name, _ in model.named_buffers()}
+    """The dotted paths in a state dict at which buffers may stand."""
+    names = [_plain_name(name) for name, _ in model.named_buffers()]
+    return {f"{part}.{name}" for part in ("model", "buffers") for name in names}
 
 
 def _plain_name(name: str) -> str:

@@ -26,17 +26,22 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 class DropoutNet(nn.Module):
     """Dropout in front of batch norm, so that its running statistics depend on the generators too."""
 
+    gain: Tensor
+
     def __init__(self, num_classes: int, norm: bool = True) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(10, 40), nn.Linear(40, 40)
         self.norm = nn.BatchNorm1d(40) if norm else nn.Identity()
         self.dropout = nn.Dropout(0.2)
         self.head = nn.Linear(40, num_classes)
+        self.register_buffer("gain", torch.ones(()), persistent=False)  # no part of its state_dict
 
     @property
     def fsdp_units(self) -> list[nn.Module]:
         return [self.first, self.second, self.head]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.dropout(torch.relu(self.first(x))))
+        if self.training:
+            self.gain *= 0.99
+        x = self.norm(self.dropout(torch.relu(self.first(self.gain * x))))
         return self.head(self.dropout(torch.relu(self.second(x))))

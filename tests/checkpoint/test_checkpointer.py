@@ -97,6 +97,35 @@ def test_refuses_another_model_or_optimizer(tmp_path: Path, format: str) -> None
         run_ranks(_resume, 1, tmp_path, "auto", format, False, width=8)
 
 
+def _buffers_of_old_and_new(run_dir: Path) -> list[float]:
+    """What ``passes`` is after a resume: in each layout and format; from a checkpoint without it; as it was built."""
+    found = []
+    for sharded in (False, True):
+        for format in ("full", "sharded"):
+            root = run_dir / f"{format}{sharded}"
+            state = tiny.train_state(sharded)
+            tiny.train(state, 3)
+            tiny.checkpointer(root, format=format).save(state)
+            fresh = tiny.train_state(sharded, seed=4)
+            tiny.checkpointer(root, format=format).restore(fresh, "auto")
+            found.append(fresh.model.passes.item())
+    old = tiny.train_state()
+    del old.model._buffers["passes"]
+    tiny.checkpointer(run_dir / "old").save(old)
+    tiny.checkpointer(run_dir / "old").restore(fresh := tiny.train_state(), "auto")
+    found.append(fresh.model.passes.item())
+    wide = tiny.train_state()
+    wide.model.passes = torch.full((2,), 5.0)
+    tiny.checkpointer(run_dir / "fullFalse").restore(wide, "auto")
+    return [*found, *wide.model.passes.tolist()]
+
+
+def test_a_buffer_that_is_not_persistent_is_saved_all_the_same(tmp_path: Path) -> None:
+    """And a checkpoint from before, or of another size, leaves it as built."""
+    for found in run_ranks(_buffers_of_old_and_new, 2, tmp_path):
+        assert found == [3, 3, 3, 3, 0, 5, 5]
+
+
 class _SlowStager:
     """Copies after a while, as a big model would."""
 

@@ -49,7 +49,12 @@ def checkpointer(
 
 
 class Net(nn.Module):
-    """Parameters that do not divide evenly, a buffer, dropout, and a parameter that never gets a gradient."""
+    """Parameters that do not divide evenly, buffers, dropout, and a parameter that never gets a gradient.
+
+    ``passes`` is a buffer that is not persistent, though forward uses it.
+    """
+
+    passes: Tensor
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()
@@ -58,8 +63,12 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(0.3)
         self.second = nn.Linear(width, 3)
         self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("passes", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+        x = x * (1 + self.passes / 10)
         return self.second(self.dropout(torch.relu(self.norm(self.first(x)))))
 
 

@@ -17,7 +17,7 @@ from trainer.checkpoint import full, sharded
 from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.hashing import FileDigest, write_text
-from trainer.checkpoint.matching import first_five, fitting, targets_for
+from trainer.checkpoint.matching import first_five, fitting, other_buffers, targets_for
 from trainer.checkpoint.reading import printable, reason
 from trainer.checkpoint.source import RNG, STATE, Source, whole
 from trainer.checkpoint.store import Retention, Store
@@ -95,7 +95,7 @@ class Checkpointer:
             tensors = full.part_of(tensors, self._dist.rank)
         elif self._dist.rank != 0:
             # Running statistics follow each rank's own data; those of rank 0 are the model's.
-            of_rank_0 = {f"model.{name}" for name in buffer_names(state.model)}
+            of_rank_0 = buffer_names(state.model)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in of_rank_0}
         rng = self._gather_rng()
         self._last_saved = step
@@ -107,7 +107,7 @@ class Checkpointer:
 
     def _start_copying(self, tensors: dict[str, Tensor], buffers: set[str]) -> Future[dict[str, Tensor]]:
         """Copy what the optimizer changes in the background; buffers, which a forward pass changes, now."""
-        changing = {name: tensors[name].clone() for name in tensors if name.removeprefix("model.") in buffers}
+        changing = {name: tensors[name].clone() for name in tensors if name in buffers}
         if self._dist.device.type == "cuda":
             torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
         self._copied = cast(Future[dict[str, Tensor]], self._stager.stage(tensors | changing))
@@ -140,6 +140,8 @@ class Checkpointer:
         directory, plain = source.directory, source.facts["state"]
         # Nothing of the state is touched before all ranks have found that all of it fits.
         targets = self._agreement.everywhere(lambda: targets_for(state, source.shapes, plain))
+        if self._dist.rank == 0 and (others := other_buffers(state, source.shapes)):
+            log.warning("buffers that %s has not, or not of this size, stay as built: %s", directory, others)
         saved = self._agreement.everywhere(lambda: fitting(state, plain, targets))
         generators = self._agreement.everywhere(lambda: self._generators(source))
         self._agreement.everywhere(lambda: source.read_into(targets, self._agreement.group))

@@ -18,8 +18,9 @@ Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors to read a checkpoint into, by their saved names.
 
-    The model's own tensors, and new memory for the optimizer's: laid out like its parameter, sharded with it,
-    where it has the parameter's shape; else a plain CPU tensor, which ``Optimizer.load_state_dict`` moves.
+    The model's own tensors, and those of its other buffers that were saved in the same size; and new memory
+    for the optimizer's: laid out like its parameter, sharded with it, where it has the parameter's shape;
+    else a plain CPU tensor, which ``Optimizer.load_state_dict`` moves.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
@@ -30,11 +31,24 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
     saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     compare_shapes(saved, {name: (target.shape, target.dtype) for name, target in targets.items()})
     _compare_optimizers(ours["optimizer"], plain["optimizer"])
+    targets |= {
+        f"buffers.{name}": value for name, value in ours["buffers"].items() if _fits(name, value, shapes)
+    }
     parameters: dict[str, Tensor] = dict(parameter_names(state.model))
     for name, (shape, dtype) in shapes.items():
-        if name not in targets:
+        if name not in targets and not name.startswith("buffers."):
             targets[name] = _new_target(name, shape, dtype, parameters)
     return targets
+
+
+def other_buffers(state: TrainState, shapes: Shapes) -> str:
+    """The non-persistent buffers, five by name, that ``targets_for`` leaves out; empty if there is none."""
+    own = state.state_dict()["buffers"]
+    return first_five(sorted(name for name, value in own.items() if not _fits(name, value, shapes)))
+
+
+def _fits(name: str, buffer: Tensor, shapes: Shapes) -> bool:
+    return shapes.get(f"buffers.{name}") == (buffer.shape, buffer.dtype)
 
 
 def fitting(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -43,7 +57,11 @@ def fitting(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, T
     Raises:
         UserError: it lacks something, or holds a text where this run has a number, and so on.
     """
-    saved: dict[str, Any] = put_together(plain, targets)
+    buffers = plain.get(
+        "buffers", {}
+    )  # which others than these were left out, and before which there were none
+    read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
+    saved: dict[str, Any] = put_together({**plain, "buffers": read}, targets)
     ours = state.state_dict()
     if saved["model"].keys() != ours["model"].keys():
         raise UserError("the checkpoint is of another model: its state does not name this model's tensors")

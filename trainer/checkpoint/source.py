@@ -113,7 +113,7 @@ def _read_facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
     facts = Fields(str(path), read_json(path, data))
     facts.text("strategy"), facts.text("torch_version"), facts.mapping("config")
     state, rng = facts.mapping("state"), facts.mapping("rng")
-    for section in ("model", "schedule", "scaler"):
+    for section in ("model", "schedule", "scaler", *({"buffers"} & state.values.keys())):
         state.mapping(section)
     optimizer = state.mapping("optimizer")
     optimizer.mapping("state")
