@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer import fingerprint
 from trainer.build import build
-from trainer.checkpoint import Checkpointer, load_weights, saved_seed
+from trainer.checkpoint import Agreement, Checkpointer, load_weights, saved_seed
 from trainer.config import Config, flatten, to_yaml
 from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
@@ -94,7 +94,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     total_steps = min(train.max_steps or full_epochs, full_epochs)
 
     seed_everything(seed, 0)  # every rank builds the same model ...
-    model = _build_model(config.model, train_set)
+    model = _build_model(config.model, train_set, Agreement(dist, config.checkpoint.timeout_s))
     compare_across_ranks(fingerprint.inputs(model, train_loader, eval_loader), dist)
     num_parameters = parameter_count(model.parameters())
     wrapped = strategy.wrap(model)
@@ -169,11 +169,13 @@ class ScheduleFacts:
     steps_per_epoch: int
 
 
-def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
+def _build_model(node: dict[str, Any], train_set: Any, agreement: Agreement) -> nn.Module:
     """Build the model; `auto` settings come from the training data, and `init_from` is ours to load."""
-    model: nn.Module = build("model", {k: v for k, v in node.items() if k != "init_from"}, facts=train_set)
-    if node.get("init_from") is not None:
-        load_weights(model, node["init_from"])
+    settings = {key: value for key, value in node.items() if key not in ("init_from", "init_ignore")}
+    model: nn.Module = build("model", settings, facts=train_set)
+    source, ignore = node.get("init_from"), node.get("init_ignore") or ()
+    if source is not None:  # a file that one host does not see ends all ranks, in one message
+        agreement.everywhere(lambda: load_weights(model, source, ignore))
     return model
 
 

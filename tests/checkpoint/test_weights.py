@@ -1,15 +1,17 @@
 """model.init_from: weights that others saved."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights
+from trainer.checkpoint import Agreement, load_weights
 from trainer.errors import UserError
 
 
@@ -74,6 +76,69 @@ def test_refuses_what_is_no_state_dict(tmp_path: Path) -> None:
         load_weights(tiny.Net(), tmp_path / "foreign.pt")
 
 
+@pytest.mark.parametrize(
+    "prefix", ["module._orig_mod.", "_orig_mod.module.", "_orig_mod.", "model.", "model._orig_mod."]
+)
+def test_drops_the_prefixes_of_wrappers_in_any_order(tmp_path: Path, prefix: str) -> None:
+    theirs, ours = _nets()
+    saved = {prefix + name: tensor for name, tensor in theirs.state_dict().items()}
+    torch.save({"state_dict": {**saved, "loss.weight": torch.ones(3)}, "epoch": 3}, tmp_path / "w.ckpt")
+    load_weights(ours, tmp_path / "w.ckpt")
+    assert _same(theirs, ours)
+
+
+def test_keeps_a_prefix_that_is_the_models_own(tmp_path: Path) -> None:
+    theirs, ours = (nn.ModuleDict({"model": net}) for net in _nets())
+    torch.save(theirs.state_dict(), tmp_path / "w.pt")
+    load_weights(ours, tmp_path / "w.pt")
+    assert _same(theirs, ours)
+
+
+def test_leaves_as_initialised_what_it_is_told_to_ignore(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs, ours = _nets()
+    theirs.second = nn.Linear(7, 10)
+    torch.save(theirs.state_dict(), tmp_path / "w.pt")
+    before = ours.second.weight.clone()
+    with pytest.raises(UserError, match=r"second.weight \(\[10, 7\] .*model.init_ignore=\[second\]"):
+        load_weights(ours, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=r"model\.init_ignore names sec, which this model does not have"):
+        load_weights(ours, tmp_path / "w.pt", ["sec"])
+    load_weights(ours, tmp_path / "w.pt", ["second"])
+    assert torch.equal(ours.second.weight, before)
+    assert torch.equal(ours.first.weight, theirs.first.weight)
+    assert "lacks" not in caplog.text
+
+
+UNUSABLE = {
+    "int keys": ({0: torch.ones(1), 1: torch.ones(2)}, "holds no named tensors, but int: Tensor"),
+    "sparse": ({"first.weight": torch.eye(5).to_sparse()}, r"first.weight is sparse \(sparse_coo\)"),
+    "meta": ({"first.weight": torch.empty(7, 5, device="meta")}, "first.weight is on the meta device"),
+    "expanded": ({"first.weight": torch.ones(1).expand(10**9)}, "claims tensors of more bytes than"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_says_what_is_wrong_with_weights(tmp_path: Path, kind: str) -> None:
+    content, message = UNUSABLE[kind]
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(UserError, match=message):
+        load_weights(tiny.Net(), tmp_path / "w.pt")
+
+
+def test_weights_may_lie_behind_a_link_but_not_in_a_fifo(tmp_path: Path) -> None:
+    theirs, ours = _nets()
+    torch.save(theirs.state_dict(), tmp_path / "w.pt")
+    (tmp_path / "link.pt").symlink_to("w.pt")
+    load_weights(ours, tmp_path / "link.pt")
+    assert _same(theirs, ours)
+    for name in ("fifo.pt", "fifo.safetensors"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(UserError, match="no plain file"):
+            load_weights(ours, tmp_path / name)
+
+
 def test_reads_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     theirs, ours = _nets()
@@ -85,16 +150,46 @@ def test_reads_safetensors(tmp_path: Path) -> None:
         load_weights(ours, tmp_path / "w.safetensors")
 
 
-def _save_and_load(run_dir: Path, format: str) -> bool:
+def _save_and_load(run_dir: Path, format: str) -> list[bool]:
+    """From a checkpoint; from the run; and from the run when its newest checkpoint is damaged."""
     state = tiny.train_state(sharded=format == "sharded")
+    checkpointer = tiny.checkpointer(run_dir, format=format)
+    results = []
+
+    def matches(path: Path) -> None:
+        fresh = tiny.Net()
+        load_weights(fresh, path)
+        results.append(
+            all(torch.equal(tensor, saved[f"model.{name}"]) for name, tensor in fresh.state_dict().items())
+        )
+
     tiny.train(state, 2)
-    tiny.checkpointer(run_dir, format=format).save(state)
-    fresh = tiny.Net()
-    load_weights(fresh, run_dir / "checkpoints" / "latest")
+    checkpointer.save(state)
     saved = tiny.everything(state)["tensors"]
-    return all(torch.equal(tensor, saved[f"model.{name}"]) for name, tensor in fresh.state_dict().items())
+    if torch_dist.get_rank() == 0:
+        matches(run_dir / "checkpoints" / "latest")
+        matches(run_dir)
+    tiny.train(state, 2)
+    checkpointer.save(state)
+    if torch_dist.get_rank() == 0:
+        (run_dir / "checkpoints" / "step_00000004" / "state.json").write_text("{}")
+        matches(run_dir)
+    return results
 
 
 @pytest.mark.parametrize("format", ["full", "sharded"])
-def test_reads_our_checkpoints(tmp_path: Path, format: str) -> None:
-    assert run_ranks(_save_and_load, 2, tmp_path, format)[0]
+def test_reads_our_checkpoints_and_runs(tmp_path: Path, format: str) -> None:
+    assert run_ranks(_save_and_load, 2, tmp_path, format)[0] == [True, True, True]
+
+
+def _one_rank_without_the_file(path: Path) -> str:
+    facts = tiny.facts()
+    with pytest.raises(UserError) as raised:
+        Agreement(facts, 60).everywhere(lambda: load_weights(tiny.Net(), path / str(facts.rank)))
+    return str(raised.value)
+
+
+def test_all_ranks_hear_of_what_one_does_not_find(tmp_path: Path) -> None:
+    torch.save(tiny.Net().state_dict(), tmp_path / "0")
+    messages = run_ranks(_one_rank_without_the_file, 2, tmp_path)
+    assert messages == [f"rank 1: model.init_from={tmp_path / '1'} does not exist"] * 2

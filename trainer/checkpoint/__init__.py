@@ -1,7 +1,8 @@
 """Checkpoints that cannot be torn, and a resume that is exact to the bit."""
 
+from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.checkpointer import Checkpointer, saved_seed
 from trainer.checkpoint.store import newest_run_id, read_manifest
 from trainer.checkpoint.weights import load_weights
 
-__all__ = ["Checkpointer", "load_weights", "newest_run_id", "read_manifest", "saved_seed"]
+__all__ = ["Agreement", "Checkpointer", "load_weights", "newest_run_id", "read_manifest", "saved_seed"]

@@ -1,83 +1,128 @@
-"""Weights from elsewhere: torchvision, a DDP script, a safetensors file, or a checkpoint of ours."""
+"""Weights from elsewhere: torchvision, a DDP or Lightning script, a safetensors file, or a run of ours."""
 
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.archive import check_tensors, load_named
 from trainer.checkpoint.matching import first_five
+from trainer.checkpoint.reading import MissingFileError, PlainFile, printable
 from trainer.checkpoint.safetensors_files import read_safetensors
-from trainer.checkpoint.source import whole
+from trainer.checkpoint.source import Source, whole
+from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
 
 _CONTAINERS = ("model", "state_dict", "model_state_dict")
-_PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+# Of DistributedDataParallel, of torch.compile, and of Lightning, where the model is an attribute of a module.
+_PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str | Path, ignore: str | Sequence[str] = ()) -> None:
     """Copy the tensors in ``path`` to those of the same names in ``model``; never runs code from the file.
 
-    ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``; a prefix
-    ``module.`` is dropped), a ``.safetensors`` file, or the directory of a checkpoint. What it lacks keeps
-    its value; both that and what is left over is listed in the log.
+    ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``), a
+    ``.safetensors`` file, the directory of a checkpoint, or that of a run, which means its newest whole
+    checkpoint. Of the prefixes that wrappers put before names, in whatever order, those are dropped without
+    which the names are the model's. What lies under a name in ``ignore`` ("fc": fc.weight, fc.bias), and what
+    ``path`` lacks, keeps its value; the log lists both, and what is left over.
 
     Raises:
         UserError: unreadable; no name in common; or other shapes (the first five, both shapes each).
     """
-    path = Path(path)
-    found = _without_prefix(_read(path))
+    path, ignore = Path(path), [ignore] if isinstance(ignore, str) else ignore
     wanted = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    common = wanted.keys() & found.keys()
+    found = _without_prefixes(_read(path), wanted)
+    ignored = {name for name in wanted | found if _lies_under(name, ignore)}
+    if unknown := [prefix for prefix in ignore if not any(_lies_under(name, [prefix]) for name in wanted)]:
+        raise UserError(f"model.init_ignore names {first_five(unknown)}, which this model does not have")
+    common = (wanted.keys() & found.keys()) - ignored
     if not common:
         raise UserError(
             f"model.init_from={path} has no name in common with this model: it holds "
             f"{first_five(sorted(found))}; the model {first_five(sorted(wanted))}"
         )
-    different = [
-        f"{name} ({list(found[name].shape)} there, {list(wanted[name].shape)} here)"
-        for name in wanted
-        if name in found and found[name].shape != wanted[name].shape
-    ]
+    different = [name for name in wanted if name in common and found[name].shape != wanted[name].shape]
     if different:
-        raise UserError(f"model.init_from={path} is of another model: {first_five(different)}")
-    if missing := sorted(wanted.keys() - common):
+        pairs = [
+            f"{name} ({list(found[name].shape)} there, {list(wanted[name].shape)} here)" for name in different
+        ]
+        modules = sorted({name.rpartition(".")[0] or name for name in different})
+        way_out = (
+            f"; model.init_ignore=[{','.join(modules)}] leaves these as initialised, as for other classes"
+        )
+        raise UserError(
+            f"model.init_from={path} is of another model: {first_five(pairs)}{way_out * (len(modules) <= 5)}"
+        )
+    if ignored & wanted.keys():
+        log.info("model.init_ignore: %s left as initialised", first_five(sorted(ignored & wanted.keys())))
+    if missing := sorted(wanted.keys() - common - ignored):
         log.warning("model.init_from=%s lacks %s: left as initialised", path, first_five(missing))
-    if unexpected := sorted(found.keys() - common):
+    if unexpected := sorted(found.keys() - common - ignored):
         log.warning("model.init_from=%s also holds %s: not used", path, first_five(unexpected))
     model.load_state_dict({name: found[name] for name in common}, strict=False)
 
 
+def _lies_under(name: str, prefixes: Sequence[str]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
 def _read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
-        return whole(path).read("model.")
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
+        return _checkpoint_in(path).read("model.")
     try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError as error:
-        raise UserError(f"model.init_from={path} does not exist") from error
-    except Exception as error:  # torch raises whatever its zip reader and unpickler stumble over
-        raise UserError(
-            f"model.init_from={path} is no file of plain tensors: {str(error).splitlines()[0]}"
-        ) from error
-    for name in _CONTAINERS:
-        if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
-            loaded = loaded[name]
-            break
-    tensors = (
-        {k: v for k, v in loaded.items() if isinstance(v, Tensor)} if isinstance(loaded, Mapping) else {}
-    )
-    if not tensors:
-        raise UserError(f"model.init_from={path} holds no named tensors, but a {type(loaded).__name__}")
-    return tensors
+        if path.suffix == ".safetensors":
+            return read_safetensors(path)
+        # Other programs link to their weights from a cache.
+        with PlainFile(path, follow_links=True) as file:
+            loaded = load_named(file, ours=False)
+            for name in _CONTAINERS:
+                if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
+                    loaded = loaded[name]
+                    break
+            if not isinstance(loaded, Mapping):
+                raise UserError(f"it holds no named tensors, but a {type(loaded).__name__}")
+            named = {k: v for k, v in loaded.items() if isinstance(k, str) and isinstance(v, Tensor)}
+            if not named:
+                kinds = sorted({f"{type(k).__name__}: {type(v).__name__}" for k, v in loaded.items()})
+                raise UserError(f"it holds no named tensors, but {first_five(kinds) or 'nothing'}")
+            check_tensors(named, file.part(0, file.size))
+            return named
+    except MissingFileError as error:
+        raise UserError(f"model.init_from={printable(path)} does not exist") from error
+    except UserError as error:
+        raise UserError(f"model.init_from={printable(path)}: {error}") from error
 
 
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    for prefix in _PREFIXES:
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    return tensors
+def _checkpoint_in(directory: Path) -> Source:
+    """The checkpoint there; of a run, the newest that is whole."""
+    root = next((path for path in (directory / "checkpoints", directory) if path.is_dir()), directory)
+    found = [] if (directory / MANIFEST).exists() else Store(root).newest_first()
+    if not found:
+        return whole(directory.resolve())
+    for candidate in found:
+        try:
+            source = whole(candidate)
+        except UserError as error:
+            log.warning("model.init_from passes over %s: %s", candidate.name, error)
+        else:
+            log.info("model.init_from=%s: from %s", directory, candidate.name)
+            return source
+    raise UserError(f"model.init_from={printable(directory)}: none of its {len(found)} checkpoints is whole")
+
+
+def _without_prefixes(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` without the prefixes, in the order, that leave most names as the model has them."""
+    best, most = tensors, len(wanted.keys() & tensors.keys())
+    for count in range(1, len(_PREFIXES) + 1):
+        for prefix in map("".join, itertools.permutations(_PREFIXES, count)):
+            inner = {name[len(prefix) :]: name for name in tensors if name.startswith(prefix)}
+            outer = {name: name for name in tensors if not name.startswith(prefix)}
+            stripped = {name: tensors[there] for name, there in (outer | inner).items()}
+            if len(wanted.keys() & stripped.keys()) > most:
+                best, most = stripped, len(wanted.keys() & stripped.keys())
+    return best
