@@ -208,6 +208,19 @@ class CutFaultConfig(TimedFaultConfig):
     command: str = MISSING
 
 
+@dataclass
+class LaunchConfig:
+    """Where the processes of a run come from."""
+
+    name: str = MISSING
+
+
+@dataclass
+class LocalLaunchConfig(LaunchConfig):
+    processes: int | None = at_least(1)
+    max_restarts: int = at_least(0)
+
+
 STRATEGIES: dict[str, type[StrategyConfig]] = {
     "single": StrategyConfig,
     "dp": StrategyConfig,
@@ -234,6 +247,9 @@ FAULTS: dict[str, type[FaultConfig]] = {
 }
 
 
+LAUNCHES: dict[str, type[LaunchConfig]] = {"as_started": LaunchConfig, "local": LocalLaunchConfig}
+
+
 @dataclass
 class Config:
     """Everything a run is told. Dicts are `_target_` nodes, lists in them are plain lists."""
@@ -253,6 +269,9 @@ class Config:
     fault: FaultConfig = field(default_factory=FaultConfig)
 
 
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
 def load(composed: DictConfig) -> Config:
     """Return the typed, resolved and validated settings.
 
@@ -264,7 +283,11 @@ def load(composed: DictConfig) -> Config:
         _name("strategy.name", composed.strategy.name, STRATEGIES)
         _name("comm.algorithm", composed.comm.algorithm, COMMS)
         _name("fault.kind", composed.fault.kind, FAULTS)
+
+
+        _name("launch.name", composed.launch.name, LAUNCHES)
         schema = OmegaConf.structured(Config)
+        schema.launch = OmegaConf.structured(LAUNCHES[composed.launch.name])
         schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
         schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
         schema.fault = OmegaConf.structured(FAULTS[composed.fault.kind])

@@ -1,6 +1,7 @@
 """How the ranks of a run find each other: in torchrun's store, behind a port of rank 0's, or in a file."""
 
 import itertools
+import os
 import socket
 import time
 from datetime import timedelta
@@ -10,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 import torch.distributed as dist
 
 from trainer.errors import UserError
-from trainer.launch.place import Place
+from trainer.launch.place import LISTENING, Place
 
 _runs = itertools.count()
 
@@ -86,6 +87,7 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> tuple[dist.Store
         return _open_file(_file(init_method), here, timeout)
     if url.scheme == "env":
         return next(iter(dist.rendezvous(init_method, here.rank, here.world_size, timeout=timeout)))[0], False
+    listening = os.environ.pop(LISTENING, None) if here.rank == 0 else None  # one socket, for one store
     store = dist.TCPStore(
         str(url.hostname),
         int(url.port or 0),
@@ -94,6 +96,7 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> tuple[dist.Store
         timeout=timeout,
         wait_for_workers=False,  # `meet` waits, and can name who is missing
         multi_tenant=True,
+        master_listen_fd=None if listening is None else int(listening),
     )
     return store, False
 

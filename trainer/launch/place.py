@@ -20,6 +20,12 @@ from trainer.errors import UserError
 # Below Linux' range for outgoing connections (32768), so that none of them is in the way.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 ENV = "env://"
+# What tells a process its place: none of it holds for one that this process starts.
+TELLING = re.compile(
+    r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*"
+    r"|PMIX?_.*|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_.*)|RINGMASTER_(STORE_FD|LAUNCHER))$"
+)
+LISTENING = "RINGMASTER_STORE_FD"  # a socket that rank 0 has inherited, for the store at MASTER_PORT
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, and by nobody else
 
 

@@ -1,0 +1,181 @@
+"""launch=local: its processes, what it says of their ends, when it tries again, and that none is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.runs import settings
+from trainer.errors import UserError
+from trainer.launch import fresh, local
+
+ROOT = Path(__file__).parents[2]
+
+# Stands for train.py where only the ends of ranks matter: torch takes seconds to load.
+ACTOR = """
+import json, os, signal, sys, time
+sys.path.insert(0, os.environ["HOUSE"])
+from trainer.launch.fresh import die_with_parent
+die_with_parent()
+rank, run_dir = os.environ["RANK"], next(a[8:] for a in reversed(sys.argv) if a.startswith("run_dir="))
+os.makedirs(run_dir, exist_ok=True)
+attempt = len([f for f in os.listdir(run_dir) if f.startswith(rank + "-")])
+with open(f"{run_dir}/{rank}-{attempt}", "w") as file:
+    json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "sid": os.getsid(0), "pid": os.getpid()}, file)
+script = json.loads(os.environ["ACT"])
+act = script[min(attempt, len(script) - 1)].get(rank, "hang")
+print("out of", rank)
+print("err of", rank, file=sys.stderr)
+if act.startswith("fault "):
+    with open(run_dir + "/failure.json", "w") as file:
+        json.dump({"status": 1, "step": int(act[6:]), "message": "a fault"}, file)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, (lambda *a: sys.exit(75)) if act == "save" else signal.SIG_DFL)
+open(f"{run_dir}/ready-{rank}", "w").close()
+if act == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if act in ("hang", "save"):
+    time.sleep(60)
+sys.exit(int(act))
+"""
+
+Launch = Callable[..., int]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Launch ranks that act as told: for each attempt, the act of each rank."""
+    actor = tmp_path / "actor.py"
+    actor.write_text(ACTOR)
+    monkeypatch.setattr(fresh, "_program", lambda: [sys.executable, str(actor)])
+    monkeypatch.setattr(local, "_GRACE_S", 1.0)
+
+    def launch(*attempts: dict[str, str], max_restarts: int = 0) -> int:
+        monkeypatch.setenv("ACT", json.dumps(attempts))
+        monkeypatch.setenv("HOUSE", str(ROOT))
+        overrides = ["launch=local", f"launch.processes={len(attempts[0])}", f"run_dir={tmp_path}/run"]
+        overrides += [f"launch.max_restarts={max_restarts}", "model.hidden=[8]"]
+        return local.launch(settings(*overrides), overrides)
+
+    return launch
+
+
+def seen(tmp_path: Path) -> dict[str, dict]:  # type: ignore[type-arg]
+    """What each rank found in each attempt, by `rank-attempt`."""
+    return {file.name: json.loads(file.read_text()) for file in (tmp_path / "run").glob("[0-9]-[0-9]")}
+
+
+@pytest.mark.parametrize(
+    ("acts", "status"),
+    [
+        ({"0": "0", "1": "0"}, 0),
+        ({"0": "2", "1": "hang"}, 2),
+        ({"0": "1", "1": "2"}, 2),
+        ({"0": "3", "1": "1"}, 3),
+        ({"0": "75", "1": "75"}, 75),
+        ({"0": "1", "1": "75"}, 1),
+        ({"0": "hang", "1": "kill"}, 1),
+    ],
+)
+def test_the_status_of_the_run_arrives(launch: Launch, acts: dict[str, str], status: int) -> None:
+    assert launch(acts) == status
+
+
+def test_each_rank_is_told_its_place_and_who_is_not_rank_0_is_named(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")  # told to the launcher, not to them
+    assert launch({"0": "0", "1": "0", "2": "kill"}) == 1
+    for rank in range(3):
+        found = seen(tmp_path)[f"{rank}-0"]
+        env = found["env"]
+        assert [env[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == [str(rank), str(rank), "3"]
+        assert ("RINGMASTER_STORE_FD" in env, "SLURM_PROCID" in env) == (rank == 0, False)
+        assert found["sid"] == found["pid"]
+        assert "model.hidden=[8]" in found["argv"]
+    out, err = capfd.readouterr()
+    assert {"out of 0", "[rank 1] out of 1", "[rank 2] out of 2"} == {*out.splitlines()}
+    assert "[rank 2] err of 2" in err
+    assert "rank 2 was ended by SIGKILL: out of memory, or somebody's kill -9" in err
+
+
+def test_restarts_only_what_a_restart_can_help(
+    launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000005"
+    checkpoint.mkdir(parents=True)
+    assert launch({"0": "fault 7"}, {"0": "kill"}, {"0": "0"}, max_restarts=5) == 0
+    resumed = ["resume=auto" in seen(tmp_path)[f"0-{attempt}"]["argv"] for attempt in range(3)]
+    assert resumed == [False, True, True]
+    assert "restart 2 of 5, from the newest checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("attempts", "expected"),
+    [
+        ([{"0": "2"}], 1),
+        ([{"0": "3"}], 1),
+        ([{"0": "75"}], 1),
+        ([{"0": "fault 7"}], 2),  # the same again
+        ([{"0": "fault 7"}, {"0": "fault 8"}, {"0": "fault 9"}], 3),
+    ],
+)
+def test_a_final_end_is_not_tried_again(
+    launch: Launch, tmp_path: Path, attempts: list[dict[str, str]], expected: int
+) -> None:
+    assert launch(*attempts, max_restarts=2) != 0
+    assert len(seen(tmp_path)) == expected
+
+
+def interrupted(how: str, tmp_path: Path, number: int) -> subprocess.CompletedProcess[bytes]:
+    """A launch in a process of its own, signalled once both ranks are ready."""
+    actor = tmp_path / "actor.py"
+    actor.write_text(ACTOR)
+    overrides = ["launch=local", "launch.processes=2", f"run_dir={tmp_path}/run", "launch.max_restarts=3"]
+    script = f"""
+import sys
+from tests.runs import settings
+from trainer.launch import fresh, local
+fresh._program = lambda: [sys.executable, {str(actor)!r}]
+sys.exit(local.launch(settings(*{overrides}), {overrides}))
+"""
+    environment = {**os.environ, "HOUSE": str(ROOT), "ACT": json.dumps([{"0": how, "1": how}])}
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / "run" / f"ready-{rank}").exists() for rank in (0, 1)):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    return subprocess.CompletedProcess([], process.wait(60))
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "status"),
+    [
+        ("save", signal.SIGINT, 75),
+        pytest.param("save", signal.SIGUSR1, 75, marks=pytest.mark.slow),
+        pytest.param("hang", signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow),
+        ("save", signal.SIGKILL, -signal.SIGKILL),
+    ],
+)
+def test_a_signal_stops_all_ranks_and_nothing_is_tried_again(
+    how: str, number: int, status: int, tmp_path: Path
+) -> None:
+    """The guard of tests.conftest fails this one if a rank outlives its launcher, even a killed one."""
+    assert interrupted(how, tmp_path, number).returncode == status
+    assert len(seen(tmp_path)) == 2
+
+
+def test_a_launch_within_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="launch=local inside ranks would start 2 runs"):
+        local.launch(settings("launch=local"), [])

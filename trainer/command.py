@@ -1,0 +1,65 @@
+"""From a command line to a run: compose the settings, then launch the run or be one of its processes."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from trainer import config
+from trainer.launch import local
+from trainer.launch.exits import exits, refuse_sweep_in_ranks
+from trainer.launch.fresh import die_with_parent, launched_by
+from trainer.launch.place import place, publish
+from trainer.overrides import CONF, for_hydra
+
+LAUNCHERS = {"local": local.launch}
+
+
+def main() -> None:
+    """Do what `sys.argv` says, as every Hydra program would, and end with the status of the run."""
+    die_with_parent()
+    # A class beside the user's data is as good as one of ours, whichever way this was started. The packages
+    # `trainer` and `models` are loaded by now, so that theirs of that name cannot take their place.
+    sys.path.insert(0, str(Path.cwd()))
+    with exits():
+        argv, sys.argv = sys.argv[1:], for_hydra(sys.argv)
+        composed = compose()
+        refuse_sweep_in_ranks(len(composed))
+        for settings in composed:
+            start(config.load(settings), argv)
+
+
+def compose() -> list[DictConfig]:
+    """The settings of each run that the command line asks for; none for --help and the like.
+
+    Only collected: Hydra would report the errors of what runs inside it, and cut their tracebacks.
+    """
+    composed: list[DictConfig] = []
+
+    def ringmaster(settings: DictConfig) -> None:
+        composed.append(settings)
+
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(ringmaster)()
+    return composed
+
+
+def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
+    """Run here, or have it run by the launcher that the settings name, with the same command line.
+
+    Returns:
+        What result.json holds, where the run was this process's own.
+
+    Raises:
+        SystemExit: with the status of the processes that were launched, unless that is 0.
+    """
+    launcher = LAUNCHERS.get(settings.launch.name)
+    if launcher is not None and launched_by() is None:
+        if status := launcher(settings, argv):
+            sys.exit(status)
+        return None
+    publish(place(settings.distributed))
+    from trainer.run import run  # torch is loaded only once the settings are good
+
+    return run(settings)

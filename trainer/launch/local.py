@@ -1,0 +1,210 @@
+"""launch=local: the processes of a run, started here and watched until the last one has ended.
+
+No torch in here: the launcher costs nothing to start, and each rank is a fresh interpreter, so that a program
+that has touched CUDA can launch too.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from trainer.config import Config, LocalLaunchConfig
+from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.launch import fresh
+from trainer.launch.place import LISTENING, place
+
+# How long the others may take to say what they saw, or to finish a save, after one has ended badly.
+_GRACE_S = 30.0
+_POLL_S = 0.05
+_MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteLossError, StoppedBySignal))
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def launch(config: Config, argv: Sequence[str]) -> int:
+    """Run `argv` in `launch.processes` processes on this host; return the exit status of the run.
+
+    A fault is followed by up to `launch.max_restarts` further attempts, each from the newest checkpoint. A
+    mistake, a loss that is not finite and a stop are final, and so is the same fault at the same step again.
+
+    Raises:
+        UserError: this process is itself one of several.
+    """
+    settings = config.launch
+    assert isinstance(settings, LocalLaunchConfig)
+    if place().among_ranks:
+        raise UserError(
+            f"launch=local inside {place().launcher or 'ranks'} would start {place().world_size} runs; "
+            "leave one of the two out"
+        )
+    processes = settings.processes or _gpus(config) or 1
+    run_dir = config.run_dir or str(unused_run_dir())
+    argv = [*argv, f"run_dir={run_dir}"]
+    seen: list[Any] = []
+    for attempt in range(settings.max_restarts + 1):
+        saved = any(Path(run_dir, "checkpoints").glob("step_*")) if attempt else False
+        status, stopped = _attempt([*argv, "resume=auto"] if saved else argv, processes)
+        if status in (0, _MISTAKE, _NOT_FINITE, _STOPPED) or stopped or attempt == settings.max_restarts:
+            break
+        fault = _fault(Path(run_dir))
+        if fault is not None and fault in seen:
+            _say(f"no restart: the same fault at the same step again ({fault[0]})")
+            break
+        seen.append(fault)
+        Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed next writes none
+        _say(f"restart {attempt + 1} of {settings.max_restarts}, from the newest checkpoint")
+    return status
+
+
+def unused_run_dir() -> Path:
+    """Make and return a run directory that no other launch has taken."""
+    base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+    base.parent.mkdir(parents=True, exist_ok=True)
+    for path in (base, *(Path(f"{base}-{n}") for n in range(2, 10000))):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise UserError(f"{base.parent} is full of runs; name one with run_dir=")
+
+
+def _attempt(argv: Sequence[str], processes: int) -> tuple[int, bool]:
+    """Start the ranks and wait for them; the status they ended with, and whether somebody stopped them."""
+    # A socket that listens already leaves no free port to race for: rank 0 inherits it.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ranks, printers = [], []
+        for rank in range(processes):
+            told: dict[str, object] = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": processes,
+                "LOCAL_WORLD_SIZE": processes,
+            }
+            told |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
+            told |= {LISTENING: server.fileno()} if rank == 0 else {}
+            streams: dict[str, Any] = {} if rank == 0 and _is_inherited() else {"stdout": -1, "stderr": -1}
+            ranks.append(
+                fresh.start(
+                    argv,
+                    launcher="local",
+                    environment={name: str(value) for name, value in told.items()},
+                    pass_fds=[server.fileno()] if rank == 0 else [],
+                    **streams,
+                )
+            )
+            for pipe, out in ((ranks[rank].stdout, sys.stdout), (ranks[rank].stderr, sys.stderr)):
+                if pipe is not None:
+                    printers.append(threading.Thread(target=_print, args=(pipe, out, rank), daemon=True))
+                    printers[-1].start()
+    received: list[int] = []
+    try:
+        with _forwarding(ranks, received):
+            _wait(ranks)
+    finally:
+        codes = [process.poll() for process in ranks]
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for printer in printers:
+            printer.join(1)
+    return _status(codes, received), bool(received)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Return when all have ended, or as long after the first bad end as the others are given."""
+    deadline = float("inf")
+    while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
+        if deadline == float("inf") and any(codes):
+            mistaken = codes[0] == _MISTAKE  # it has said what the others would say
+            deadline = time.monotonic() + (0 if mistaken else _GRACE_S)
+        time.sleep(_POLL_S)
+
+
+def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
+    """What the launcher ends with, after naming those that could not say themselves why they ended."""
+    for rank, code in enumerate(codes):
+        if code is None and codes[0] != _MISTAKE:
+            _say(f"rank {rank} was still there {_GRACE_S:.0f} s after the others, and was killed")
+        elif code is not None and code < 0:
+            hint = ": out of memory, or somebody's kill -9" if code == -signal.SIGKILL else ""
+            _say(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}")
+    bad = {code for code in codes if code}
+    for final in (_MISTAKE, _NOT_FINITE):
+        if final in bad:
+            return final
+    if not bad or bad == {_STOPPED}:
+        return max(bad, default=0)
+    return 128 + received[0] if received and all(code < 0 for code in bad) else 1
+
+
+@contextmanager
+def _forwarding(ranks: Sequence[subprocess.Popen[bytes]], received: list[int]) -> Iterator[None]:
+    """Pass signals on to the ranks, each once, and write down which came.
+
+    As SIGTERM, whatever came: an interpreter that is still importing answers SIGINT with a traceback.
+    """
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread alone
+        return
+    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:
+    prefix = f"[rank {rank}] " if rank else ""
+    for line in pipe:
+        text = line.decode(errors="replace")
+        out.write(text if text.startswith(prefix) else prefix + text)
+        out.flush()
+
+
+def _is_inherited() -> bool:
+    """Whether what a child writes to its standard streams comes out where ours does; not so in a notebook."""
+    try:
+        return (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)
+    except (OSError, ValueError):
+        return False
+
+
+def _fault(run_dir: Path) -> tuple[str, Any] | None:
+    """Message and step of what ended the last attempt, if it could still write them down."""
+    try:
+        failure = json.loads((run_dir / "failure.json").read_text())
+        return str(failure["message"]), failure["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _gpus(config: Config) -> int:
+    """How many GPUs torch would see, asked only where there is a driver: the answer costs torch's import."""
+    if config.distributed.device == "cpu" or not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
