@@ -246,7 +246,6 @@ FAULTS: dict[str, type[FaultConfig]] = {
     "cut": CutFaultConfig,
 }
 
-
 LAUNCHES: dict[str, type[LaunchConfig]] = {"as_started": LaunchConfig, "local": LocalLaunchConfig}
 
 
@@ -268,7 +267,6 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
 
-
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
@@ -283,7 +281,6 @@ def load(composed: DictConfig) -> Config:
         _name("strategy.name", composed.strategy.name, STRATEGIES)
         _name("comm.algorithm", composed.comm.algorithm, COMMS)
         _name("fault.kind", composed.fault.kind, FAULTS)
-
 
         _name("launch.name", composed.launch.name, LAUNCHES)
         schema = OmegaConf.structured(Config)

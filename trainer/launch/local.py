@@ -81,35 +81,16 @@ def unused_run_dir() -> Path:
 
 def _attempt(argv: Sequence[str], processes: int) -> tuple[int, bool]:
     """Start the ranks and wait for them; the status they ended with, and whether somebody stopped them."""
-    # A socket that listens already leaves no free port to race for: rank 0 inherits it.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ranks, printers = [], []
-        for rank in range(processes):
-            told: dict[str, object] = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": processes,
-                "LOCAL_WORLD_SIZE": processes,
-            }
-            told |= {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
-            told |= {LISTENING: server.fileno()} if rank == 0 else {}
-            streams: dict[str, Any] = {} if rank == 0 and _is_inherited() else {"stdout": -1, "stderr": -1}
-            ranks.append(
-                fresh.start(
-                    argv,
-                    launcher="local",
-                    environment={name: str(value) for name, value in told.items()},
-                    pass_fds=[server.fileno()] if rank == 0 else [],
-                    **streams,
-                )
-            )
-            for pipe, out in ((ranks[rank].stdout, sys.stdout), (ranks[rank].stderr, sys.stderr)):
-                if pipe is not None:
-                    printers.append(threading.Thread(target=_print, args=(pipe, out, rank), daemon=True))
-                    printers[-1].start()
+    ranks: list[subprocess.Popen[bytes]] = []
+    printers: list[threading.Thread] = []
     received: list[int] = []
     try:
         with _forwarding(ranks, received):
+            # A socket that listens already leaves no free port to race for: rank 0 inherits it.
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                for rank in range(processes):
+                    ranks.append(_start(argv, rank, processes, server))
+                    printers += _printers(ranks[rank], rank)
             _wait(ranks)
     finally:
         codes = [process.poll() for process in ranks]
@@ -119,6 +100,32 @@ def _attempt(argv: Sequence[str], processes: int) -> tuple[int, bool]:
         for printer in printers:
             printer.join(1)
     return _status(codes, received), bool(received)
+
+
+def _start(argv: Sequence[str], rank: int, processes: int, server: socket.socket) -> subprocess.Popen[bytes]:
+    told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+    told |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
+    told |= {LISTENING: server.fileno()} if rank == 0 else {}
+    pipe = None if rank == 0 and _is_inherited() else subprocess.PIPE
+    return fresh.start(
+        argv,
+        launcher="local",
+        environment={name: str(value) for name, value in told.items()},
+        pass_fds=[server.fileno()] if rank == 0 else [],
+        stdout=pipe,
+        stderr=pipe,
+    )
+
+
+def _printers(process: subprocess.Popen[bytes], rank: int) -> list[threading.Thread]:
+    streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    printers = [
+        threading.Thread(target=_print, args=(pipe, out, rank), daemon=True) for pipe, out in streams if pipe
+    ]
+    for printer in printers:
+        printer.start()
+    return printers
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
