@@ -49,7 +49,9 @@ def checkpointer(run_dir: Path, format: str, async_: bool) -> Checkpointer:
         async_=async_, timeout_s=600.0,
     )  # fmt: skip
     dist = Dist(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo")
-    return Checkpointer(settings, run_dir, dist, run_id="benchmark", strategy="single", config={})
+    return Checkpointer(
+        settings, run_dir, dist, run_id="benchmark", num_samples=1, strategy="single", config={}
+    )
 
 
 def torch_save(state: TrainState, path: Path) -> None:

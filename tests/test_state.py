@@ -1,6 +1,7 @@
 """What a run is: its progress, and state dicts with the plain module's names."""
 
 import copy
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -18,10 +19,27 @@ def test_progress_counts_steps_epochs_and_samples() -> None:
     progress = Progress()
     seen = []
     for _ in range(7):
-        progress.advance(global_batch_size=10, steps_per_epoch=3)
-        seen.append((progress.step, progress.epoch, progress.step_in_epoch, progress.samples_seen))
-    assert seen[:4] == [(1, 0, 1, 10), (2, 0, 2, 20), (3, 1, 0, 30), (4, 1, 1, 40)]
-    assert seen[6] == (7, 2, 1, 70)
+        progress.advance(global_batch_size=10, num_samples=39)
+        seen.append((progress.step, progress.epoch, progress.samples_in_epoch, progress.samples_seen))
+    assert seen[:4] == [(1, 0, 10, 10), (2, 0, 20, 20), (3, 1, 0, 30), (4, 1, 10, 40)]
+    assert seen[6] == (7, 2, 10, 70)
+
+
+def test_progress_knows_the_way_to_go_with_another_batch_size() -> None:
+    progress = Progress(step=3, samples_in_epoch=30, samples_seen=30)
+    for batch_size, position, steps in (
+        (5, (0, 30), 2 + 2 * 8),
+        (10, (0, 30), 1 + 2 * 4),
+        (16, (1, 0), 2 * 2),
+    ):
+        here = dataclasses.replace(progress)
+        here.settle(batch_size, 43)
+        assert (here.epoch, here.samples_in_epoch) == position
+        assert here.steps_to_go(3, batch_size, 43) == steps
+        for _ in range(steps):
+            assert here.epoch < 3
+            here.advance(batch_size, 43)
+        assert (here.epoch, here.samples_in_epoch, here.steps_to_go(3, batch_size, 43)) == (3, 0, 0)
 
 
 def _step(state: Any) -> None:

@@ -65,8 +65,8 @@ def fit(job: Job) -> dict[str, float]:
     """
     progress, settings = job.state.progress, job.settings
     guard, meter = StepGuard(job.dist), Meter(job.dist)
-    last_epoch = (job.total_steps - 1) // job.train_loader.steps_per_epoch
-    unsteady_steps = 10 if progress.epoch == last_epoch else job.train_loader.steps_per_epoch
+    steps_per_epoch = job.train_loader.steps_per_epoch
+    unsteady_steps = 10 if job.total_steps - progress.step <= steps_per_epoch else steps_per_epoch
     steady = epoch_begin = meter.mark()
     evaluation = job.checkpointer.restored_metrics
     if job.first_step and not evaluation:
@@ -86,7 +86,7 @@ def fit(job: Job) -> dict[str, float]:
     ms_per_step = meter.ms_per_step(steady)["step"]
     return {
         "steps": progress.step,
-        "epochs": progress.samples_seen / (job.train_loader.steps_per_epoch * settings.global_batch_size),
+        "epochs": progress.epoch + progress.samples_in_epoch / job.train_loader.num_samples,
         "samples_seen": progress.samples_seen,
         "train/loss": train_loss,
         **evaluation,
@@ -99,7 +99,7 @@ def fit(job: Job) -> dict[str, float]:
 def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
     """Train to the end of the epoch or of the run, whichever comes first; yields after each step."""
     progress, settings, heartbeat = job.state.progress, job.settings, job.dist.heartbeat
-    epoch, batches = progress.epoch, job.train_loader.epoch(progress.epoch, progress.step_in_epoch)
+    epoch, batches = progress.epoch, job.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
     if progress.step == job.first_step > 0 and job.strategy.changes_after_first_step:
         batches = warm_up(job, batches)
     window = meter.mark()
@@ -109,7 +109,7 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
         heartbeat.step = progress.step + 1
         log_now = (progress.step + 1) % settings.log_every_steps == 0
         loss, grad_norm, stop = train_step(job, batches, guard, meter, measure_norm=log_now)
-        progress.advance(settings.global_batch_size, job.train_loader.steps_per_epoch)
+        progress.advance(settings.global_batch_size, job.train_loader.num_samples)
         meter.count_step(loss)
         job.run_log.advance()
         job.replicas.check_if_due(job.state)
@@ -207,7 +207,7 @@ def evaluate_if_due(job: Job) -> dict[str, float]:
     progress = job.state.progress
     if job.eval_loader is None:
         return {}
-    end_of_epoch = progress.step_in_epoch == 0 and progress.epoch % job.settings.eval_every_epochs == 0
+    end_of_epoch = progress.samples_in_epoch == 0 and progress.epoch % job.settings.eval_every_epochs == 0
     if not end_of_epoch and progress.step < job.total_steps:
         return {}
     evaluation = evaluate(job, job.eval_loader)
@@ -245,7 +245,7 @@ def report(job: Job, meter: Meter, window: Mark, grad_norm: Tensor | None) -> No
     values: dict[str, float] = {
         "train/loss": loss,
         "train/lr": float(job.state.schedule.get_last_lr()[0]),
-        "train/epoch": progress.epoch + progress.step_in_epoch / job.train_loader.steps_per_epoch,
+        "train/epoch": progress.epoch + progress.samples_in_epoch / job.train_loader.num_samples,
         "speed/samples_per_second": job.settings.global_batch_size / ms["step"] * 1e3,
         **{f"speed/ms_per_step/{part}": value for part, value in ms.items()},
         **{f"memory/peak_mib/{device}": size / 2**20 for device, size in peak_memory_bytes(devices).items()},

@@ -90,7 +90,20 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     if train.eval_every_epochs:
         eval_set = build("data.dataset", config.data.dataset, split="eval")
         eval_loader = EvalLoader(eval_set, config.data, batch, **share)
-    full_epochs = train.epochs * train_loader.steps_per_epoch
+    checkpointer = Checkpointer(
+        config.checkpoint,
+        run_dir,
+        dist,
+        run_id=run_id,
+        num_samples=train_loader.num_samples,
+        strategy=config.strategy.name,
+        config=flatten(config),
+    )
+    source = checkpointer.find(config.resume)
+    begin = source.progress if source else Progress()
+    in_batches = (train.global_batch_size, train_loader.num_samples)
+    begin.settle(*in_batches)
+    full_epochs = begin.step + begin.steps_to_go(train.epochs, *in_batches)
     total_steps = min(train.max_steps or full_epochs, full_epochs)
 
     seed_everything(seed, 0)  # every rank builds the same model ...
@@ -106,15 +119,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     schedule = build("schedule", config.schedule, optimizer, facts=facts)
     check_schedule(schedule, evaluates=eval_loader is not None)
     state = TrainState(strategy.unwrap(wrapped), optimizer, schedule, strategy.grad_scaler(), Progress())
-    checkpointer = Checkpointer(
-        config.checkpoint,
-        run_dir,
-        dist,
-        run_id=run_id,
-        strategy=config.strategy.name,
-        config=flatten(config),
-    )
-    checkpointer.restore(state, config.resume)
+    if source is not None:
+        checkpointer.restore(state, source)
+        state.progress.settle(*in_batches)
     rehearsal.meet(state, total_steps, replicated=bool(strategy.equal_ranks()))
 
     job = Job(

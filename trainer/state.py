@@ -16,22 +16,36 @@ _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 class Progress:
     """How far a run has come. All counts are global, so that they mean the same at any world size.
 
-    ``step_in_epoch * global_batch_size`` samples of epoch ``epoch`` are done; the next one follows in the
-    order that (seed, epoch) gives.
+    ``samples_in_epoch`` samples of epoch ``epoch`` are done; the next one follows in the order that (seed,
+    epoch) gives. Samples, unlike steps, say where a run is whatever its batch size was and will be.
     """
 
     step: int = 0
     epoch: int = 0
-    step_in_epoch: int = 0
+    samples_in_epoch: int = 0
     samples_seen: int = 0
 
-    def advance(self, global_batch_size: int, steps_per_epoch: int) -> None:
-        """Count one optimizer step; after the last one of an epoch stands the beginning of the next."""
+    def advance(self, global_batch_size: int, num_samples: int) -> None:
+        """Count one optimizer step on data of ``num_samples`` samples."""
         self.step += 1
-        self.step_in_epoch += 1
+        self.samples_in_epoch += global_batch_size
         self.samples_seen += global_batch_size
-        if self.step_in_epoch == steps_per_epoch:
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+        self.settle(global_batch_size, num_samples)
+
+    def settle(self, global_batch_size: int, num_samples: int) -> None:
+        """Go on to the next epoch where less than a batch is left of this one: the remainder is not read.
+
+        To be called, too, for a position that was reached with another batch size.
+        """
+        if num_samples - self.samples_in_epoch < global_batch_size:
+            self.epoch, self.samples_in_epoch = self.epoch + 1, 0
+
+    def steps_to_go(self, epochs: int, global_batch_size: int, num_samples: int) -> int:
+        """Steps from here to the end of ``epochs`` epochs, all of them of ``global_batch_size``."""
+        if self.epoch >= epochs:
+            return 0
+        in_this_epoch = (num_samples - self.samples_in_epoch) // global_batch_size
+        return in_this_epoch + (epochs - self.epoch - 1) * (num_samples // global_batch_size)
 
 
 @dataclass

@@ -36,7 +36,7 @@ def _resume(
     state = tiny.train_state(sharded, **{"seed": 99, **options})
     checkpointer = tiny.checkpointer(run_dir, format=format)
     seeding.seed_everything(6, tiny.facts().rank)
-    assert checkpointer.restore(state, resume)
+    assert tiny.restore(checkpointer, state, resume)
     restored = tiny.everything(state)
     tiny.train(state, more)
     return {"saved": restored, "end": tiny.everything(state), "draw": torch.rand(3)}
@@ -147,7 +147,7 @@ def _save_while_training(run_dir: Path, wait: bool) -> bool:
     tiny.train(state, 1, before_update=checkpointer.wait_until_copied if wait else lambda: None)
     checkpointer.close()
     fresh = tiny.train_state(seed=4)
-    tiny.checkpointer(run_dir).restore(fresh, "auto")
+    tiny.restore(tiny.checkpointer(run_dir), fresh, "auto")
     restored = tiny.everything(fresh)["tensors"]
     return all(tensor.equal(restored[name]) for name, tensor in saved["tensors"].items())
 
@@ -176,10 +176,10 @@ def _gpu_cpu_gpu(run_dir: Path, format: str, async_: bool) -> None:
     tiny.train(on_gpu, 1, before_update=checkpointer.wait_until_copied)
     checkpointer.close()
     on_cpu = tiny.train_state(seed=3)
-    assert tiny.checkpointer(run_dir / "gpu").restore(on_cpu, "auto")
+    assert tiny.restore(tiny.checkpointer(run_dir / "gpu"), on_cpu, "auto")
     tiny.checkpointer(run_dir / "cpu", format=format).save(on_cpu)
     back = tiny.train_state(seed=4, device=device)
-    assert tiny.checkpointer(run_dir / "cpu", device).restore(back, "auto")
+    assert tiny.restore(tiny.checkpointer(run_dir / "cpu", device), back, "auto")
     tiny.assert_same(tiny.everything(back), tiny.everything(on_cpu))
     tiny.train(back, 1)
     tiny.assert_same(tiny.everything(back), tiny.everything(on_gpu))

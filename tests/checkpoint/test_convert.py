@@ -29,7 +29,7 @@ def _save(run_dir: Path, format: str) -> dict[str, Any]:
 
 def _restore(path: Path) -> dict[str, Any]:
     state = tiny.train_state(sharded=True, seed=4)
-    tiny.checkpointer(path.parent / "run").restore(state, str(path))
+    tiny.restore(tiny.checkpointer(path.parent / "run"), state, str(path))
     return tiny.everything(state)
 
 
@@ -69,7 +69,7 @@ def test_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     run_ranks(_save, 2, tmp_path, "sharded")
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    for expected in ("whole", "step          3 (epoch 0, step 3 of it)", "test on 2 ranks", "eval/loss 0.25"):
+    for expected in ("whole", "step          3 (epoch 0, sample 36)", "test on 2 ranks", "eval/loss 0.25"):
         assert expected in shown
     assert main(["verify", str(tmp_path / STEP)]) == 0
     shard = tmp_path / STEP / "__1_0.distcp"

@@ -40,7 +40,7 @@ def _refusals(checkpoint: Path, damages: list[Damage]) -> list[str | None]:
         copy = shutil.copytree(checkpoint, checkpoint.parent / f"copy_{number}")
         what = damage(copy)
         try:
-            tiny.checkpointer(checkpoint.parent.parent / "elsewhere").restore(state, str(copy))
+            tiny.restore(tiny.checkpointer(checkpoint.parent.parent / "elsewhere"), state, str(copy))
             messages.append(None)
             print("loaded in spite of", what)
         except UserError as error:

@@ -63,7 +63,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     torch_dist.barrier()
     entries = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
     fresh = tiny.train_state(sharded=True, seed=8)
-    assert tiny.checkpointer(run_dir).restore(fresh, "auto")
+    assert tiny.restore(tiny.checkpointer(run_dir), fresh, "auto")
     tiny.assert_same(tiny.everything(fresh), saved)
     if rank == 0:
         ballast.unlink()
@@ -162,17 +162,18 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
         run_dir,
         tiny.facts(),
         run_id="tiny",
+        num_samples=48,
         strategy="test",
         config={**tiny.CONFIG, "optim.lr": 0.5, "new": 1},
     )
-    assert other.restore(fresh, "auto")
+    assert tiny.restore(other, fresh, "auto")
     tiny.assert_same(tiny.everything(fresh), saved[0])
     with pytest.raises(UserError, match="step_00000002 is damaged"):
-        other.restore(fresh, str(run_dir / "checkpoints" / "step_00000002"))
+        tiny.restore(other, fresh, str(run_dir / "checkpoints" / "step_00000002"))
     with pytest.raises(UserError, match="is a run; take one of its checkpoints"):
-        other.restore(fresh, str(run_dir))
-    assert not tiny.checkpointer(run_dir / "empty").restore(fresh, "auto")
-    assert not other.restore(fresh, None)
+        tiny.restore(other, fresh, str(run_dir))
+    assert not tiny.restore(tiny.checkpointer(run_dir / "empty"), fresh, "auto")
+    assert not tiny.restore(other, fresh, None)
     return {"messages": messages}
 
 
@@ -207,7 +208,7 @@ def _all_damaged(run_dir: Path) -> None:
     tiny.checkpointer(run_dir).save(state)
     (run_dir / "checkpoints" / "latest" / "tensors.pt").write_bytes(b"")
     with pytest.raises(UserError, match=r"none of the 1 checkpoints in .* is whole"):
-        tiny.checkpointer(run_dir).restore(state, "auto")
+        tiny.restore(tiny.checkpointer(run_dir), state, "auto")
 
 
 def test_auto_does_not_start_anew_over_damage(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def _resume_twice(run_dir: Path) -> list[str]:
     for _ in range(3):
         state = tiny.train_state()
         checkpointer = tiny.checkpointer(Path(run_dir.name), keep_last=2)
-        checkpointer.restore(state, "auto")
+        tiny.restore(checkpointer, state, "auto")
         tiny.train(state, 1)
         checkpointer.save(state)
     return sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
@@ -237,7 +238,7 @@ def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
         time.time = lambda clock=clock: 1e9 - clock  # type: ignore[assignment, misc]
         state = tiny.train_state(seed=clock)
         checkpointer = tiny.checkpointer(run_dir, keep_last=1, run_id=run_id)
-        assert checkpointer.restore(state, resume) == (resume is not None)
+        assert tiny.restore(checkpointer, state, resume) == (resume is not None)
         for steps in (2, 2) if resume is None else (1,):
             tiny.train(state, steps)
             checkpointer.save(state)
@@ -264,7 +265,7 @@ def _nameless_checkpoints(run_dir: Path) -> tuple[list[str], int]:
         nameless.save(state)
     fresh = tiny.train_state(seed=3)
     checkpointer = tiny.checkpointer(run_dir, keep_last=1)
-    assert checkpointer.restore(fresh, "auto")
+    assert tiny.restore(checkpointer, fresh, "auto")
     step = fresh.progress.step
     for _ in range(2):
         tiny.train(fresh, 1)

@@ -81,7 +81,7 @@ def _train_and_save(
     """Go on from the newest checkpoint to ``last_step`` and save there."""
     state = tiny.train_state(sharded=True)
     checkpointer = tiny.checkpointer(run_dir, format=format, keep_last=1)
-    checkpointer.restore(state, "auto")
+    tiny.restore(checkpointer, state, "auto")
     tiny.train(state, last_step - state.progress.step)
     points = Points(kill_at if torch_dist.get_rank() == kill_rank else None)
     points.install()

@@ -44,8 +44,22 @@ def checkpointer(
     run_dir: Path, device: torch.device = CPU, run_id: str = "tiny", **changes: Any
 ) -> Checkpointer:
     return Checkpointer(
-        settings(**changes), run_dir, facts(device), run_id=run_id, strategy="test", config=CONFIG
+        settings(**changes),
+        run_dir,
+        facts(device),
+        run_id=run_id,
+        num_samples=48,
+        strategy="test",
+        config=CONFIG,
     )
+
+
+def restore(checkpointer: Checkpointer, state: TrainState, resume: str | None) -> bool:
+    """Continue from what ``resume`` asks for; False if there is none."""
+    source = checkpointer.find(resume)
+    if source is not None:
+        checkpointer.restore(state, source)
+    return source is not None
 
 
 class Net(nn.Module):
@@ -111,7 +125,7 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
         state.scaler.update()
         state.schedule.step()
         state.optimizer.zero_grad()
-        state.progress.advance(12, 4)
+        state.progress.advance(12, 48)
 
 
 def everything(state: TrainState) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class Noisy(Dataset[tuple[torch.Tensor, int]]):
         return torch.tensor([index + part / 2 for part in noise]), index
 
 
-def epoch(loader: Any, number: int = 0, first_step: int = 0) -> list[torch.Tensor]:
-    return [inputs for inputs, _ in loader.epoch(number, first_step)]
+def epoch(loader: Any, number: int = 0, first_sample: int = 0) -> list[torch.Tensor]:
+    return [inputs for inputs, _ in loader.epoch(number, first_sample)]
 
 
 def indices(batches: Any) -> list[int]:
@@ -64,7 +64,7 @@ def test_augmentation_does_not_depend_on_workers(persistent: bool) -> None:
 def test_augmentation_does_not_depend_on_the_world_size_nor_on_a_resume() -> None:
     whole = torch.stack(epoch(train_loader(Noisy(), 8), 3))
     for replica in (0, 1):
-        half = torch.stack(epoch(train_loader(Noisy(), 8, 2, replica, micro=2), 3, first_step=1))
+        half = torch.stack(epoch(train_loader(Noisy(), 8, 2, replica, micro=2), 3, first_sample=8))
         assert torch.equal(whole[1:, replica::2].flatten(0, 1), half.flatten(0, 1))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data.distributed import DistributedSampler
 
 from trainer.data.batch import split_batch
 from trainer.data.sampler import EvalSampler, TrainSampler
@@ -44,10 +45,43 @@ def test_epochs_and_seeds_differ() -> None:
     assert list(sampler(40, 8, 1, 0, seed=3)) != list(sampler(40, 8, 1, 0, seed=4))
 
 
-def test_a_later_first_step_is_the_tail_of_the_epoch() -> None:
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_the_parts_are_those_of_torchs_own_sampler(replicas: int) -> None:
+    for replica in range(replicas):
+        torchs = DistributedSampler(range(40), replicas, replica, seed=3)  # type: ignore[arg-type]
+        torchs.set_epoch(5)
+        ours = sampler(40, 8, replicas, replica)
+        ours.epoch = 5
+        assert [index for _, indices in ours for index in indices] == list(torchs)
+
+
+@pytest.mark.parametrize(
+    ("first_sample", "batch", "replicas"), [(16, 9, 3), (7, 4, 4), (39, 4, 2), (10, 32, 2)]
+)
+def test_another_batch_size_goes_on_at_the_very_next_sample(
+    first_sample: int, batch: int, replicas: int
+) -> None:
+    """Also where it is no multiple of the batch or of the replicas."""
+    permutation = torch.randperm(43, generator=torch.Generator().manual_seed(3)).tolist()
+    parts = []
+    for replica in range(replicas):
+        drawn = sampler(43, batch, replicas, replica)
+        drawn.first_sample = first_sample
+        parts.append([indices for _, indices in drawn])
+        assert len(parts[-1]) == len(drawn)
+    batches = [
+        [item for group in zip(*step, strict=True) for item in group] for step in zip(*parts, strict=True)
+    ]
+    num_batches = (43 - first_sample) // batch
+    assert [len(step) for step in batches] == [batch] * num_batches
+    read = permutation[first_sample : first_sample + num_batches * batch]
+    assert [item for step in batches for item in step] == read
+
+
+def test_a_later_first_sample_is_the_tail_of_the_epoch() -> None:
     whole, resumed = sampler(43, 8, 2, 1, micro=2), sampler(43, 8, 2, 1, micro=2)
     whole.epoch = resumed.epoch = 2
-    resumed.first_step = 3
+    resumed.first_sample = 3 * 8
     tail = list(resumed)
     assert tail == list(whole)[3 * 2 :]
     assert len(tail) == len(resumed) == 2 * 2

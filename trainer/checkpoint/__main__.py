@@ -77,7 +77,7 @@ def _facts(source: Source) -> dict[str, str]:
     manifest, progress = source.manifest, source.facts["state"]["progress"]
     parameters = [shape for name, (shape, _) in source.shapes.items() if name.startswith("model.")]
     facts = {
-        "step": f"{progress['step']:,} (epoch {progress['epoch']}, step {progress['step_in_epoch']} of it)",
+        "step": f"{progress['step']:,} (epoch {progress['epoch']}, sample {progress['samples_in_epoch']:,})",
         "samples seen": f"{progress['samples_seen']:,}",
         "format": manifest.format,
         "strategy": f"{source.facts['strategy']} on {source.facts['world_size']} ranks",

@@ -49,14 +49,16 @@ class Checkpointer:
         dist: Dist,
         *,
         run_id: str,
+        num_samples: int,
         strategy: str,
         config: Mapping[str, Any],
     ) -> None:
-        """``run_id`` tells this run's checkpoints in ``run_dir`` from others. ``config`` holds the settings
-        by dotted name, plain values only: kept, and compared on resume.
+        """``run_id`` tells this run's checkpoints in ``run_dir`` from others; ``num_samples`` is the length
+        of the training data. ``config`` holds the settings by dotted name, plain values only: kept, and
+        compared on resume.
         """
         self._settings, self._dist = settings, dist
-        self._strategy, self._config = strategy, dict(config)
+        self._num_samples, self._strategy, self._config = num_samples, strategy, dict(config)
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
         self._agreement = Agreement(dist, settings.timeout_s)
         self._last_saved: int | None = None
@@ -119,25 +121,41 @@ class Checkpointer:
             self._copied.result()
             self._copied = None
 
-    def restore(self, state: TrainState, resume: str | None) -> bool:
-        """Continue from a checkpoint if ``resume`` asks for one; False if there is none to continue from.
+    def find(self, resume: str | None) -> Source | None:
+        """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
 
         Args:
             resume: None; "auto" for the newest checkpoint of this run_dir that verifies; or the path of one.
 
         Raises:
-            UserError: on every rank alike: the checkpoint is missing, damaged, or of another model.
+            UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
         """
         self._agreement.on_main(self._store.clean)
         if self._dist.rank == 0:
             self._report_others()
         if resume is None:
-            return False
+            return None
         source = self._choose(resume)
         if source is None:
             log.info("resume=auto: no checkpoint in %s, starting anew", self._store.root)
-            return False
-        directory, plain = source.directory, source.facts["state"]
+            return None
+        then = source.facts.get("num_samples", self._num_samples)
+        if then != self._num_samples:
+            where = source.directory
+            raise UserError(
+                f"the training data holds {self._num_samples} samples, but held {then} when {where} was saved: "
+                "their order is another, so some would be read twice or never; give the data of then, or "
+                f"start a new run from these weights with model.init_from={where}"
+            )
+        return source
+
+    def restore(self, state: TrainState, source: Source) -> None:
+        """Continue from ``source``.
+
+        Raises:
+            UserError: on every rank alike: it is of another model, or cannot be read.
+        """
+        plain = source.facts["state"]
         # Nothing of the state is touched before all ranks have found that all of it fits.
         targets = self._agreement.everywhere(lambda: targets_for(state, source.shapes, plain))
         if self._dist.rank == 0 and (others := other_buffers(state, source.shapes)):
@@ -149,9 +167,8 @@ class Checkpointer:
         self._restore_rng(generators, state.progress)
         self._report(source, state.progress)
         self.restored_metrics = source.manifest.metrics
-        if directory.resolve().parent == self._store.root.resolve():
+        if source.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
-        return True
 
     def _report_others(self) -> None:
         others = self._store.of_others()
@@ -230,6 +247,7 @@ class Checkpointer:
             rng_tensors, rng_plain = take_apart(rng)
             digests[RNG] = full.write(directory / RNG, rng_tensors)
             facts = {
+                "num_samples": self._num_samples,
                 "strategy": self._strategy,
                 "world_size": self._dist.world_size,
                 "torch_version": torch.__version__,

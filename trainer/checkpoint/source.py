@@ -1,7 +1,7 @@
 """A checkpoint opened for reading: its facts and its tensors, in either format."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from trainer.checkpoint.reading import MAX_JSON_BYTES, Fields, printable, read_j
 from trainer.checkpoint.store import Manifest, open_listed, read_manifest, step_in_name, verify
 from trainer.checkpoint.tree import put_together, tensor_names
 from trainer.errors import UserError
+from trainer.state import Progress
 
 STATE, RNG = "state.json", "rng.pt"
 _FORMATS: dict[str, tuple[str, Callable[[Path, Manifest], full.TensorFile | sharded.Shards]]] = {
@@ -71,6 +72,11 @@ class Source:
         self._tensors.check(part, parts)
         self.rng(part % self.facts["world_size"])
 
+    @property
+    def progress(self) -> Progress:
+        """How far the run had come, as an object of the caller's own."""
+        return Progress(**self.facts["state"]["progress"])
+
     def rng(self, rank: int) -> dict[str, Any]:
         """What ``seeding.rng_state`` gave on ``rank``."""
         with open_listed(self.directory, self.manifest, RNG) as file:
@@ -119,20 +125,29 @@ def _read_facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
     optimizer.mapping("state")
     for index, group in enumerate(optimizer.sequence("param_groups")):
         Fields(f"{path}: param_groups.{index}", group).sequence("params", of=str)
-    progress = state.mapping("progress")
-    for name in {"step", "epoch", "samples_seen", *progress.values}:
-        progress.count(name)
+    progress = _progress(state.mapping("progress"), facts.mapping("config"))
+    if "num_samples" in facts.values:
+        facts.count("num_samples")
     if facts.count("world_size") < 1:
         raise UserError(f"{printable(path)} has world_size 0")
     for rank in range(facts.values["world_size"]):
         rng.mapping(str(rank))
     named = step_in_name(directory)
-    if not progress.values["step"] == manifest.step == (manifest.step if named is None else named):
+    if not progress.step == manifest.step == (manifest.step if named is None else named):
         raise UserError(
-            f"{printable(directory)} contradicts itself: its state is of step {progress.values['step']}, its "
+            f"{printable(directory)} contradicts itself: its state is of step {progress.step}, its "
             f"manifest of step {manifest.step}; its name must be step_{manifest.step:08d}"
         )
-    return dict(facts.values)
+    return {**facts.values, "state": {**state.values, "progress": asdict(progress)}}
+
+
+def _progress(saved: Fields, config: Fields) -> Progress:
+    """Progress as it is counted now: there are checkpoints that count the epoch's steps, not its samples."""
+    if "step_in_epoch" in saved.values:
+        in_epoch = saved.count("step_in_epoch") * config.count("train.global_batch_size")
+    else:
+        in_epoch = saved.count("samples_in_epoch")
+    return Progress(saved.count("step"), saved.count("epoch"), in_epoch, saved.count("samples_seen"))
 
 
 def _compare_names(path: Path, state: dict[str, Any], shapes: Shapes) -> None:

@@ -78,13 +78,13 @@ class TrainLoader:
         """Broken samples met so far, in all worker processes of this rank."""
         return self._reader.num_skipped
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """The micro-batches of an epoch from step ``first_step`` on; what lies before it is not read.
+    def epoch(self, epoch: int, first_sample: int = 0) -> Iterator[Any]:
+        """The micro-batches of an epoch from its sample ``first_sample`` on; what lies before it is not read.
 
         Raises:
             UserError: a sample cannot be read, or too many in a row.
         """
-        self._sampler.epoch, self._sampler.first_step = epoch, first_step
+        self._sampler.epoch, self._sampler.first_sample = epoch, first_sample
         yield from _raise_errors(self._loader)
 
 

@@ -1,7 +1,8 @@
 """Which samples each rank reads, and in which order: the harness's contract on the data.
 
-Training: the batch of step s in epoch e is the slice [s*B, (s+1)*B) of a permutation drawn from (seed, e)
-alone, so a run on 1, 2 or 8 ranks, stopped and resumed or not, sees the same batches.
+Training: an epoch e is a permutation drawn from (seed, e) alone, and a batch its next B samples, so a run
+on 1, 2 or 8 ranks, stopped and resumed or not, sees the same batches. A run resumed with another B goes on
+at the very next sample. A remainder of less than B samples at the end of an epoch is not read.
 Evaluation: every sample exactly once, with as many batches on each rank as on any other.
 """
 
@@ -15,11 +16,11 @@ from trainer.errors import UserError
 
 
 class TrainSampler(Sampler[tuple[int, list[int]]]):
-    """Yields (epoch, indices) for each micro-batch of this replica, from ``first_step`` of ``epoch`` on.
+    """Yields (epoch, indices) for each micro-batch of this replica, from ``first_sample`` of ``epoch`` on.
 
-    DistributedSampler hands replica r the items r::R of the permutation; its next B/R items therefore lie in
-    the slice of the global batch. The epoch travels with the indices because worker processes, which live for
-    the whole run, need it to draw each sample's random numbers.
+    Of each batch, replica r takes the items r::R, as DistributedSampler hands them out. The epoch travels
+    with the indices because worker processes, which live for the whole run, need it to draw each sample's
+    random numbers.
 
     Raises:
         UserError: the dataset is smaller than one global batch.
@@ -40,27 +41,30 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
                 "lower train.global_batch_size or use fewer ranks"
             )
         self.steps_per_epoch = len(dataset) // batch.global_size
-        self.batch = batch
+        self.batch, self.replica = batch, replica
+        self.num_samples = len(dataset)
         self.epoch = 0
-        self.first_step = 0
+        self.first_sample = 0
         self._shuffled: DistributedSampler[int] = DistributedSampler(
             dataset,  # type: ignore[arg-type]
             batch.num_replicas,
             replica,
             shuffle=True,
             seed=seed,
-            drop_last=True,
         )
 
     def __len__(self) -> int:
         """Micro-batches that the next iteration yields."""
-        return (self.steps_per_epoch - self.first_step) * self.batch.accumulation
+        return (self.num_samples - self.first_sample) // self.batch.global_size * self.batch.accumulation
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         self._shuffled.set_epoch(self.epoch)
+        # first_sample need be no multiple of R: what this replica reads begins with the q-th item of rank r.
+        q, r = divmod(self.first_sample + self.replica, self.batch.num_replicas)
+        self._shuffled.rank = r
         indices = list(self._shuffled)
-        epoch, local_size, micro_size = self.epoch, self.batch.local_size, self.batch.micro_size
-        for start in range(self.first_step * local_size, self.steps_per_epoch * local_size, micro_size):
+        epoch, micro_size = self.epoch, self.batch.micro_size
+        for start in range(q, q + len(self) * micro_size, micro_size):
             yield epoch, indices[start : start + micro_size]
 
 

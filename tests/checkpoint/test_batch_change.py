@@ -1,0 +1,152 @@
+"""A run resumed with other batch sizes, again and again: every sample of each epoch exactly once, in order."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from tests import runs
+from tests.ranks import run_ranks
+from trainer import loop
+from trainer.checkpoint import store
+from trainer.checkpoint.source import STATE
+from trainer.distributed import Dist, process_group
+from trainer.errors import UserError
+from trainer.run import assemble
+from trainer.signals import StopRequest
+
+NUM_SAMPLES = 192
+# 48 samples, to 112, over the end of the epoch to 64 of the next, and to its end: each leg ends between two batches.
+LEGS = ((16, 3), (32, 5), (8, 23), (64, None))
+MICRO = (8, 4, 4, 16)  # accumulated once, four times, once, twice on each of two ranks
+SETTINGS = (
+    "data.dataset._target_=tests.checkpoint.test_batch_change.Numbered",
+    "model._target_=tests.checkpoint.test_batch_change.OneLayer",
+    "~model.input_shape",
+    "~model.num_classes",
+    "~model.hidden",
+    "train.epochs=2",
+    "train.eval_every_epochs=0",
+    "train.log_every_steps=1",
+)
+
+
+class Numbered(Dataset[tuple[Tensor, Tensor]]):
+    """Sample k is its own number."""
+
+    def __init__(self, split: str, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([float(index)]), torch.tensor(index % 2)
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 2)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return self.layer(numbers / NUM_SAMPLES)
+
+
+class Noting:
+    """A task that notes the numbers of each micro-batch."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+        self.numbers: list[list[int]] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.numbers.append(batch[0][:, 0].int().tolist())
+        return self._task.loss(model, batch)
+
+
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def leg(
+    dist: Dist, run_dir: Path, batch_size: int, *overrides: str
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """The numbers of each step of this rank, and where the leg ended."""
+    batch = (f"train.global_batch_size={batch_size}", f"run_dir={run_dir}", "resume=auto")
+    config = runs.settings(*SETTINGS, *batch, *overrides)
+    with StopRequest() as stop_request:
+        job = assemble(config, "tests", dist, stop_request)
+        noting = Noting(job.task)
+        end = loop.fit(dataclasses.replace(job, task=noting))
+    job.checkpointer.close()
+    job.strategy.close()
+    job.run_log.close()
+    warm_up = int(job.first_step > 0)
+    accumulated = range(0, len(noting.numbers) - warm_up, job.batch.accumulation)
+    numbers = noting.numbers[warm_up:]
+    steps = [flat(numbers[start : start + job.batch.accumulation]) for start in accumulated]
+    return steps, end | {"total_steps": job.total_steps}
+
+
+def as_it_was_written_before(checkpoint: Path) -> None:
+    """Progress in steps; no length of the data, no run's id."""
+    facts = json.loads((checkpoint / STATE).read_text())
+    del facts["num_samples"]
+    progress = facts["state"]["progress"]
+    progress["step_in_epoch"] = progress.pop("samples_in_epoch") // facts["config"]["train.global_batch_size"]
+    text = json.dumps(facts)
+    (checkpoint / STATE).write_text(text)
+    manifest = store.read_manifest(checkpoint)
+    digest = store.FileDigest(hashlib.sha256(text.encode()).hexdigest(), len(text))
+    manifest = dataclasses.replace(manifest, files=manifest.files | {STATE: digest}, run_id=None)
+    (checkpoint / store.MANIFEST).write_text(store.manifest_text(manifest))
+
+
+def all_legs(run_dir: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"steps": [], "ends": []}
+    with process_group(runs.settings().distributed) as dist:
+        for (batch_size, max_steps), micro in zip(LEGS, MICRO, strict=True):
+            last = f"train.max_steps={'null' if max_steps is None else max_steps}"
+            steps, end = leg(dist, run_dir, batch_size, last, f"train.micro_batch_size={micro}")
+            found["steps"] += steps
+            found["ends"].append(end)
+            torch_dist.barrier()
+            if batch_size == 16 and dist.is_main:
+                as_it_was_written_before(run_dir / "checkpoints" / "step_00000003")
+            torch_dist.barrier()
+        for number in (NUM_SAMPLES - 1, NUM_SAMPLES + 1):
+            with pytest.raises(UserError) as refused:
+                leg(dist, run_dir, 16, f"+data.dataset.num_samples={number}")
+            found[str(number)] = str(refused.value)
+    return found
+
+
+def test_every_sample_exactly_once_over_batches_of_16_32_8_64(tmp_path: Path) -> None:
+    ranks = run_ranks(all_legs, 2, tmp_path, init=False)
+    steps = [sorted(flat(parts)) for parts in zip(*(rank["steps"] for rank in ranks), strict=True)]
+    assert [len(step) for step in steps] == [16] * 3 + [32] * 2 + [8] * 18 + [64] * 2
+    read = flat(steps)
+    assert sorted(read[:NUM_SAMPLES]) == sorted(read[NUM_SAMPLES:]) == list(range(NUM_SAMPLES))
+    order = [
+        torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (0, 1)
+    ]
+    batches = torch.tensor(flat(order)).split([len(step) for step in steps])
+    assert steps == [sorted(batch.tolist()) for batch in batches], "in the order of (seed, epoch)"
+    ends = ranks[0]["ends"]
+    assert [end["total_steps"] for end in ends] == [3, 5, 23, 25]
+    assert [end["samples_seen"] for end in ends] == [48, 112, 256, 384]
+    assert [end["epochs"] for end in ends] == [48 / 192, 112 / 192, 1 + 64 / 192, 2.0]
+    for number in (191, 193):
+        for rank in ranks:
+            assert f"the training data holds {number} samples, but held 192 when" in rank[str(number)]
