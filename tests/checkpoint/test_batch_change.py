@@ -149,4 +149,4 @@ def test_every_sample_exactly_once_over_batches_of_16_32_8_64(tmp_path: Path) ->
     assert [end["epochs"] for end in ends] == [48 / 192, 112 / 192, 1 + 64 / 192, 2.0]
     for number in (191, 193):
         for rank in ranks:
-            assert f"the training data holds {number} samples, but held 192 when" in rank[str(number)]
+            assert f"the training data holds {number} samples, but 192 when" in rank[str(number)]

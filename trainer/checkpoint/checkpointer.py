@@ -143,9 +143,9 @@ class Checkpointer:
         if then != self._num_samples:
             where = source.directory
             raise UserError(
-                f"the training data holds {self._num_samples} samples, but held {then} when {where} was saved: "
-                "their order is another, so some would be read twice or never; give the data of then, or "
-                f"start a new run from these weights with model.init_from={where}"
+                f"the training data holds {self._num_samples} samples, but {then} when {where} was saved: their "
+                "order is another, so some would be read twice or never; give the data of then, or start a new "
+                f"run from these weights with model.init_from={where}"
             )
         return source
 
