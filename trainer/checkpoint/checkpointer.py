@@ -139,14 +139,7 @@ class Checkpointer:
         if source is None:
             log.info("resume=auto: no checkpoint in %s, starting anew", self._store.root)
             return None
-        then = source.facts.get("num_samples", self._num_samples)
-        if then != self._num_samples:
-            where = source.directory
-            raise UserError(
-                f"the training data holds {self._num_samples} samples, but {then} when {where} was saved: their "
-                "order is another, so some would be read twice or never; give the data of then, or start a new "
-                f"run from these weights with model.init_from={where}"
-            )
+        self._agreement.everywhere(lambda: self._check_data(source))
         return source
 
     def restore(self, state: TrainState, source: Source) -> None:
@@ -169,6 +162,15 @@ class Checkpointer:
         self.restored_metrics = source.manifest.metrics
         if source.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
+
+    def _check_data(self, source: Source) -> None:
+        now, then = self._num_samples, source.facts.get("num_samples", self._num_samples)
+        if now != then:
+            raise UserError(
+                f"the training data holds {now} samples, but {then} when {source.directory} was saved: their "
+                "order is another, so some would be read twice or never; give the data of then, or start a "
+                f"new run from these weights with model.init_from={source.directory}"
+            )
 
     def _report_others(self) -> None:
         others = self._store.of_others()
