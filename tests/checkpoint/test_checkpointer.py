@@ -107,16 +107,16 @@ def _buffers_of_old_and_new(run_dir: Path) -> list[float]:
             tiny.train(state, 3)
             tiny.checkpointer(root, format=format).save(state)
             fresh = tiny.train_state(sharded, seed=4)
-            tiny.checkpointer(root, format=format).restore(fresh, "auto")
+            tiny.restore(tiny.checkpointer(root, format=format), fresh, "auto")
             found.append(fresh.model.passes.item())
     old = tiny.train_state()
     del old.model._buffers["passes"]
     tiny.checkpointer(run_dir / "old").save(old)
-    tiny.checkpointer(run_dir / "old").restore(fresh := tiny.train_state(), "auto")
+    tiny.restore(tiny.checkpointer(run_dir / "old"), fresh := tiny.train_state(), "auto")
     found.append(fresh.model.passes.item())
     wide = tiny.train_state()
     wide.model.passes = torch.full((2,), 5.0)
-    tiny.checkpointer(run_dir / "fullFalse").restore(wide, "auto")
+    tiny.restore(tiny.checkpointer(run_dir / "fullFalse"), wide, "auto")
     return [*found, *wide.model.passes.tolist()]
 
 

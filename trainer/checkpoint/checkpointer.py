@@ -152,7 +152,9 @@ class Checkpointer:
         # Nothing of the state is touched before all ranks have found that all of it fits.
         targets = self._agreement.everywhere(lambda: targets_for(state, source.shapes, plain))
         if self._dist.rank == 0 and (others := other_buffers(state, source.shapes)):
-            log.warning("buffers that %s has not, or not of this size, stay as built: %s", directory, others)
+            log.warning(
+                "buffers that %s has not, or not of this size, stay as built: %s", source.directory, others
+            )
         saved = self._agreement.everywhere(lambda: fitting(state, plain, targets))
         generators = self._agreement.everywhere(lambda: self._generators(source))
         self._agreement.everywhere(lambda: source.read_into(targets, self._agreement.group))
