@@ -76,6 +76,10 @@ def test_groups_are_not_empty() -> None:
             "strategy=fsdp strategy.shard_group=0",
             "strategy.shard_group is 0, but must be world, host or a number of ranks",
         ),
+        (
+            "checkpoint.keep_best={metric:eval/loss} train.eval_every_epochs=0",
+            "checkpoint.keep_best needs evaluations",
+        ),
         ("+strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
     ],
 )

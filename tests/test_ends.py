@@ -79,7 +79,16 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
                 ("+model.foo=1",): r"model: models.mlp.MLP .*'foo'",
                 ("model.hidden=[0]",): r"model: models.mlp.MLP .*width of at least 1",
                 ("model._target_=models.mlp.Mlp",): r"model: .*models.mlp.Mlp",
-                ("schedule.warmup_steps=100000",): r"schedule: .*warmup_steps is 100000",
+                (
+                    "schedule.warmup_steps=100000",
+                ): r"schedule.warmup_steps is 100000, but this run ends after "
+                r"660 steps; set schedule.warmup_steps=66 ",
+                ("model.num_classes=7",): r"model.num_classes is 7, but the data has 10 classes: its largest "
+                r"label is 9; set model.num_classes=10",
+                (
+                    "checkpoint.keep_best={metric:eval/acuracy,mode:max}",
+                ): r"keep_best.metric is eval/acuracy, "
+                r"but must be one that evaluation yields: eval/loss, eval/accuracy",
                 (
                     "data.dataset._target_=tests.user_parts.Stripes",
                 ): r"model.input_shape is auto, but Stripes has no",
@@ -130,6 +139,27 @@ def test_a_mistake_is_printed_once_under_torchrun(tmp_path: Path) -> None:
     code, output = torchrun(2, "train.global_batch_size=2001", f"run_dir={tmp_path}")
     assert code != 0
     assert output.count("train.global_batch_size") == 1
+
+
+def test_what_another_rank_has_said_rank_0_does_not_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun's ranks may, when rank 0 loads torch for longer than the others wait for it."""
+    from trainer.launch import exits
+
+    monkeypatch.setattr(exits.time, "sleep", lambda seconds: None)
+    torchruns = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0"}
+    for variable, value in (torchruns | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(variable, value)
+    for rank in ("1", "2", "0"):
+        (tmp_path / "attempt_0" / rank).mkdir(parents=True)
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / rank / "error.json"))
+        exits._say_once("the same")
+        exits._say_once(f"{rank} alone")
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["[rank 1] the same", "[rank 1] 1 alone", "[rank 2] 2 alone", "0 alone"]
 
 
 def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:

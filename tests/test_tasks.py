@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling
 
 
@@ -86,3 +87,44 @@ def test_values_out_of_range_are_refused() -> None:
         Classification(label_smoothing=1.5)
     with pytest.raises(ValueError, match="bytes_per_token=0"):
         LanguageModelling(bytes_per_token=0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (
+            [0, 9, 3],
+            "the largest label is 9 and the smallest 0, but the model knows 0 to 4; set model.num_classes=10",
+        ),
+        ([0, -1, 3], "the largest label is 3 and the smallest -1, but the model knows 0 to 4"),
+    ],
+)
+def test_labels_that_are_no_class_are_named(labels: list[int], words: str) -> None:
+    for act in (Classification().loss, Classification().eval_sums):
+        with pytest.raises(UserError, match=words):
+            act(Given(), (torch.zeros(3, 5), torch.tensor(labels)))
+    with pytest.raises(UserError, match=r"set model\.vocab_size=8,"):
+        LanguageModelling().loss(Given(), (torch.zeros(1, 2, 5), torch.tensor([[1, 7]])))
+
+
+def test_labels_that_are_none_or_probabilities_are_taken() -> None:
+    assert Classification().loss(Given(), (torch.zeros(2, 5), torch.tensor([-100, 1]))).isfinite()
+    assert Classification().loss(Given(), (torch.zeros(2, 5), torch.full((2, 5), 0.2))).isfinite()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_names_the_labels_of_the_first_batch() -> None:
+    with pytest.raises(UserError, match="the largest label is 9"):
+        Classification().loss(Given(), (torch.zeros(3, 5).cuda(), torch.tensor([0, 9, 3]).cuda()))
+
+
+@pytest.mark.parametrize("task", [Classification(), LanguageModelling(), LanguageModelling(None)])
+def test_a_task_yields_the_figures_it_names(task: Classification | LanguageModelling) -> None:
+    sums = (
+        summed(task, torch.randn(17, 7), torch.randint(7, (17,)))
+        if isinstance(task, Classification)
+        else None
+    )
+    found = task.summarise(sums if sums is not None else torch.tensor([1.0, 2.0]))
+    assert set(found) == set(task.figures)

@@ -368,6 +368,11 @@ def _check_nodes(config: Config) -> None:
 
 def _check_contradictions(config: Config) -> None:
     strategy, comm = config.strategy, config.comm
+    if config.checkpoint.keep_best is not None and config.train.eval_every_epochs == 0:
+        raise UserError(
+            "checkpoint.keep_best needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, "
+            "or checkpoint.keep_best=null"
+        )
     if isinstance(strategy, DdpConfig):
         if strategy.first_bucket_mb > strategy.bucket_cap_mb:
             raise UserError(

@@ -48,8 +48,14 @@ def _decay(
     final_fraction: float,
     shape: Callable[[float], float],
 ) -> LambdaLR:
-    if not 0 <= warmup_steps < total_steps:
-        raise ValueError(f"warmup_steps is {warmup_steps}, but must lie below total_steps, {total_steps}")
+    if warmup_steps >= total_steps:
+        raise UserError(
+            f"schedule.warmup_steps is {warmup_steps}, but this run ends after {total_steps} steps; set "
+            f"schedule.warmup_steps={total_steps // 10} or another number below {total_steps}, or train "
+            "longer (train.epochs, train.max_steps)"
+        )
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}, but must be at least 0")
     if not 0 <= final_fraction <= 1:
         raise ValueError(f"final_fraction is {final_fraction}, but must lie in 0..1")
 

@@ -14,11 +14,11 @@ from torch import nn
 from trainer import fingerprint
 from trainer.build import build
 from trainer.checkpoint import Agreement, Checkpointer, load_weights, saved_seed
-from trainer.config import Config, flatten, to_yaml
+from trainer.config import Config, KeepBest, flatten, to_yaml
 from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
-from trainer.errors import writing
+from trainer.errors import UserError, writing
 from trainer.faults.rehearsal import Rehearsal
 from trainer.loggers import RunLog, messages, table
 from trainer.loop import Job, fit
@@ -30,6 +30,7 @@ from trainer.signals import StopRequest
 from trainer.state import Progress, TrainState
 from trainer.strategies import build_strategy
 from trainer.strategies.base import parameter_count
+from trainer.tasks import Task
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     batch = split_batch(train.global_batch_size, train.micro_batch_size, strategy.num_replicas)
 
     task = build("data.task", config.data.task)
+    _check_keep_best(config.checkpoint.keep_best, task)
     train_set = build("data.dataset", config.data.dataset, split="train")
     share: dict[str, Any] = {"replica": strategy.replica, "seed": seed, "device": dist.device}
     share |= {"timeout_s": config.distributed.timeout_s, "heartbeat": dist.heartbeat}
@@ -179,11 +181,28 @@ class ScheduleFacts:
 def _build_model(node: dict[str, Any], train_set: Any, agreement: Agreement) -> nn.Module:
     """Build the model; `auto` settings come from the training data, and `init_from` is ours to load."""
     settings = {key: value for key, value in node.items() if key not in ("init_from", "init_ignore")}
+    for name, things in (("num_classes", "classes"), ("vocab_size", "tokens")):
+        given, there = node.get(name), getattr(train_set, name, None)
+        if isinstance(given, int) and isinstance(there, int) and given < there:
+            raise UserError(
+                f"model.{name} is {given}, but the data has {there} {things}: its largest label is "
+                f"{there - 1}; set model.{name}={there}, or auto"
+            )
     model: nn.Module = build("model", settings, facts=train_set)
     source, ignore = node.get("init_from"), node.get("init_ignore") or ()
     if source is not None:  # a file that one host does not see ends all ranks, in one message
         agreement.everywhere(lambda: load_weights(model, source, ignore))
     return model
+
+
+def _check_keep_best(best: KeepBest | None, task: Task) -> None:
+    """Refuse a metric that no evaluation will yield, where the task says which figures it gives."""
+    figures = [f"eval/{name}" for name in getattr(task, "figures", ())]
+    if best is not None and figures and best.metric not in figures:
+        raise UserError(
+            f"checkpoint.keep_best.metric is {best.metric}, but must be one that evaluation yields: "
+            f"{', '.join(figures)}"
+        )
 
 
 def _settle(config: Config, held: ExitStack) -> tuple[str, dict[str, Any]]:

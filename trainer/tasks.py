@@ -7,9 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainer.errors import UserError
+
 
 class Task(Protocol):
-    """Sums, not means, cross from rank to rank: uneven last batches then weigh what they should."""
+    """Sums, not means, cross from rank to rank: uneven last batches then weigh what they should.
+
+    A task may have an attribute ``figures``, the names that ``summarise`` may give: with it a
+    ``checkpoint.keep_best.metric`` that no evaluation will yield is refused before training.
+    """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean over the micro-batch, a scalar to differentiate."""
@@ -30,14 +36,17 @@ class Classification:
     more than five classes, top5_accuracy.
     """
 
+    figures = ("loss", "accuracy", "top5_accuracy")
+
     def __init__(self, label_smoothing: float = 0.0) -> None:
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing={label_smoothing} is not within [0, 1]")
         self.label_smoothing = label_smoothing
+        self._cross_entropy = _CrossEntropy("model.num_classes")
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
-        return F.cross_entropy(model(inputs).float(), labels, label_smoothing=self.label_smoothing)
+        return self._cross_entropy(model(inputs).float(), labels, label_smoothing=self.label_smoothing)
 
     def num_samples(self, batch: tuple[Tensor, Tensor]) -> int:
         return len(batch[1])
@@ -48,7 +57,7 @@ class Classification:
         logits = model(inputs).float()
         has_top5 = logits.shape[1] > 5
         hits = logits.topk(5 if has_top5 else 1, dim=1).indices == labels.unsqueeze(1)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
+        loss = self._cross_entropy(logits, labels, reduction="sum")
         count = torch.full_like(loss, len(labels), dtype=torch.float64)
         return torch.stack([loss.double(), hits[:, 0].sum(), count, hits.sum() * has_top5, count * has_top5])
 
@@ -72,16 +81,18 @@ class LanguageModelling:
         if bytes_per_token is not None and not bytes_per_token > 0:
             raise ValueError(f"bytes_per_token={bytes_per_token} is not above 0")
         self.bytes_per_token = bytes_per_token
+        self.figures = ("loss", "perplexity") + (("bits_per_byte",) if bytes_per_token is not None else ())
+        self._cross_entropy = _CrossEntropy("model.vocab_size")
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return self._cross_entropy(model, batch, "mean")
+        return self._loss(model, batch, "mean")
 
     def num_samples(self, batch: tuple[Tensor, Tensor]) -> int:
         return len(batch[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """[loss, tokens]"""
-        loss = self._cross_entropy(model, batch, "sum").double()
+        loss = self._loss(model, batch, "sum").double()
         return torch.stack([loss, torch.full_like(loss, batch[1].numel())])
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
@@ -92,6 +103,39 @@ class LanguageModelling:
             metrics["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
         return metrics
 
-    def _cross_entropy(self, model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
+    def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
         tokens, targets = batch
-        return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten(), reduction=reduction)
+        logits = model(tokens).float().flatten(0, 1)
+        return self._cross_entropy(logits, targets.flatten(), reduction=reduction)
+
+
+class _CrossEntropy:
+    """torch's, which on a CPU names no more than one label that is no class, and on a GPU none.
+
+    A GPU is asked for the labels of the first batch alone: each look would wait for it.
+    """
+
+    def __init__(self, setting: str) -> None:
+        self._setting, self._looked = setting, False
+
+    def __call__(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        if labels.is_cuda and not self._looked:
+            self._refuse_others(logits, labels)
+        self._looked = True
+        try:
+            return F.cross_entropy(logits, labels, **options)
+        except IndexError:
+            self._refuse_others(logits, labels)
+            raise
+
+    def _refuse_others(self, logits: Tensor, labels: Tensor) -> None:
+        """Raise UserError where a label is no class of the model; -100 is torch's word for none at all."""
+        if labels.is_floating_point():  # the probability of each class
+            return
+        num_classes, given = logits.shape[1], labels[labels != -100]
+        if len(given) and not 0 <= int(given.min()) <= int(given.max()) < num_classes:
+            smallest, largest = int(given.min()), int(given.max())
+            raise UserError(
+                f"the largest label is {largest} and the smallest {smallest}, but the model knows 0 to "
+                f"{num_classes - 1}; set {self._setting}={max(largest + 1, num_classes)}, or look at the data"
+            )

@@ -1,10 +1,12 @@
 """How a process of a run ends: messages, exit codes."""
 
+import hashlib
 import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -58,5 +60,25 @@ def _say_once(message: str) -> None:
     rank = place().rank
     if rank:
         time.sleep(3)
-        message = f"[rank {rank}] {message}"
-    print(message, file=sys.stderr, flush=True)
+    if _said_on_this_host(message):
+        return
+    print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
+
+
+def _said_on_this_host(message: str) -> bool:
+    """Whether another rank has said the same, as one does that rank 0, on a slow machine, comes after.
+
+    Beside its ranks' error files torchrun has a directory for each attempt, gone when it ends; no other
+    launcher has.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
+        return False
+    mark = Path(error_file).parents[1] / f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:  # then rather twice than not at all
+        return False
+    return False
