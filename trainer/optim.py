@@ -119,6 +119,10 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"{len(names)} parameters have); take optim=adamw and embeddings with sparse=False, or optim=sgd"
         )
     takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
+    if isinstance(optimizer, SGD | Adagrad) and any(
+        group["weight_decay"] for group in optimizer.param_groups
+    ):
+        takes_sparse, name = False, f"{name} with weight_decay"  # the decay of all rows is dense
     if not takes_sparse and (found := [names[p] for p in names if p in optimized & sparse]):
         raise UserError(
             f"optim: {name} takes no sparse gradients, and {found[0]} has them; build its embedding with "

@@ -154,6 +154,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     """The bits of `tensor` as one row of integers, in the order of its memory: no copy where it is dense."""
+    if tensor.is_sparse:  # SGD's momentum of an embedding with sparse gradients
+        tensor = tensor.to_dense()
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(order).reshape(-1).view(_LANES.get(tensor.element_size(), torch.int32))
 

@@ -115,7 +115,7 @@ class TrainState:
         packed = self.optimizer.state_dict()
         return {
             # A key that is no parameter's number is the optimizer's own, for what all parameters share.
-            "state": {_name(key, names): state for key, state in packed["state"].items()},
+            "state": {_name(key, names): _dense(state) for key, state in packed["state"].items()},
             "param_groups": [
                 group | {"params": [names[index] for index in group["params"]]}
                 for group in packed["param_groups"]
@@ -137,6 +137,16 @@ class TrainState:
     def _optimizer_names(self) -> list[str]:
         names = {parameter: name for name, parameter in parameter_names(self.model)}
         return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def _dense(state: Any) -> Any:
+    """A parameter's `state` as a checkpoint can hold it: SGD's momentum of sparse gradients is sparse."""
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
+        for key, value in state.items()
+    }
 
 
 def _name(key: int | str, names: list[str]) -> str:

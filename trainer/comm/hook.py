@@ -5,15 +5,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.join import JoinHook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.comm import sparse
 from trainer.comm.execution.blame import CommError, PeerError, find_culprit
 from trainer.comm.execution.executor import CpuExecutor
 from trainer.comm.execution.nccl import NcclReducer
@@ -37,16 +41,19 @@ class CommHook:
         timeline: what it costs, and who is waited for.
     """
 
-    def __init__(self, timeline: Timeline, reduce: Reduce | Worker, enter: Enter) -> None:
+    def __init__(self, model: nn.Module, timeline: Timeline, reduce: Reduce | Worker, enter: Enter) -> None:
         self.timeline = timeline
-        self._enter = enter
+        self._model, self._enter = model, enter
         self._worker = reduce if isinstance(reduce, Worker) else None
         self._reduce = reduce.submit if isinstance(reduce, Worker) else reduce
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """What DDP calls when a bucket of gradients is complete."""
         self._enter("all_reduce", bucket.index())
-        record = self.timeline.arrive(bucket.index(), bucket.buffer().nbytes, bucket.is_last())
+        gradients = bucket.buffer()
+        record = self.timeline.arrive(
+            bucket.index(), sparse.num_bytes(gradients), bucket.is_last(), gradients.is_sparse
+        )
         with record_function(f"all-reduce {record.label}") as profiled:
             future = self._reduce(bucket, record)
             # The range must begin here, on a thread that the profiler watches, and end when the bucket is
@@ -58,9 +65,14 @@ class CommHook:
         """Around a backward pass: raise what went wrong itself (a CommError), not what DDP makes of it."""
         try:
             yield
-        except RuntimeError:
+        except RuntimeError as error:
             if self._worker is not None and self._worker.error is not None:
                 raise self._worker.error from None
+            if names := sparse.unforeseen(self._model):
+                raise RuntimeError(
+                    f"sparse gradients of {', '.join(names)}, for which DDP has laid out dense ones: only "
+                    "those of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) are foreseen"
+                ) from error
             raise
 
     def close(self) -> None:
@@ -80,65 +92,110 @@ def attach(
     powersgd: Mapping[str, Any] | None = None,
     enter: Enter = lambda phase, bucket: None,
 ) -> CommHook:
-    """Make `algorithm` the gradient all-reduce of `model`; a collective of all ranks.
+    """Make `algorithm` the gradient all-reduce of `model`; a collective of the ranks that share the model.
+
+    These are the ranks of the model's own process group; all others go on undisturbed. As for any group
+    that only its members make, torch asks that they have made equally many groups before.
 
     Gradients become their mean over ranks: a schedule's owners divide the sum (with fp16 on the wire each
-    rank its own gradients, lest the sum overflow), `native` and `powersgd` divide before they add.
+    rank its own gradients, lest the sum overflow), `native` and `powersgd` divide before they add. Under
+    `model.join`, a rank that has run out of data goes on adding zeros and is counted.
 
     Args:
         algorithm: a schedule by name; `native`, the backend's own; or `powersgd`, torch's hook (source:
             Vogels et al., "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019).
-        hosts: host index of every rank.
+        hosts: host index of every rank, of the world or of the model's group, in the order of ranks.
         wire_dtype: fp32 | bf16 | fp16. A schedule adds up in fp32 whatever the wire carries; `native` adds
-            in the wire's dtype, as the backend does. PowerSGD has no use for it.
+            in the wire's dtype, as the backend does, and sends sparse gradients as they are. PowerSGD has
+            no use for it.
         segment_mb: MiB per segment of the pipeline; schedules only.
         timeout_s: the longest wait for a neighbour.
         powersgd: keyword arguments of torch's PowerSGDState.
         enter: told `("all_reduce", bucket)` of each bucket before it is handed on.
 
     Raises:
-        ValueError: an unknown algorithm or wire dtype, or a setting PowerSGD refuses.
+        ValueError: an unknown algorithm or wire dtype, hosts of another number of ranks, a model with
+            sparse gradients under another algorithm than `native`, or a setting PowerSGD refuses.
     """
     if wire_dtype not in WIRE_DTYPES:
         raise ValueError(f"no wire dtype {wire_dtype!r}; there are {', '.join(WIRE_DTYPES)}")
+    if algorithm != "native":
+        sparse.refuse_sparse(model.module, algorithm)
+    hosts = _hosts_of_members(model.process_group, hosts)
     device = next(model.parameters()).device
     gpu_clock = GpuClock(device) if device.type == "cuda" else None
-    group = _new_group("gloo", timeout_s)
+    group = _new_group(model.process_group, "gloo", timeout_s)
     timeline = Timeline(group, hosts, gpu_clock)
     reduce: Reduce | Worker
     if algorithm == "native":
-        reduce = _native(WIRE_DTYPES[wire_dtype], len(hosts), gpu_clock)
+        reduce = _native(model.process_group, WIRE_DTYPES[wire_dtype], gpu_clock)
     elif algorithm == "powersgd":
-        reduce = _powersgd(powersgd or {}, group, gpu_clock)
+        reduce = _powersgd(powersgd or {}, model.process_group, group, gpu_clock)
     else:
-        schedule, wire = build(algorithm, timeline.rank, hosts), WIRE_DTYPES[wire_dtype]
+        schedule, wire = build(algorithm, dist.get_rank(group), hosts), WIRE_DTYPES[wire_dtype]
         segment_bytes = int(segment_mb * 2**20)
         if gpu_clock is not None:
-            nccl = _new_group("nccl", timeout_s)
+            nccl = _new_group(model.process_group, "nccl", timeout_s)
             reduce = NcclReducer(
                 nccl, group, schedule, gpu_clock, wire, segment_bytes, timeout_s, len(hosts)
             ).submit
         else:
             executor = CpuExecutor(group, schedule, hosts, wire, segment_bytes, timeout_s=timeout_s)
             reduce = _scheduled(executor, algorithm, group, timeline)
-    hook = CommHook(timeline, reduce, enter)
+    hook = CommHook(model.module, timeline, reduce, enter)
     model.register_comm_hook(None, hook.reduce)
+    model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
     return hook
 
 
-def _new_group(backend: str, timeout_s: float) -> dist.ProcessGroup:
-    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup), "this process is outside the group of all ranks"
+def _hosts_of_members(group: dist.ProcessGroup, hosts: Sequence[int]) -> Sequence[int]:
+    """The host index of every rank of `group`."""
+    ranks = sorted(dist.get_process_group_ranks(group))
+    if len(hosts) == dist.get_world_size():
+        return [hosts[rank] for rank in ranks]
+    if len(hosts) != len(ranks):
+        raise ValueError(
+            f"hosts has {len(hosts)} entries; the model's group has {len(ranks)} ranks, "
+            f"the world {dist.get_world_size()}"
+        )
+    return hosts
+
+
+def _new_group(like: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """A group of the ranks of `like`, in their order in the world; nobody else is asked."""
+    ranks = sorted(dist.get_process_group_ranks(like))
+    group = dist.new_group(
+        ranks,
+        timedelta(seconds=timeout_s),
+        backend,
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
+    assert isinstance(group, dist.ProcessGroup), "this process is outside the group of its model"
     return group
 
 
-def _native(wire_dtype: torch.dtype | None, divisor: int, gpu_clock: GpuClock | None) -> Reduce:
+def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
+    """DDP's own, unless gradients would have to be divided by the ranks that still have data.
+
+    DDP divides so itself, and tells a communication hook nothing of it.
+    """
+    if not settings.get("divide_by_initial_world_size", True):
+        raise ValueError(
+            "join(divide_by_initial_world_size=False) needs DDP's own all-reduce: a communication hook "
+            "divides by all ranks of the model's group; leave the argument out, or train without a hook"
+        )
+    return DistributedDataParallel.join_hook(model, **settings)
+
+
+def _native(group: dist.ProcessGroup, wire_dtype: torch.dtype | None, gpu_clock: GpuClock | None) -> Reduce:
+    divisor = dist.get_world_size(group)
+
     def reduce(bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
-        sent = gradients if wire_dtype is None else gradients.to(wire_dtype)
+        sent = gradients if wire_dtype is None or gradients.is_sparse else gradients.to(wire_dtype)
         finish = _finisher(record, gpu_clock)
         # Divided first, or half precision would overflow in the sum.
-        work = dist.all_reduce(sent.div_(divisor), async_op=True)
+        work = dist.all_reduce(sent.div_(divisor), group=group, async_op=True)
 
         def take(done: Future[list[torch.Tensor]]) -> torch.Tensor:
             mean = done.value()[0]
@@ -153,14 +210,17 @@ def _native(wire_dtype: torch.dtype | None, divisor: int, gpu_clock: GpuClock | 
 
 
 def _powersgd(
-    settings: Mapping[str, Any], group: dist.ProcessGroup, gpu_clock: GpuClock | None
+    settings: Mapping[str, Any],
+    models_group: dist.ProcessGroup,
+    group: dist.ProcessGroup,
+    gpu_clock: GpuClock | None,
 ) -> Reduce | Worker:
     if gpu_clock is None:
         # gloo runs a bucket's follow-up reductions when its first is done, in an order of its own on every
         # rank; with two buckets under way, ranks would mix them up. So one at a time.
         state = powerSGD_hook.PowerSGDState(group, **settings)
         return Worker(lambda bucket, record: powerSGD_hook.powerSGD_hook(state, bucket).wait())
-    state = powerSGD_hook.PowerSGDState(None, **settings)
+    state = powerSGD_hook.PowerSGDState(models_group, **settings)
 
     def reduce(bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
         finish = _finisher(record, gpu_clock)
@@ -192,24 +252,26 @@ def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], 
 
 
 def _scheduled(executor: CpuExecutor, algorithm: str, group: dist.ProcessGroup, timeline: Timeline) -> Worker:
-    names = [""] * dist.get_world_size(group)
+    ranks = timeline.ranks  # schedules count the group's ranks, people the world's
+    names = [""] * len(ranks)
     dist.all_gather_object(names, socket.gethostname(), group=group)
 
-    def place(rank: int) -> str:
-        return f"rank {rank} on host {names[rank]}"
+    def place(member: int) -> str:
+        return f"rank {ranks[member]} on host {names[member]}"
 
     def all_reduce(bucket: dist.GradBucket, record: BucketRecord) -> torch.Tensor:
         try:
-            record.waited_s = executor.all_reduce(bucket.buffer(), divisor=len(names))
+            waited_s = executor.all_reduce(bucket.buffer(), divisor=len(ranks))
         except PeerError as error:
-            culprit = find_culprit(group.get_group_store(), timeline.rank, error)
+            culprit = find_culprit(group.get_group_store(), executor.rank, error)
             message = (
                 f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes} "
-                f"stopped at {place(timeline.rank)}: {place(error.peer)} {error.reason}"
+                f"stopped at {place(executor.rank)}: {place(error.peer)} {error.reason}"
             )
             if culprit != error.peer:
                 message += f"; that one waits in turn, and the one that nobody hears from is {place(culprit)}"
-            raise CommError(message, culprit) from error
+            raise CommError(message, ranks[culprit]) from error
+        record.waited_s = {ranks[member]: seconds for member, seconds in waited_s.items()}
         return bucket.buffer()
 
     return Worker(all_reduce, executor.close)

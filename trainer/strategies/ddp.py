@@ -61,7 +61,10 @@ class Ddp(Strategy):
             )
             if (options := _options(self.comm)) is not None:
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
-                self.hook = attach(model, self.comm.algorithm, **options)
+                try:
+                    self.hook = attach(model, self.comm.algorithm, **options)
+                except ValueError as error:
+                    raise UserError(f"comm={self.comm.algorithm}: {error}") from error
         if self.compile_model:
             # The wrapper, not the module within: torch then cuts the graph at the bucket borders, so that
             # all-reduces start while the compiled backward still runs.

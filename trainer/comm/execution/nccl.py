@@ -102,12 +102,12 @@ class NcclReducer:
             messages = []
             for move in (move for visit in sweep for move in visit.sends):
                 chunk = sums[move.begin : move.end].to(layout.wire)
-                messages.append(dist.P2POp(dist.isend, chunk, move.peer, self._group))
+                messages.append(dist.P2POp(dist.isend, chunk, group=self._group, group_peer=move.peer))
             for move in (move for visit in next_sweep for move in visit.receives):
                 target = sums[move.begin : move.end]
                 if move.kind is Kind.ADD or compressed:
                     target = arrived[move] = torch.empty_like(target, dtype=layout.wire)
-                messages.append(dist.P2POp(dist.irecv, target, move.peer, self._group))
+                messages.append(dist.P2POp(dist.irecv, target, group=self._group, group_peer=move.peer))
             if messages:
                 for work in dist.batch_isend_irecv(messages):
                     work.wait()  # on the stream

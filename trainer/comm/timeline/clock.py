@@ -19,8 +19,8 @@ class CommonClock:
     Ranks of one host share its clock. All methods are collectives.
 
     Args:
-        group: a gloo group of all ranks.
-        hosts: host index of every rank.
+        group: a gloo group of the ranks that compare; its ranks, from 0, are what is meant here.
+        hosts: host index of each of them.
     """
 
     def __init__(self, group: dist.ProcessGroup, hosts: Sequence[int]) -> None:

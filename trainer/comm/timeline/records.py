@@ -21,16 +21,17 @@ class BucketRecord:
     """One bucket of one backward pass; times are seconds of `time.perf_counter`."""
 
     index: int
-    num_bytes: int
+    num_bytes: int  # of a sparse gradient: its values and indices, other ones at every step
     ready: float
     start: float = 0.0  # when this rank began to move it
     end: float = 0.0
     waited_s: dict[int, float] = field(default_factory=dict)  # by neighbour
     read_gpu: Callable[[bool], tuple[float, float, float] | None] | None = None  # see gpu_clock.times
+    sparse: bool = False
 
     @property
     def label(self) -> str:
-        return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB"
+        return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB" + (" sparse" if self.sparse else "")
 
     def settle(self, wait: bool) -> bool:
         """Fetch the times if a GPU has them; False if it is not there yet and `wait` is false."""
@@ -71,9 +72,13 @@ class PassSum:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """When each rank's buckets of one backward pass were ready, (rank, bucket), on rank 0's clock."""
+    """When the buckets of one backward pass were ready on each of `ranks`, by the clock of the first.
+
+    `ready` is (rank, bucket), `ranks` what each row's rank is called in the world.
+    """
 
     ready: torch.Tensor
+    ranks: Sequence[int]
 
     @property
     def skew_s(self) -> float:
@@ -83,7 +88,7 @@ class Arrivals:
     @property
     def last_rank(self) -> int:
         spread = self.ready.amax(0) - self.ready.amin(0)
-        return int(self.ready[:, spread.argmax()].argmax())
+        return self.ranks[int(self.ready[:, spread.argmax()].argmax())]
 
 
 @dataclass(slots=True)
@@ -91,12 +96,14 @@ class BucketSum:
     """One bucket's records of a run, summed up."""
 
     count: int = 0
+    num_bytes: int = 0
     queued_s: float = 0.0
     moved_s: float = 0.0
     waited_s: dict[int, float] = field(default_factory=dict)
 
     def add(self, record: BucketRecord) -> None:
         self.count += 1
+        self.num_bytes += record.num_bytes
         self.queued_s += record.start - record.ready
         self.moved_s += record.end - record.start
         for peer, seconds in record.waited_s.items():
@@ -107,19 +114,21 @@ class Timeline:
     """Collects the records of one rank: some microseconds per bucket, and no message but in `metrics`.
 
     Args:
-        group: a gloo group of all ranks, idle between backward passes.
-        hosts: host index of every rank; ranks of one host share its clock.
+        group: a gloo group of the model's ranks, idle between backward passes.
+        hosts: host index of each of them; ranks of one host share its clock.
         gpu_clock: where buckets live on a GPU.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, hosts: Sequence[int], gpu_clock: GpuClock | None = None
     ) -> None:
-        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_process_group_ranks(group)  # what they are called in the world, as all below
+        self.rank = self.ranks[dist.get_rank(group)]
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
         self.arrivals: Arrivals | None = None  # as of the last call of metrics
-        self.buckets: dict[tuple[int, int], BucketSum] = {}  # over the run, by (index, bytes)
+        # Over the run, by (index, bytes); by (index, 0) where a bucket has other bytes at every step.
+        self.buckets: dict[tuple[int, int], BucketSum] = {}
         self.passes = PassSum()  # over the run
         self.times_last: dict[int, int] = {}  # how often each rank was last, as far as metrics was called
         self._clock, self._gpu_clock = CommonClock(group, hosts), gpu_clock
@@ -127,21 +136,22 @@ class Timeline:
         self._unsettled: deque[list[BucketRecord]] = deque()
         self._complete = True  # the newest pass has had its last bucket
 
-    def arrive(self, index: int, num_bytes: int, is_last: bool) -> BucketRecord:
+    def arrive(self, index: int, num_bytes: int, is_last: bool, sparse: bool = False) -> BucketRecord:
         """Note that a bucket is ready. Whoever moves it fills in the rest of the record."""
         if self._complete:
             self.settle(wait=False)
             self._unsettled.append([])
             self.num_passes += 1
         self._complete = is_last
-        record = BucketRecord(index, num_bytes, time.perf_counter())
+        record = BucketRecord(index, num_bytes, time.perf_counter(), sparse=sparse)
         self._unsettled[-1].append(record)
         return record
 
     def metrics(self) -> dict[str, float]:
         """Means per backward pass since the last call and the arrivals of the last one; {} if there was none.
 
-        A collective of all ranks, to be called between backward passes: compares clocks and gathers stamps.
+        A collective of the model's ranks, to be called between backward passes: compares clocks and gathers
+        stamps.
         """
         self.settle(wait=True)
         if self._gpu_clock is not None:
@@ -150,7 +160,7 @@ class Timeline:
         if recent.count == 0:
             return {}
         ready = [record.ready for record in self.last_pass]
-        self.arrivals = arrivals = Arrivals(self._clock.gather(ready))
+        self.arrivals = arrivals = Arrivals(self._clock.gather(ready), self.ranks)
         self.times_last[arrivals.last_rank] = self.times_last.get(arrivals.last_rank, 0) + 1
         return {
             "comm/total_ms": 1e3 * recent.total_s / recent.count,
@@ -170,6 +180,7 @@ class Timeline:
                 return
             self.last_pass = self._unsettled.popleft()
             for record in records:
-                self.buckets.setdefault((record.index, record.num_bytes), BucketSum()).add(record)
+                key = (record.index, 0 if record.sparse else record.num_bytes)
+                self.buckets.setdefault(key, BucketSum()).add(record)
             for sums in (self.passes, self._recent):
                 sums.add(records)

@@ -43,7 +43,7 @@ def draw(timeline: Timeline) -> Figure:
     bars("exposed", split, ends)
     arrivals = timeline.arrivals
     if arrivals is not None and arrivals.ready.shape[1] == len(records):
-        lateness = arrivals.ready.amax(0) - arrivals.ready[timeline.rank]
+        lateness = arrivals.ready.amax(0) - arrivals.ready[timeline.ranks.index(timeline.rank)]
         last = [1e3 * (r.ready - origin + float(late)) for r, late in zip(records, lateness, strict=True)]
         label = f"ready on the last rank (rank {arrivals.last_rank}, {1e3 * arrivals.skew_s:.3g} ms late)"
         axes.scatter(last, range(len(records)), marker="|", s=120, color="black", zorder=3, label=label)
@@ -63,8 +63,8 @@ def table(timeline: Timeline) -> str:
     lines = [
         f"{'bucket':>6} {'MiB':>8} {'passes':>7} {'queued ms':>10} {'moving ms':>10} {'MB/s':>8}  waited for"
     ]
-    for (index, num_bytes), sums in sorted(timeline.buckets.items()):
-        moved_s = sums.moved_s / sums.count
+    for (index, _), sums in sorted(timeline.buckets.items()):
+        moved_s, num_bytes = sums.moved_s / sums.count, sums.num_bytes / sums.count
         lines.append(
             f"{index:6} {num_bytes / 2**20:8.3f} {sums.count:7} {1e3 * sums.queued_s / sums.count:10.2f} "
             f"{1e3 * moved_s:10.2f} {num_bytes / 1e6 / max(moved_s, 1e-9):8.0f}  {_most_waited(sums)}"

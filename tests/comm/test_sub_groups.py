@@ -1,0 +1,110 @@
+"""A model that some of the ranks share: its gradients are theirs alone, and nobody else is needed."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import run_ranks
+from trainer.comm.execution.blame import CommError
+from trainer.comm.hook import attach
+from trainer.comm.schedules.algorithms import ALGORITHMS
+
+
+def linear(members: list[int]) -> DistributedDataParallel:
+    """A model of two weights, the gradients of which are its input; shared by `members`, who call this."""
+    group = dist.new_group(members, use_local_synchronization=True)
+    return DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=group)
+
+
+def gradient(model: DistributedDataParallel, value: float) -> list[float]:
+    model.zero_grad()
+    model(torch.full((1, 2), value)).sum().backward()
+    assert model.module.weight.grad is not None
+    return model.module.weight.grad.flatten().tolist()
+
+
+def train_side_by_side(groups: list[list[int]], hosts: list[int]) -> dict[str, Any]:
+    """Each group has a model and a hook of its own at the same time; a rank in none of them has nothing."""
+    rank = dist.get_rank()
+    members = next((group for group in groups if rank in group), None)
+    found: dict[str, Any] = {}
+    if members is not None:
+        model = linear(members)
+        for algorithm in ("native", "powersgd", *ALGORITHMS):
+            model = DistributedDataParallel(model.module, process_group=model.process_group)
+            hook = attach(model, algorithm, hosts=hosts, timeout_s=20.0)
+            found[algorithm] = [gradient(model, 10.0**rank) for _ in range(2)][-1]
+            figures = hook.timeline.metrics()
+            assert figures["comm/last_rank"] in members
+            waited = {peer for record in hook.timeline.last_pass for peer in record.waited_s}
+            assert waited <= set(members) - {rank}
+            hook.close()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    "groups", [[[0, 1], [2, 3]], pytest.param([[1], [0, 2]], marks=pytest.mark.slow), [[1, 3]]], ids=str
+)
+def test_gradients_are_the_mean_over_the_models_own_ranks(groups: list[list[int]]) -> None:
+    hosts = [0, 0, 0, 1]
+    for rank, found in enumerate(run_ranks(train_side_by_side, 4, groups, hosts)):
+        members = next((group for group in groups if rank in group), [])
+        for algorithm, mean in found.items():
+            assert mean == pytest.approx([sum(10.0**r for r in members) / len(members)] * 2), algorithm
+        assert bool(found) == bool(members)
+
+
+def lose_a_member() -> tuple[str, int]:
+    rank = dist.get_rank()
+    if rank < 2:
+        return "", -1
+    model = linear([2, 3])
+    hook = attach(model, "ring", hosts=[0, 0], timeout_s=1.0)  # of the group's ranks alone
+    for _ in range(2):  # before its second forward pass DDP asks all ranks how to lay out its buckets
+        gradient(model, 1.0)
+    if rank == 3:
+        time.sleep(4.0)
+        return "", -1
+    with pytest.raises(CommError) as error, hook.plain_errors():
+        gradient(model, 1.0)
+    return str(error.value), error.value.peer
+
+
+def test_a_lost_member_has_its_name_in_the_world() -> None:
+    message, peer = run_ranks(lose_a_member, 4)[2]
+    assert peer == 3 and "stopped at rank 2 on host" in message and ": rank 3 on host" in message
+
+
+def uneven(algorithm: str) -> list[float]:
+    """Rank r has 2 + r batches; the gradient at each."""
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    hook = attach(model, algorithm, hosts=[0, 0, 0], timeout_s=20.0)
+    with pytest.raises(ValueError, match=r"divide_by_initial_world_size=False.*leave the argument out"):
+        model.join(divide_by_initial_world_size=False)
+    with model.join():
+        found = [gradient(model, 10.0 ** dist.get_rank())[0] for _ in range(2 + dist.get_rank())]
+    hook.close()
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+def test_join_counts_ranks_that_have_no_more_data(algorithm: str) -> None:
+    everyone = 111 / 3
+    expected = [everyone, everyone, 110 / 3, 100 / 3]
+    for rank, found in enumerate(run_ranks(uneven, 3, algorithm)):
+        assert found == pytest.approx(expected[: 2 + rank])
+
+
+def mistake_the_hosts() -> None:
+    with pytest.raises(ValueError, match=r"hosts has 3 entries; the model's group has 1 ranks, the world 1"):
+        attach(DistributedDataParallel(nn.Linear(2, 1)), "ring", hosts=[0, 0, 0])
+
+
+def test_hosts_of_another_number_of_ranks_are_refused() -> None:
+    run_ranks(mistake_the_hosts, 1)

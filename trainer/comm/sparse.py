@@ -1,0 +1,45 @@
+"""Sparse gradients, as embeddings make them: which parameters have them, and how long they are.
+
+DDP asks each embedding for `sparse` when it is built, and gives every such parameter a bucket of its own,
+whose gradient has other indices, and another length, on each rank and at each step. Only a backend's own
+all-reduce knows what to do with them.
+"""
+
+from torch import Tensor, nn
+
+
+def sparse_parameters(model: nn.Module) -> list[str]:
+    """The names of the parameters whose gradients DDP takes to be sparse."""
+    return [
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.sparse
+        and module.weight.requires_grad
+    ]
+
+
+def refuse_sparse(model: nn.Module, algorithm: str) -> None:
+    """
+    Raises:
+        ValueError: names the parameters whose gradients `algorithm` cannot add up.
+    """
+    if names := sparse_parameters(model):
+        raise ValueError(
+            f"{algorithm} adds up dense gradients, but those of {', '.join(names)} are sparse; take native, "
+            "or build the embedding with sparse=False"
+        )
+
+
+def unforeseen(model: nn.Module) -> list[str]:
+    """The names of the parameters that were given a sparse gradient where DDP has laid out a dense one."""
+    foreseen = sparse_parameters(model)
+    gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
+    return [name for name, grad in gradients if grad is not None and grad.is_sparse and name not in foreseen]
+
+
+def num_bytes(gradients: Tensor) -> int:
+    """Bytes of a gradient; of a sparse one, its values and indices as they are, equal ones not yet added."""
+    if not gradients.is_sparse:
+        return gradients.nbytes
+    return gradients._values().nbytes + gradients._indices().nbytes  # the public ones want equal ones added
