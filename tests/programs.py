@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from tests.ranks import ROOT, fork_server, place, rendezvous
+from tests.hosts import Host
+from tests.ranks import ROOT, enter_network, fork_server, place, rendezvous
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,18 @@ class Program:
 
 
 @contextlib.contextmanager
-def started(*argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Iterator[Program]:
+def started(
+    *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, host: int | Host = 0
+) -> Iterator[Program]:
     """Start `python ARGV` (a file, or -m and a module, then arguments); leaving kills it and its session.
 
     Args:
         env: added to this process's environment.
+        host: a `Host` is the network namespace it runs in.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as streams:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        process = fork_server().Process(target=_main, args=(argv, environment, cwd, Path(streams)))
+        process = fork_server().Process(target=_main, args=(argv, environment, cwd, Path(streams), host))
         for name in ("stdout", "stderr"):
             (Path(streams) / name).touch()
         process.start()
@@ -105,31 +109,43 @@ def finish(
 
 @contextlib.contextmanager
 def started_ranks(
-    count: int, *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    where: int | Sequence[int | Host], *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> Iterator[list[Program]]:
-    """`count` ranks on one host, each a program of its own in torchrun's environment, but nobody watches them."""
+    """Ranks, each a program of its own in torchrun's environment, though no torchrun watches over them.
+
+    Args:
+        where: the number of ranks on one host, or the host of each, as in `run_ranks`.
+    """
+    hosts = [0] * where if isinstance(where, int) else list(where)
     with contextlib.ExitStack() as stack:
-        meeting = stack.enter_context(rendezvous(0))
+        meeting = stack.enter_context(rendezvous(hosts[0]))
         yield [
             stack.enter_context(
-                started(*argv, env={**meeting, **place(rank, [0] * count), **(env or {})}, cwd=cwd)
+                started(*argv, env={**meeting, **place(rank, hosts), **(env or {})}, cwd=cwd, host=host)
             )
-            for rank in range(count)
+            for rank, host in enumerate(hosts)
         ]
 
 
 def finish_ranks(
-    count: int, *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 60.0
+    where: int | Sequence[int | Host],
+    *argv: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    timeout_s: float = 60.0,
 ) -> list[Ended]:
-    """Run `count` ranks to the end of each, as `started_ranks`."""
-    with started_ranks(count, *argv, env=env, cwd=cwd) as programs:
+    """Run ranks to the end of each, as `started_ranks`."""
+    with started_ranks(where, *argv, env=env, cwd=cwd) as programs:
         deadline = time.monotonic() + timeout_s
         return [program.wait(max(0.0, deadline - time.monotonic())) for program in programs]
 
 
-def _main(argv: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Path) -> None:
+def _main(
+    argv: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Path, host: int | Host
+) -> None:
     os.setsid()
     end_with_parent()
+    enter_network(host)
     for number, name, mode in ((0, os.devnull, "r"), (1, "stdout", "a"), (2, "stderr", "a")):
         with (streams / name).open(mode) as file:
             os.dup2(file.fileno(), number)

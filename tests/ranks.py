@@ -98,7 +98,7 @@ def run_ranks(
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
             task = (fn, args, kwargs, init, timeout_s, stacks / str(rank), {**shared, **place(rank, hosts)})
-            process = context.Process(target=_rank_main, args=(send, _namespace(hosts[rank]), *task))
+            process = context.Process(target=_rank_main, args=(send, hosts[rank], *task))
             process.start()
             stack.callback(_end, process)
             send.close()
@@ -177,13 +177,9 @@ def place(rank: int, hosts: list[int | Host]) -> dict[str, str]:
     }
 
 
-def _namespace(host: int | Host) -> str | None:
-    return host.namespace_path if isinstance(host, Host) else None
-
-
 def _rank_main(
     send: Connection,
-    namespace: str | None,
+    host: int | Host,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -199,8 +195,7 @@ def _rank_main(
         os.environ.clear()
         os.environ.update(environment)
         try:
-            if namespace is not None:
-                _enter_network(namespace)
+            enter_network(host)
             torch.set_num_threads(1)
             if init:
                 dist.init_process_group("gloo")
@@ -217,12 +212,13 @@ def _rank_main(
         faulthandler.cancel_dump_traceback_later()
 
 
-def _enter_network(namespace: str) -> None:
-    """Move this thread, still the only one, into a network namespace (`os.setns` came with Python 3.12)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path(namespace).open() as file:
-        if libc.setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns({namespace})")
+def enter_network(host: int | Host) -> None:
+    """Move this thread, still the only one, to a host (`os.setns` came with Python 3.12); a number is none."""
+    if isinstance(host, Host):
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path(host.namespace_path).open() as file:
+            if libc.setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns({host.namespace_path})")
 
 
 def _stacks_of(pid: int | None, file: Path) -> str:

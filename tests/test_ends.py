@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.programs import finish
-from tests.ranks import ROOT, RankFailure, run_ranks
+from tests.ranks import ROOT, RankFailure, place, run_ranks
 from tests.runs import job_of, train
 
 TINY = (
@@ -172,10 +172,9 @@ def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_sweep_inside_ranks_is_refused() -> None:
-    _, output = torchrun(2, "-m", "optim.lr=0.1,0.2")
-    assert output.count("-m (multirun) inside torchrun") == 1
+    ended = finish("train.py", "-m", "optim.lr=0.1,0.2", env=place(0, [0, 0]))
+    assert (ended.code, ended.output.count("-m (multirun) inside torchrun")) == (2, 1), ended
 
 
 # ---- ranks that disagree

@@ -1,8 +1,7 @@
 """The same seed and global batch give the same model under every strategy, on any number of ranks."""
 
-from collections.abc import Callable
+import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,22 +40,15 @@ STRATEGIES = {
 HOSTS = {"fsdp hybrid 2x2": [0, 0, 1, 1]}
 
 
-def models_of_all_ranks(
-    run_dir: Path,
-    model: str,
-    world_size: int,
-    *overrides: str,
-    fn: Callable[..., Any] = trained,
-    **kwargs: Any,
-) -> list[dict[str, Tensor]]:
-    options = (*COMMON, *MODELS[model], *overrides, f"run_dir={run_dir}", "checkpoint.every_epochs=null")
-    return run_ranks(fn, world_size, *options, init=False, **kwargs)
+def options(run_dir: Path, model: str) -> tuple[str, ...]:
+    return (*COMMON, *MODELS[model], f"run_dir={run_dir}", "checkpoint.every_epochs=null")
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    run_dir = tmp_path_factory.mktemp("single")
-    return {name: models_of_all_ranks(run_dir, name, 1, "strategy=single")[0] for name in MODELS}
+    root = tmp_path_factory.mktemp("single")
+    runs = [(*options(root / name, name), "strategy=single") for name in MODELS]
+    return dict(zip(MODELS, run_ranks(trained_each, 1, *runs, init=False)[0], strict=True))
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -65,26 +57,48 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(((one[k] - other[k]).abs() / (1e-6 + 1e-4 * other[k].abs())).max().item() for k in one)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("micro", [None, 4], ids=["whole", "accumulated"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", MODELS)
-def test_equals_single(
-    tmp_path: Path, single: dict[str, dict[str, Tensor]], model: str, strategy: str, micro: int | None
+def trained_each(*runs: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    return [trained(*overrides) for overrides in runs]
+
+
+def assert_all_equal_single(
+    run_dir: Path,
+    single: dict[str, dict[str, Tensor]],
+    strategy: str,
+    models: list[str],
+    micros: list[int | None],
 ) -> None:
+    """One start of ranks for all models and batches under a strategy."""
     world_size, *overrides = STRATEGIES[strategy]
-    batch = [] if micro is None else [f"train.micro_batch_size={micro}"]
-    ranks = models_of_all_ranks(tmp_path, model, world_size, *overrides, *batch, hosts=HOSTS.get(strategy))
-    for rank, theirs in enumerate(ranks):
-        for name, value in theirs.items():
-            assert torch.equal(value, ranks[0][name]), f"rank {rank} differs from rank 0 in {name}"
-    print(f"{model} {strategy} micro={micro}: {distance(ranks[0], single[model]):.3f} of the tolerance")
-    assert distance(ranks[0], single[model]) < 1
+    cases = list(itertools.product(models, micros))
+    runs = [
+        (
+            *options(run_dir / f"{model}-{micro}", model),
+            *overrides,
+            f"train.micro_batch_size={micro or 'null'}",
+        )
+        for model, micro in cases
+    ]
+    ranks = run_ranks(trained_each, world_size, *runs, init=False, hosts=HOSTS.get(strategy), timeout_s=100)
+    for (model, micro), *results in zip(cases, *ranks, strict=True):
+        for rank, theirs in enumerate(results):
+            for name, value in theirs.items():
+                assert torch.equal(value, results[0][name]), (
+                    f"{model}: rank {rank} differs from rank 0 in {name}"
+                )
+        print(f"{model} {strategy} {micro=}: {distance(results[0], single[model]):.3f} of the tolerance")
+        assert distance(results[0], single[model]) < 1, f"{model} {micro=}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]], strategy: str) -> None:
+    assert_all_equal_single(tmp_path, single, strategy, list(MODELS), [None, 4])
 
 
 @pytest.mark.parametrize("strategy", ["ddp x2", "fsdp x2"])
 def test_mlp_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]], strategy: str) -> None:
-    test_equals_single(tmp_path, single, "mlp", strategy, None)
+    assert_all_equal_single(tmp_path, single, strategy, ["mlp"], [None])
 
 
 DEAF = ("strategy=ddp", "comm.timeline=false")  # DDP takes one hook, and the test brings its own
@@ -118,6 +132,6 @@ def keep_own_gradient(_: object, bucket: dist.GradBucket) -> torch.futures.Futur
 def test_catches_a_rank_that_skips_the_reduction(
     tmp_path: Path, single: dict[str, dict[str, Tensor]]
 ) -> None:
-    sound, deaf = models_of_all_ranks(tmp_path, "mlp", 2, *DEAF, UNGUARDED, fn=deaf_on_rank_1)
+    sound, deaf = run_ranks(deaf_on_rank_1, 2, *options(tmp_path, "mlp"), *DEAF, UNGUARDED, init=False)
     assert distance(deaf, single["mlp"]) > 100
     assert not all(torch.equal(sound[name], deaf[name]) for name in sound)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hosts import hosts, torchrun_on
+from tests.hosts import hosts
 from tests.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.netns
@@ -68,22 +68,3 @@ def test_what_a_killed_session_left_is_swept() -> None:
     with hosts(1):
         assert orphan.wait(5) == -9
         assert not Path("/run/netns", name).exists()
-
-
-_SCRIPT = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.tensor(float(dist.get_rank() + 1))
-dist.all_reduce(value)
-print("sum", value.item(), flush=True)
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_spans_hosts(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT)
-    with hosts(2) as members, torchrun_on(members, 2, str(script)) as launch:
-        for output in launch.succeed(timeout_s=90):
-            assert output.count("sum 10.0") == 2

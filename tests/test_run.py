@@ -109,20 +109,16 @@ def test_max_steps_ends_first_and_schedules_know_the_end(schedule: str, lr: floa
     assert math.isclose(last, lr, rel_tol=1e-9)
 
 
+def eager_and_compiled(run_dir: Path, strategy: str) -> list[float]:
+    short = (f"strategy={strategy}", "train.max_steps=30", "train.eval_every_epochs=0")
+    return [quick(run_dir / str(on), *short, f"train.compile={on}")["train/loss"] for on in (False, True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_compiled_training_is_the_same_training(strategy: str, tmp_path: Path) -> None:
     world_size = 1 if strategy == "single" else 2
-    eager, compiled = (
-        run_ranks(
-            quick,
-            world_size,
-            tmp_path / str(compiled),
-            f"strategy={strategy}",
-            f"train.compile={compiled}",
-            init=False,
-            timeout_s=110,
-        )[0]["train/loss"]
-        for compiled in (False, True)
-    )
+    eager, compiled = run_ranks(
+        eager_and_compiled, world_size, tmp_path, strategy, init=False, timeout_s=110
+    )[0]
     assert compiled == pytest.approx(eager, rel=1e-3)

@@ -33,9 +33,9 @@ CONFIGURATIONS = {
     "fsdp-2-sharded-async": (2, (*FSDP, SHARDED, "checkpoint.async=true")),
 }
 # Every one of them takes minutes: RINGMASTER_EVERY_STOP=1 pytest tests/checkpoint/test_resume_run.py
-STOPS = list(range(1, 13)) if os.environ.get("RINGMASTER_EVERY_STOP") else [1, 5, 8, 12]
+# Otherwise after the first step, between two epochs, and within the second.
+STOPS = list(range(1, 13)) if os.environ.get("RINGMASTER_EVERY_STOP") else [1, 5, 8]
 HOSTS = {"ddp-2x2-hierarchical": (0, 0, 1, 1)}
-FAST = ("single", "ddp-3", "fsdp-2-sharded-fp16")
 
 
 def stopped_and_resumed(root: Path, stops: list[int], overrides: tuple[str, ...]) -> dict[int, list[str]]:
@@ -48,7 +48,7 @@ def stopped_and_resumed(root: Path, stops: list[int], overrides: tuple[str, ...]
         micro_batches = len(original["samples"]) // LAST_STEP
         for stop in stops:
             checkpoint = root / "original" / "checkpoints" / f"step_{stop:08d}"
-            once = (*overrides, "checkpoint.every_steps=null")
+            once = (*overrides, "checkpoint.every_steps=null", "checkpoint.every_epochs=null")
             resumed = run(dist, root / f"stopped_{stop}", *once, resume=str(checkpoint))
             expected = original["samples"][micro_batches * stop :]
             found[stop] = differences(original["end"], resumed["end"])
@@ -64,12 +64,6 @@ def _compare(root: Path, name: str, stops: list[int]) -> None:
     hosts = HOSTS.get(name)
     found = run_ranks(stopped_and_resumed, world, *arguments, hosts=hosts, init=False, timeout_s=280)
     assert found == [{}] * world
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAST)
-def test_a_resumed_run_is_the_same_run(tmp_path: Path, name: str) -> None:
-    _compare(tmp_path, name, [3, 5])  # within an epoch, and between two
 
 
 @pytest.mark.slow

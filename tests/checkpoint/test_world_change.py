@@ -1,5 +1,7 @@
 """A run that goes on with other ranks, strategy or format: the same tensors, the next samples."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ CHANGES = {
     "ddp 3 -> fsdp 4, hybrid": (3, DDP, 4, HYBRID),
     "fsdp 4 -> single": (4, (*FSDP, SHARDED), 1, SINGLE),
 }
-FAST = ("ddp 2, sharded -> fsdp 3",)
+ONCE = f"checkpoint.every_steps={STOP}"  # and at the end
 
 
 def _run(run_dir: Path, overrides: tuple[str, ...], resume: str) -> dict[str, Any]:
@@ -48,26 +50,31 @@ def _samples_by_step(results: list[dict[str, Any]], num_steps: int) -> list[list
     return [sorted(step) for step in steps]
 
 
-def _change(root: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
+    """What each rank saw of a run never stopped, and its checkpoint half way; several changes begin with one."""
+
+    @functools.cache
+    def run_whole(world: int, overrides: tuple[str, ...]) -> tuple[list[dict[str, Any]], Path]:
+        root = tmp_path_factory.mktemp("whole")
+        results = run_ranks(_run, world, root, (*overrides, ONCE), "null", init=False)
+        return results, root / "checkpoints" / f"step_{STOP:08d}"
+
+    return run_whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_same_tensors_and_the_next_samples(
+    tmp_path: Path, name: str, whole: Callable[..., tuple[list[dict[str, Any]], Path]]
+) -> None:
     world, overrides, new_world, new_overrides = CHANGES[name]
-    whole = run_ranks(_run, world, root / "whole", overrides, "null", init=False)
-    checkpoint = root / "whole" / "checkpoints" / f"step_{STOP:08d}"
-    after = run_ranks(_run, new_world, root / "after", new_overrides, str(checkpoint), init=False)
+    before, checkpoint = whole(world, overrides)
+    new_overrides = (*new_overrides, "checkpoint.every_steps=null", "checkpoint.every_epochs=null")
+    after = run_ranks(_run, new_world, tmp_path, new_overrides, str(checkpoint), init=False)
     saved = Source.open(checkpoint)
     assert differences({"tensors": saved.read(), "plain": saved.facts["state"]}, after[0]["begin"]) == []
     assert differences(after[0]["begin"], after[0]["end"]) != []
-    expected = _samples_by_step(whole, LAST_STEP)
+    expected = _samples_by_step(before, LAST_STEP)
     assert [len(set(step)) for step in expected] == [12] * LAST_STEP
     assert _samples_by_step(after, LAST_STEP - STOP) == expected[STOP:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAST)
-def test_the_same_tensors_and_the_next_samples(tmp_path: Path, name: str) -> None:
-    _change(tmp_path, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CHANGES if name not in FAST])
-def test_the_same_tensors_and_the_next_samples_after_any_change(tmp_path: Path, name: str) -> None:
-    _change(tmp_path, name)

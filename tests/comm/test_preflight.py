@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hosts import hosts, torchrun_on
+from tests.hosts import hosts
+from tests.programs import finish_ranks
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm import preflight
 from trainer.comm.network import links
@@ -222,9 +223,10 @@ def test_every_pair_meets_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.netns
-def test_under_torchrun() -> None:
-    with hosts(2) as members, torchrun_on(members, 2, "-m", "trainer.comm.preflight") as launch:
-        first, second = launch.succeed(timeout_s=90)
-    assert "2 hosts, 4 processes" in first
-    assert "all passed" in first
-    assert "all passed" not in second
+def test_as_a_program() -> None:
+    with hosts(2) as (one, other):
+        ranks = finish_ranks([one, one, other, other], "-m", "trainer.comm.preflight", timeout_s=90)
+    assert [rank.code for rank in ranks] == [0] * 4, ranks
+    assert "2 hosts, 4 processes" in ranks[0].stdout
+    assert "all passed" in ranks[0].stdout
+    assert not any(rank.stdout for rank in ranks[1:])
