@@ -1,28 +1,25 @@
 """From a command line to a run: compose the settings, then launch the run or be one of its processes."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
 from trainer import config
-from trainer.launch import local
+from trainer.launch import local, slurm
 from trainer.launch.exits import exits, refuse_sweep_in_ranks
-from trainer.launch.fresh import die_with_parent, launched_by
+from trainer.launch.fresh import die_with_parent, extend_path, launched_by
 from trainer.launch.place import place, publish
 from trainer.overrides import CONF, for_hydra
 
-LAUNCHERS = {"local": local.launch}
+LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
 
 
 def main() -> None:
     """Do what `sys.argv` says, as every Hydra program would, and end with the status of the run."""
     die_with_parent()
-    # A class beside the user's data is as good as one of ours, whichever way this was started. The packages
-    # `trainer` and `models` are loaded by now, so that theirs of that name cannot take their place.
-    sys.path.insert(0, str(Path.cwd()))
+    extend_path()
     with exits():
         argv, sys.argv = sys.argv[1:], for_hydra(sys.argv)
         composed = compose()

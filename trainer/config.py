@@ -221,6 +221,22 @@ class LocalLaunchConfig(LaunchConfig):
     max_restarts: int = at_least(0)
 
 
+@dataclass
+class SlurmLaunchConfig(LaunchConfig):
+    nodes: int = at_least(1)
+    processes: int = at_least(1)
+    gpus: int | None = at_least(0)
+    memory: str | None = MISSING
+    partition: str | None = MISSING
+    time: str | None = like(r"\d+|(\d+-)?\d+(:\d+){0,2}", "minutes or DAYS-HOURS:MINUTES:SECONDS")
+    parameters: dict[str, Any] | None = MISSING
+    setup: list[str] = MISSING
+    save_before_s: int = at_least(1)
+    requeue: bool = MISSING
+    wait: bool = MISSING
+    dry_run: bool = MISSING
+
+
 STRATEGIES: dict[str, type[StrategyConfig]] = {
     "single": StrategyConfig,
     "dp": StrategyConfig,
@@ -246,7 +262,11 @@ FAULTS: dict[str, type[FaultConfig]] = {
     "cut": CutFaultConfig,
 }
 
-LAUNCHES: dict[str, type[LaunchConfig]] = {"as_started": LaunchConfig, "local": LocalLaunchConfig}
+LAUNCHES: dict[str, type[LaunchConfig]] = {
+    "as_started": LaunchConfig,
+    "local": LocalLaunchConfig,
+    "slurm": SlurmLaunchConfig,
+}
 
 
 @dataclass

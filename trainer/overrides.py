@@ -10,7 +10,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-CONF = Path(__file__).parents[1] / "conf"
+CONF = Path(__file__).parent / "conf"
 
 
 def in_words(error: HydraException | OmegaConfBaseException) -> str:

@@ -55,7 +55,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """Launch ranks that act as told: for each attempt, the act of each rank."""
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
-    monkeypatch.setattr(fresh, "_program", lambda: [sys.executable, str(actor)])
+    monkeypatch.setattr(fresh, "program", lambda: [sys.executable, str(actor)])
     monkeypatch.setattr(local, "_GRACE_S", 1.0)
 
     def launch(*attempts: dict[str, str], max_restarts: int = 0) -> int:
@@ -144,7 +144,7 @@ def interrupted(how: str, tmp_path: Path, number: int) -> subprocess.CompletedPr
 import sys
 from tests.runs import settings
 from trainer.launch import fresh, local
-fresh._program = lambda: [sys.executable, {str(actor)!r}]
+fresh.program = lambda: [sys.executable, {str(actor)!r}]
 sys.exit(local.launch(settings(*{overrides}), {overrides}))
 """
     environment = {**os.environ, "HOUSE": str(ROOT), "ACT": json.dumps([{"0": how, "1": how}])}

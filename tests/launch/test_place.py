@@ -14,7 +14,7 @@ import pytest
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import settings
 from trainer.errors import UserError
-from trainer.launch.place import Place, derived_port, first_node, place
+from trainer.launch.place import Place, derived_port, first_node, place, publish
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|TORCHELASTIC|SLURM_|OMPI_|PMIX?_|MPI_LOCAL")
@@ -133,6 +133,22 @@ def test_contradictions_are_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=named):
         told(variables, *overrides)
+
+
+def test_what_is_published_is_what_torchrun_would_have_told(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variables in (SRUN, OPEN_MPI, PMI | {"MASTER_PORT": "9"}):
+        here = told(variables)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        publish(here)
+        again = place()
+        assert (again.rank, again.world_size, again.init_method) == (
+            here.rank,
+            here.world_size,
+            here.init_method,
+        )
+        monkeypatch.undo()
 
 
 def test_the_first_node_of_a_list() -> None:

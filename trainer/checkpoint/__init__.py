@@ -2,7 +2,16 @@
 
 from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.checkpointer import Checkpointer, saved_seed
-from trainer.checkpoint.store import newest_run_id, read_manifest
-from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.store import best_checkpoint, newest_run_id, read_manifest
+from trainer.checkpoint.weights import load_weights, model_state
 
-__all__ = ["Agreement", "Checkpointer", "load_weights", "newest_run_id", "read_manifest", "saved_seed"]
+__all__ = [
+    "Agreement",
+    "Checkpointer",
+    "best_checkpoint",
+    "load_weights",
+    "model_state",
+    "newest_run_id",
+    "read_manifest",
+    "saved_seed",
+]

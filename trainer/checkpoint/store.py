@@ -327,14 +327,8 @@ class Store:
         if retention.every is not None:
             keep |= {path for path, m in manifests.items() if m.step % retention.every == 0}
         if retention.best is not None:
-            metric, mode = retention.best
-            scored = [
-                (m.metrics[metric], path)
-                for path, m in manifests.items()
-                if math.isfinite(m.metrics.get(metric, math.nan))
-            ]
-            if scored:
-                keep.add((max if mode == "max" else min)(scored)[1])
+            best = _best(manifests, *retention.best)
+            keep |= set() if best is None else {best}
         doomed = [path for path in manifests if path not in keep]
         for path in doomed:
             # Renamed first, so that a kill half-way leaves a temporary and not a damaged checkpoint.
@@ -350,6 +344,31 @@ def _saved_at(directory: Path) -> float:
         return read_manifest(directory).saved_at
     except UserError:
         return directory.lstat().st_mtime
+
+
+def _best(manifests: Mapping[Path, Manifest], metric: str, mode: str) -> Path | None:
+    scored = [
+        (m.metrics[metric], path)
+        for path, m in manifests.items()
+        if math.isfinite(m.metrics.get(metric, math.nan))
+    ]
+    return (max if mode == "max" else min)(scored)[1] if scored else None
+
+
+def best_checkpoint(run_dir: Path, metric: str, mode: str) -> Path:
+    """The checkpoint of a run with the best ``metric``; ``mode`` is min or max. Nothing is verified yet.
+
+    Raises:
+        UserError: none was saved with a finite ``metric``.
+    """
+    manifests = {}
+    for directory in Store(run_dir / "checkpoints").newest_first():
+        with contextlib.suppress(UserError):
+            manifests[directory] = read_manifest(directory)
+    best = _best(manifests, metric, mode)
+    if best is None:
+        raise UserError(f"{run_dir} has no checkpoint with a finite {metric}")
+    return best
 
 
 def newest_run_id(run_dir: Path) -> str | None:

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RunEndError, StoppedBySignal, UserError
-from trainer.launch.place import place
+from trainer.launch.place import place, told_rank
 from trainer.overrides import in_words
 
 
@@ -31,11 +31,11 @@ def exits() -> Iterator[None]:
     except (RunEndError, HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise
-        if not (isinstance(error, StoppedBySignal) and place().rank):  # rank 0 says the same
+        if not (isinstance(error, StoppedBySignal) and told_rank()):  # rank 0 says the same
             _say_once(str(error) if isinstance(error, RunEndError) else in_words(error))
         sys.exit(getattr(error, "exit_code", UserError.exit_code))
     except Exception as error:
-        if place().under_torchrun:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
             ErrorHandler().record_exception(error)
@@ -57,7 +57,7 @@ def _say_once(message: str) -> None:
 
     torchrun ends the other ranks as soon as rank 0 has left.
     """
-    rank = place().rank
+    rank = told_rank()
     if rank:
         time.sleep(3)
     if _said_on_this_host(message):

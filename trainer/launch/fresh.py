@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.launch.place import TELLING
 
-_PARENT, _LAUNCHER = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER"
+_PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,14 +38,18 @@ def start(
         popen: for subprocess.Popen (stdout, cwd, ...).
     """
     variables = {name: value for name, value in os.environ.items() if not TELLING.match(name)}
-    variables |= {_PARENT: str(os.getpid()), "PYTHONUNBUFFERED": "1", **(environment or {})}
+    variables |= {_PARENT: str(os.getpid()), **told_to_ranks(launcher), **(environment or {})}
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    if launcher is not None:
-        variables[_LAUNCHER] = launcher
     return subprocess.Popen(
-        [*_program(), *argv], env=variables, stdin=subprocess.DEVNULL, start_new_session=True, **popen
+        [*program(), *argv], env=variables, stdin=subprocess.DEVNULL, start_new_session=True, **popen
     )
+
+
+def told_to_ranks(launcher: str | None) -> dict[str, str]:
+    """The variables by which a process knows who started it, and where its user's classes are."""
+    told = {_PATH: os.pathsep.join(_own_folders()), "PYTHONUNBUFFERED": "1"}
+    return told if launcher is None else told | {_LAUNCHER: launcher}
 
 
 def launched_by() -> str | None:
@@ -62,7 +66,29 @@ def die_with_parent() -> None:
             os._exit(1)
 
 
-def _program() -> list[str]:
+def extend_path() -> None:
+    """Let `_target_`s be found beside the user's program: in the current directory, or where who called
+    `start` would have found them.
+
+    The packages `trainer` and `models` are loaded by now, so that no folder of that name takes their place.
+    """
+    told = os.environ.get(_PATH)
+    folders = [str(Path.cwd())] if told is None else told.split(os.pathsep)
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
+def _own_folders() -> list[str]:
+    """What a user has added to sys.path: all but Python's own, and this project."""
+    installed = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    folders = [str(Path(folder).resolve()) for folder in (*sys.path, ".")]
+    return [
+        folder
+        for folder in dict.fromkeys(folders)
+        if folder != str(_ROOT) and not folder.startswith(installed)
+    ]
+
+
+def program() -> list[str]:
     """This program, in its source tree or where it is installed, whatever the current directory holds."""
     script = _ROOT / "train.py"
     return [sys.executable, str(script)] if script.exists() else [sys.executable, "-P", "-m", "ringmaster"]

@@ -13,6 +13,7 @@ import subprocess
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from trainer.config import DistributedConfig
 from trainer.errors import UserError
@@ -120,14 +121,28 @@ def place(settings: DistributedConfig | None = None) -> Place:
     return Place(rank, world_size, local_rank, local_world_size, host, launcher, init_method)
 
 
+def told_rank() -> int:
+    """The rank that the environment tells, for messages, even where `place` would refuse it."""
+    for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN):
+        if (rank := os.environ.get(source.rank, "")).isdigit():
+            return int(rank)
+    return 0
+
+
 def publish(here: Place) -> None:
     """Tell a process that stands among others its place as torchrun would have, for the code of others.
 
     Only a process that this run has to itself: a second run in it would find what the first one left.
     """
     if here.world_size > 1:
-        told = {"RANK": here.rank, "WORLD_SIZE": here.world_size, "LOCAL_RANK": here.local_rank}
+        told: dict[str, object] = {
+            "RANK": here.rank,
+            "WORLD_SIZE": here.world_size,
+            "LOCAL_RANK": here.local_rank,
+        }
         told |= {"LOCAL_WORLD_SIZE": here.local_world_size, "GROUP_RANK": here.host}
+        url = urlsplit(here.init_method or "")
+        told |= {"MASTER_ADDR": url.hostname, "MASTER_PORT": url.port} if url.scheme == "tcp" else {}
         os.environ.update({name: str(value) for name, value in told.items() if value is not None})
 
 

@@ -1,0 +1,141 @@
+"""launch=slurm: the run as a job, by a script that a person can read, submitted through submitit.
+
+submitit writes the directives and submits; what it would run in the job is replaced by the command itself, as
+srun gives each task its place and every rank answers the signal before the time is over, not rank 0 alone.
+"""
+
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainer.config import Config, SlurmLaunchConfig
+from trainer.errors import StoppedBySignal, UserError
+from trainer.launch import fresh
+from trainer.launch.local import unused_run_dir
+
+_POLL_S = 2.0
+# srun ends the others that long after the first task has ended: a rank that hangs would keep the job.
+_LAST_TASK_S = 120
+_OVER = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"}
+_OVER |= {"NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
+
+
+def launch(config: Config, argv: Sequence[str]) -> int:
+    """Submit the run, say its job and its logs, and wait for its end unless told not to; return its status.
+
+    Raises:
+        UserError: submitit or SLURM is not there, or SLURM refuses the job.
+    """
+    settings = config.launch
+    assert isinstance(settings, SlurmLaunchConfig)
+    named = config.run_dir or ("runs/..." if settings.dry_run else str(unused_run_dir()))
+    run_dir = Path(named).absolute()
+    executor = _executor(settings, run_dir / "slurm")
+    command = _command([*(word for word in argv if not word.startswith("run_dir=")), f"run_dir={run_dir}"])
+    if settings.dry_run:
+        print(executor._make_submission_file_text(command, "dry_run"))
+        return 0
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "launch=slurm needs SLURM's sbatch, which is not here; launch.dry_run=true prints its script"
+        )
+    (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+    (run_dir / "slurm" / "stop").unlink(missing_ok=True)
+    try:
+        job = executor._submit_command(command)
+    except Exception as error:  # submitit has its own, and subprocess's
+        raise UserError(f"SLURM refuses the job: {str(error).strip()}") from error
+    print(f"job {job.job_id}  ->  tail -f {run_dir}/slurm/{job.job_id}_*.out", flush=True)
+    return _wait(job.job_id, run_dir / "slurm" / "stop") if settings.wait else 0
+
+
+def _executor(settings: SlurmLaunchConfig, folder: Path) -> Any:
+    try:
+        import submitit
+    except ImportError as error:
+        raise UserError("launch=slurm needs submitit: pip install 'ringmaster-trainer[slurm]'") from error
+
+    class Script(submitit.SlurmExecutor):
+        """A job that is a command, with no pickled function behind it."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 2  # also where there is no SLURM: for the script alone
+
+    executor = Script(folder=folder)
+    teardown = ["status=$?"]
+    if settings.requeue:
+        saved = f"$status = {StoppedBySignal.exit_code}"
+        teardown += [f"if [ {saved} ] && [ ! -e {shlex.quote(str(folder / 'stop'))} ]; then"]
+        teardown += ['  scontrol requeue "$SLURM_JOB_ID"', "fi"]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in fresh.told_to_ranks("slurm").items()]
+    told = {
+        "job_name": "ringmaster",
+        "wckey": "ringmaster",
+        "nodes": settings.nodes,
+        "ntasks_per_node": settings.processes,
+        "gpus_per_node": settings.gpus,
+        "mem": settings.memory,
+        "partition": settings.partition,
+        "time": settings.time,
+    }
+    further = {"signal": f"USR1@{settings.save_before_s}", "requeue": settings.requeue}
+    executor.update_parameters(
+        **{name: value for name, value in told.items() if value is not None},
+        setup=[*settings.setup, *exports],
+        teardown=[*teardown, "exit $status"],
+        stderr_to_stdout=True,
+        srun_args=[f"--wait={_LAST_TASK_S}"],
+        additional_parameters=further | (settings.parameters or {}),
+    )
+    return executor
+
+
+def _command(argv: Sequence[str]) -> str:
+    """What each task runs; a job that was put back goes on from its newest checkpoint."""
+    return f"{shlex.join([*fresh.program(), *argv])} ${{SLURM_RESTART_COUNT:+resume=auto}}"
+
+
+def _wait(job: str, stop: Path) -> int:
+    """Wait for the end of a job, however often it is put back; a signal has it save and stop for good."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.touch()
+        how = [] if _state(job)[0] == "PENDING" else ["--signal=TERM"]
+        subprocess.run(["scancel", *how, job], check=False, timeout=60)
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        while True:
+            state, status = _state(job)
+            if state in _OVER or not state:
+                break
+            time.sleep(_POLL_S)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if state != "COMPLETED":
+        print(
+            f"job {job} ended as {state or 'forgotten by SLURM'}, status {status}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return status if state == "COMPLETED" else status or 1
+
+
+def _state(job: str) -> tuple[str, int]:
+    """State and exit status as SLURM tells them; ("", 1) once it has forgotten the job."""
+    asked = ["scontrol", "--oneliner", "show", "job", job]
+    answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
+    state, code = re.search(r"\bJobState=(\w+)", answer), re.search(r"\bExitCode=(\d+):(\d+)", answer)
+    if state is None or code is None:
+        return "", 1
+    return state[1], int(code[1])

@@ -1,0 +1,110 @@
+"""Training and its models for a program or a notebook: what the command does, as functions."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from trainer.build import build
+from trainer.checkpoint import best_checkpoint, model_state
+from trainer.command import LAUNCHERS
+from trainer.config import Config, flatten, load
+from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.launch.fresh import launched_by
+from trainer.launch.local import unused_run_dir
+from trainer.overrides import CONF, for_hydra, in_words
+from trainer.run import run
+
+
+def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
+    """See `trainer.train`."""
+    if isinstance(overrides, str):
+        raise UserError(
+            f"overrides is the string {overrides!r}, but must be a list of strings: [{overrides!r}]"
+        )
+    overrides = list(overrides)
+    if processes is not None and processes != 1:
+        overrides += ["launch=local", f"launch.processes={processes}"]
+    settings = _settings(overrides)
+    launcher = LAUNCHERS.get(settings.launch.name)
+    if launcher is None or launched_by() is not None:
+        return run(settings)
+    _refuse_classes_of_main(settings)
+    run_dir = Path(settings.run_dir or unused_run_dir())
+    status = launcher(settings, [*overrides, f"run_dir={run_dir}"])
+    if status:
+        raise _end(status, run_dir)
+    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return result
+
+
+def load_model(run_dir: str | Path, checkpoint: str | Path) -> nn.Module:
+    """See `trainer.load_model`."""
+    run_dir = Path(run_dir)
+    try:
+        settings = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"), resolve=True)
+    except OSError as error:
+        raise UserError(f"{run_dir} is no run: it has no config.yaml ({error.strerror})") from error
+    assert isinstance(settings, dict)
+    node = {key: value for key, value in settings["model"].items() if not key.startswith("init_")}
+    facts = None
+    if "auto" in node.values():
+        facts = build("data.dataset", settings["data"]["dataset"], split="train")
+    with torch.random.fork_rng(devices=[]):  # what the constructor draws is overwritten anyway
+        model: nn.Module = build("model", node, facts=facts)
+    if checkpoint == "newest":
+        path = run_dir
+    elif checkpoint == "best":
+        wanted = settings["checkpoint"]["keep_best"]
+        if wanted is None:
+            raise UserError(f"{run_dir} was not told what is best: its checkpoint.keep_best is null")
+        path = best_checkpoint(run_dir, wanted["metric"], wanted["mode"])
+    else:
+        path = Path(checkpoint)
+    try:
+        model.load_state_dict(model_state(path))
+    except RuntimeError as error:
+        raise UserError(f"{path} is not of {node['_target_']} as it is now: {error}") from error
+    return model.eval()
+
+
+def _settings(overrides: list[str]) -> Config:
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("train", overrides=for_hydra(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(in_words(error)) from error
+    return load(composed)
+
+
+def _refuse_classes_of_main(settings: Config) -> None:
+    for name, value in flatten(settings).items():
+        if isinstance(value, str) and value.startswith("__main__."):
+            word = value.rpartition(".")[2]
+            raise UserError(
+                f"{name} is {value}, of this notebook or script: the processes of the run cannot import it. "
+                f"Write it to a file beside, mine.py for instance, and say {name}=mine.{word}; or train in "
+                "this process, without processes= and launch="
+            )
+
+
+def _end(status: int, run_dir: Path) -> Exception:
+    """The exception that the run would have ended with in this process."""
+    try:
+        failure = json.loads((run_dir / "failure.json").read_text())
+    except (OSError, ValueError):
+        failure = {}
+    message = failure.get("message") or f"the run ended with status {status}; its output says why"
+    if status == StoppedBySignal.exit_code and isinstance(failure.get("step"), int):
+        return StoppedBySignal(failure["step"])
+    for kind in (UserError, NonFiniteLossError):
+        if status == kind.exit_code:
+            return kind(message)
+    return RuntimeError(message)
