@@ -102,7 +102,8 @@ def _stop_and_finish(
     if stop_after:
         with pytest.raises(StoppedBySignal):
             runs.train(*settings)
-        torch_dist.destroy_process_group()
+        if torch_dist.is_initialized():
+            torch_dist.destroy_process_group()
     loop.train_step = train_step
     result = runs.train(*settings, "resume=auto")
     events = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0})
