@@ -158,6 +158,21 @@ class Launch:
         return self.outputs()
 
 
+def torchrun(members: Sequence[Host], index: int, nproc: int) -> list[str]:
+    """The command on host `index`; its environment needs GLOO_SOCKET_IFNAME, where gloo listens.
+
+    torchrun and gloo learn a host's address by looking up its hostname, which here is the machine's and leads
+    elsewhere. So they are told: is_host says who serves the rendezvous (otherwise nobody recognises itself in
+    the endpoint), --local-addr what becomes MASTER_ADDR.
+    """
+    return [
+        sys.executable, "-m", "torch.distributed.run",
+        f"--nnodes={len(members)}", f"--nproc-per-node={nproc}", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={members[0].address}:29400", f"--rdzv-conf=is_host={int(index == 0)}",
+        f"--local-addr={members[index].address}",
+    ]  # fmt: skip
+
+
 @contextlib.contextmanager
 def torchrun_on(
     members: Sequence[Host], nproc: int, *args: str, env: dict[str, str] | None = None
@@ -167,16 +182,7 @@ def torchrun_on(
         launch = Launch([], [])
         try:
             for i, host in enumerate(members):
-                # torchrun and gloo learn a host's address by looking up its hostname, which here is the
-                # machine's and leads elsewhere. So they are told: is_host says who serves the rendezvous
-                # (otherwise nobody recognises itself in the endpoint), --local-addr what becomes MASTER_ADDR,
-                # GLOO_SOCKET_IFNAME where gloo listens.
-                command = [
-                    sys.executable, "-m", "torch.distributed.run",
-                    f"--nnodes={len(members)}", f"--nproc-per-node={nproc}", "--rdzv-backend=c10d",
-                    f"--rdzv-endpoint={members[0].address}:29400", f"--rdzv-conf=is_host={int(i == 0)}",
-                    f"--local-addr={host.address}", *args,
-                ]  # fmt: skip
+                command = [*torchrun(members, i, nproc), *args]
                 environment = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", **(env or {})}
                 file = Path(folder) / f"host{i}.log"
                 with file.open("w") as out:
