@@ -131,18 +131,18 @@ def attempt(case: Case, start: Start, folder: Path, timeout_s: float) -> Outcome
     environment = {_MARK: mark, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     overrides = [*settings(case, timeout_s), *case.command_line(), f"run_dir={run_dir}"]
     outcome, pids = Outcome(), set[int]()
-    with _ended(launchers := start(overrides, environment, folder)):
+    with ended(launchers := start(overrides, environment, folder)):
         _follow(outcome, launchers, run_dir, mark, pids, until_gone=case.fault == "cut")
     outcome.outputs = _outputs(folder)
     if "resumed from" in outcome.outputs[0]:
         outcome.went_on = "by torchrun"
     if case.fault != "none" and not (run_dir / "result.json").exists():
         outcome.went_on = "by hand"
-        with _ended(launchers := start(overrides, environment, folder)):
+        with ended(launchers := start(overrides, environment, folder)):
             _follow(Outcome(), launchers, run_dir, mark, pids)
     with contextlib.suppress(OSError, ValueError):
         outcome.sha256 = json.loads((run_dir / "result.json").read_text())["param_sha256"]
-    outcome.left = [f"process {pid}" for pid in _processes(mark)]
+    outcome.left = [f"process {pid}" for pid in processes(mark)]
     outcome.left += [path.name for path in scratch.iterdir() if not path.name.startswith(_OF_TORCH)]
     shared = Path("/dev/shm")
     names = [path.name for path in shared.iterdir()] if shared.is_dir() else []
@@ -175,7 +175,7 @@ def _follow(
         if made_at is None:
             with contextlib.suppress(OSError, ValueError, KeyError):
                 made_at = float(json.loads((run_dir / MARKER).read_text())["time"])
-            first = {pid for pid, restarts in _processes(mark).items() if restarts == 0}
+            first = {pid for pid, restarts in processes(mark).items() if restarts == 0}
             pids |= first
         else:
             if outcome.verdict is None:
@@ -191,7 +191,7 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _ended(launchers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def ended(launchers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Whatever happens, the launchers are gone afterwards, and with them their ranks."""
     try:
         yield
@@ -207,7 +207,7 @@ def _ended(launchers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
                 launcher.wait()
 
 
-def _processes(mark: str) -> dict[int, int]:
+def processes(mark: str) -> dict[int, int]:
     """The ranks of a drill and their data workers that live, with the number of restarts before each."""
     found = {}
     for folder in Path("/proc").iterdir():

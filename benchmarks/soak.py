@@ -1,0 +1,205 @@
+"""Train for minutes while something breaks every half minute, and end with the model of a run left in peace.
+
+DDP with comm=hierarchical between two hosts of two ranks, asynchronous checkpoints, data workers. First in
+peace, while memory, descriptors and threads of each rank are watched: they must stay what they were. Then
+once more with random faults, each in a launch of its own that the next one resumes. Ends with both hashes;
+status 1 if they differ or if something grew.
+
+    python -m benchmarks.soak --minutes 20
+
+Hosts are network namespaces, so this needs root; without it, all four ranks are on one host.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.drill_two_hosts import on
+from tests.hosts import Host, hosts
+from trainer.faults import drill
+from trainer.faults.rehearsal import MARKER
+
+PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint")
+KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
+EVERY_S, TIMEOUT_S, RANKS = 30.0, 8.0, 4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The largest of any rank."""
+
+    memory_mib: float
+    descriptors: int
+    threads: int
+
+
+def settings(run_dir: Path, steps: int) -> list[str]:
+    return [
+        "strategy=ddp",
+        "comm=hierarchical",
+        f"run_dir={run_dir}",
+        "resume=auto",
+        "train.epochs=100000",
+        f"train.max_steps={steps}",
+        "train.eval_every_epochs=20",
+        "train.check_replicas_every=50",
+        "train.log_every_steps=20",
+        "checkpoint.async=true",
+        "checkpoint.every_steps=50",
+        "checkpoint.every_epochs=null",
+        "data.num_workers=1",
+        f"distributed.timeout_s={TIMEOUT_S}",
+    ]
+
+
+class Soak:
+    def __init__(self, members: list[Host], folder: Path) -> None:
+        self.members, self.folder = members, folder
+        self.start = on(members, 2) if members else drill.torchrun(RANKS)
+
+    @contextlib.contextmanager
+    def launched(self, overrides: list[str], name: str) -> Iterator[list[subprocess.Popen[Any]]]:
+        """A launch that is over afterwards, whatever happened; what it prints is kept under `name`."""
+        scratch = self.folder / name
+        (scratch / "tmp").mkdir(parents=True, exist_ok=True)
+        environment = {"RINGMASTER_DRILL": name, "TMPDIR": str(scratch / "tmp"), "OMP_NUM_THREADS": "1"}
+        launchers = self.start(overrides, environment, scratch)
+        with drill.ended(launchers):
+            yield launchers
+
+    def undisturbed(self, name: str, steps: int) -> tuple[dict[str, Any], list[Sample]]:
+        """The result of a run, and what its ranks held, every two seconds."""
+        run_dir, samples = self.folder / name / "run", []
+        with self.launched(settings(run_dir, steps), name) as launchers:
+            while any(launcher.poll() is None for launcher in launchers):
+                time.sleep(2)
+                if (run_dir / "train.log").exists() and "step 20/" in (run_dir / "train.log").read_text():
+                    with contextlib.suppress(OSError, ValueError):
+                        samples.append(sample(drill.processes(name)))
+        return json.loads((run_dir / "result.json").read_text()), samples
+
+    def disturbed(self, steps: int, ms_per_step: float, seed: int) -> tuple[dict[str, Any], list[str]]:
+        """The result of a run in which something breaks every half minute; what broke, in words."""
+        draw, run_dir, done = random.Random(seed), self.folder / "disturbed" / "run", []
+        gap = max(60, int(EVERY_S * 1e3 / ms_per_step))
+        while not (run_dir / "result.json").exists():
+            begin = time.monotonic()
+            at = saved_step(run_dir) + draw.randint(gap // 2, gap * 3 // 2)
+            fault = self.fault(draw, at) if at < steps - 60 else ["fault=none"]
+            words = " ".join(fault[:4]).replace("fault.", "")
+            name = f"launch{len(done)}"
+            with self.launched([*settings(run_dir, steps), *fault], name) as launchers:
+                while all(launcher.poll() is None for launcher in launchers) and not survived(run_dir, fault):
+                    time.sleep(0.5)
+                if all(launcher.poll() is None for launcher in launchers):
+                    words += ", then SIGTERM"
+                    for launcher in launchers:
+                        launcher.terminate()  # and the ranks save and end
+                gone = time.monotonic() + 2 * TIMEOUT_S
+                while drill.processes(name) and time.monotonic() < gone:
+                    time.sleep(0.2)
+                left = len(drill.processes(name))
+            done.append(words)
+            print(
+                f"  {words:<62} {time.monotonic() - begin:5.1f} s  saved to step {saved_step(run_dir)}"
+                + (f"  {left} processes left" if left else ""),
+                flush=True,
+            )
+            if len(done) > 500:
+                raise RuntimeError("it gets nowhere")
+        return json.loads((run_dir / "result.json").read_text()), done
+
+    def fault(self, draw: random.Random, step: int) -> list[str]:
+        kind = draw.choice(KINDS if self.members else KINDS[:-1])
+        options = [f"fault={kind}", f"fault.step={step}", f"fault.phase={draw.choice(PHASES)}"]
+        if kind == "cut":
+            host = draw.randrange(2)
+            command = f"ip -n {self.members[host].switch} link set {self.members[host].port} down"
+            return [*options, f"fault.host={host}", f"fault.command='{command}'"]
+        # What rank 0 holds is what is saved: turned over between the check and the copy, it would be saved.
+        first = 1 if kind == "diverge" else 0
+        return [*options, f"fault.rank={draw.randrange(first, RANKS)}"]
+
+
+def survived(run_dir: Path, fault: list[str]) -> bool:
+    """Whether the fault was made long enough ago that the run will not end of it."""
+    with contextlib.suppress(OSError, ValueError):
+        made = json.loads((run_dir / MARKER).read_text())
+        made_here = f"fault.step={made['fault']['step']}" in fault
+        return made_here and time.time() - made["time"] > 3 * TIMEOUT_S
+    return False
+
+
+def saved_step(run_dir: Path) -> int:
+    found = [int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*")]
+    return max(found, default=0)
+
+
+def sample(pids: Iterator[int] | dict[int, int]) -> Sample:
+    """Raises OSError where one of them ends while it is looked at, ValueError where there are none."""
+    folders = [Path(f"/proc/{pid}") for pid in pids]
+    pages = max(int((folder / "statm").read_text().split()[1]) for folder in folders)
+    return Sample(
+        memory_mib=pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        descriptors=max(len(list((folder / "fd").iterdir())) for folder in folders),
+        threads=max(len(list((folder / "task").iterdir())) for folder in folders),
+    )
+
+
+def growth(samples: list[Sample]) -> list[str]:
+    """What grew from the second fifth to the last, in words; each fifth is printed."""
+    size = len(samples) // 5
+    if not size:
+        return ["too few samples to say"]
+    fifths = [samples[index * size : (index + 1) * size] for index in range(5)]
+    names = ("memory_mib", "descriptors", "threads")
+    rows = [[statistics.median(getattr(one, name) for one in fifth) for name in names] for fifth in fifths]
+    for memory, descriptors, threads in rows:
+        print(f"  {memory:8.1f} MiB  {descriptors:4.0f} descriptors  {threads:4.0f} threads", flush=True)
+    (memory, descriptors, threads), last = rows[1], rows[-1]
+    found = [f"memory by {last[0] - memory:.1f} MiB"] if last[0] > memory * 1.03 + 5 else []
+    found += ["descriptors"] if last[1] > descriptors + 2 else []
+    return found + (["threads"] if last[2] > threads else [])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=20, help="of training under faults, about")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
+        members = stack.enter_context(hosts(2)) if os.geteuid() == 0 else []
+        soak = Soak(members, folder)
+        short, _ = soak.undisturbed("short", 200)
+        # A third of the time goes into starting again, and into steps that were made before.
+        steps = max(400, int(arguments.minutes * 60e3 / short["ms_per_step"] / 3))
+        print(f"{steps} steps of {short['ms_per_step']:.1f} ms, undisturbed:", flush=True)
+        expected, samples = soak.undisturbed("undisturbed", steps)
+        grown = growth(samples)
+        print("and with faults:", flush=True)
+        begin = time.monotonic()
+        result, done = soak.disturbed(steps, expected["ms_per_step"], arguments.seed)
+        minutes = (time.monotonic() - begin) / 60
+    equal = result["param_sha256"] == expected["param_sha256"]
+    print(f"{len(done) - 1} faults in {minutes:.1f} minutes; {result['steps']} steps")
+    print(f"undisturbed {expected['param_sha256']}\nwith faults {result['param_sha256']}")
+    print("grown: " + (", ".join(grown) or "nothing"))
+    sys.exit(0 if equal and not grown else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The drill: what it counts as right, and that a run under it is seen through to its end."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.drill_two_hosts import cutting, on
+from tests.hosts import hosts
+from trainer.faults.drill import STEP, Case, Outcome, cases, drill, torchrun
+
+VERDICT = {"status": 1, "rank": 1, "phase": "forward", "step": STEP}
+RIGHT = Outcome(VERDICT, verdict_s=0.1, end_s=14.0, sha256="same")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (RIGHT, []),
+        (replace(RIGHT, verdict=None), ["no verdict"]),
+        (replace(RIGHT, verdict=VERDICT | {"rank": 0}), ["rank 0, not 1"]),
+        (replace(RIGHT, verdict=VERDICT | {"phase": "data"}), ["phase data, not forward"]),
+        (replace(RIGHT, end_s=15.5), ["not gone within 15 s"]),
+        (replace(RIGHT, end_s=None), ["not gone within 15 s"]),
+        (replace(RIGHT, sha256=None), ["another hash"]),
+        (replace(RIGHT, left=["process 7"]), ["left behind: process 7"]),
+    ],
+)
+def test_what_counts_as_right(outcome: Outcome, words: list[str]) -> None:
+    assert outcome.problems(Case("ddp", "ring", "kill"), "same", 10.0) == words
+
+
+def test_a_slow_rank_is_to_be_named_and_no_failure() -> None:
+    named = Outcome(
+        outputs=["rank 1 (host 0, vm, pid 7) has been in forward of step 25 for 2.0 s"], sha256="same"
+    )
+    case = Case("ddp", "ring", "slow")
+    assert named.problems(case, "same", 10.0) == []
+    assert replace(named, outputs=["all well"]).problems(case, "same", 10.0) == ["not named as slow"]
+    assert replace(named, verdict=VERDICT).problems(case, "same", 10.0) == ["failed"]
+
+
+def test_the_undisturbed_run_comes_first_and_shards_do_not_diverge() -> None:
+    names = [
+        (case.name, case.fault) for case in cases(["ddp", "fsdp"], ["ring"], ["kill", "diverge"], "forward")
+    ]
+    assert names == [
+        *(("ddp ring", fault) for fault in ("none", "kill", "diverge")),
+        *(("fsdp native", fault) for fault in ("none", "kill")),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_hash(tmp_path: Path) -> None:
+    todo = cases(["ddp"], ["native"], ["kill"], "backward")
+    assert drill(todo, torchrun(2), tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+@pytest.mark.timeout(600)
+def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path) -> None:
+    with hosts(2) as pair:
+        todo = [cutting(case, pair) for case in cases(["ddp"], ["native"], ["cut"], "forward")]
+        assert drill(todo, on(pair, 1, "--max-restarts=1"), tmp_path) == []
