@@ -110,8 +110,8 @@ def deaf_on_rank_1(*overrides: str) -> dict[str, Tensor]:
     from trainer.strategies.ddp import Ddp
 
     class Deaf(Ddp):
-        def wrap(self, model):  # type: ignore[no-untyped-def]
-            model = super().wrap(model)
+        def wrap(self, *args):  # type: ignore[no-untyped-def]
+            model = super().wrap(*args)
             model.register_comm_hook(None, keep_own_gradient)
             return model
 

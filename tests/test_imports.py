@@ -19,6 +19,7 @@ MAY_USE = {
     "launch": {"config", "errors", "overrides"},
     "build": {"errors"},
     "optim": {"errors"},
+    "deferred": {"errors", "seeding"},
     "faults": {"config", "errors", "state"},
     "rendezvous": {"errors", "launch"},
     "distributed": {"config", "errors", "faults", "launch", "rendezvous"},

@@ -13,10 +13,11 @@ from torch import nn
 
 from trainer import fingerprint
 from trainer.build import build
-from trainer.checkpoint import Agreement, Checkpointer, load_weights, saved_seed
+from trainer.checkpoint import Agreement, Checkpointer, saved_seed, weights_for
 from trainer.config import Config, KeepBest, flatten, to_yaml
 from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.deferred import Deferred, deferred
 from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
 from trainer.errors import UserError, writing
 from trainer.faults.rehearsal import Rehearsal
@@ -108,12 +109,14 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     full_epochs = begin.step + begin.steps_to_go(train.epochs, *in_batches)
     total_steps = min(train.max_steps or full_epochs, full_epochs)
 
-    seed_everything(seed, 0)  # every rank builds the same model ...
-    model = _build_model(config.model, train_set, Agreement(dist, config.checkpoint.timeout_s))
-    compare_across_ranks(fingerprint.inputs(model, train_loader, eval_loader), dist)
-    num_parameters = parameter_count(model.parameters())
-    wrapped = strategy.wrap(model)
-    seed_everything(seed, strategy.replica)  # ... and drops out units of its own
+    model = deferred(lambda: _build_model(config.model, train_set), seed)
+    _start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s))
+    compare_across_ranks(fingerprint.inputs(model.module, train_loader, eval_loader), dist)
+    num_parameters = parameter_count(model.module.parameters())
+    wrapped = strategy.wrap(model.module, model.fill)
+    strategy.notes += model.notes
+    del model  # and with it the weights that it was to start from
+    seed_everything(seed, strategy.replica)  # each rank drops out units of its own
 
     optimizer = build("optim", config.optim, wrapped.parameters())
     check_optimizer(optimizer, strategy.unwrap(wrapped))
@@ -178,7 +181,7 @@ class ScheduleFacts:
     steps_per_epoch: int
 
 
-def _build_model(node: dict[str, Any], train_set: Any, agreement: Agreement) -> nn.Module:
+def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
     """Build the model; `auto` settings come from the training data, and `init_from` is ours to load."""
     settings = {key: value for key, value in node.items() if key not in ("init_from", "init_ignore")}
     for name, things in (("num_classes", "classes"), ("vocab_size", "tokens")):
@@ -189,10 +192,13 @@ def _build_model(node: dict[str, Any], train_set: Any, agreement: Agreement) -> 
                 f"{there - 1}; set model.{name}={there}, or auto"
             )
     model: nn.Module = build("model", settings, facts=train_set)
+    return model
+
+
+def _start_from(node: dict[str, Any], model: Deferred, agreement: Agreement) -> None:
     source, ignore = node.get("init_from"), node.get("init_ignore") or ()
     if source is not None:  # a file that one host does not see ends all ranks, in one message
-        agreement.everywhere(lambda: load_weights(model, source, ignore))
-    return model
+        model.load(agreement.everywhere(lambda: weights_for(model.module, source, ignore)))
 
 
 def _check_keep_best(best: KeepBest | None, task: Task) -> None:

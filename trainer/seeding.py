@@ -19,6 +19,12 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed((int(words[2]) << 32) | int(words[3]))
 
 
+def mixed_seed(seed: int, number: int) -> int:
+    """A seed of its own for the ``number``-th of many generators of a run, 64 bits."""
+    low, high = np.random.SeedSequence([seed, number]).generate_state(2, np.uint32)
+    return (int(high) << 32) | int(low)
+
+
 def rng_state() -> dict[str, Any]:
     """The state of every generator of this process, in tensors, numbers and lists only.
 

@@ -3,7 +3,7 @@
 from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.checkpointer import Checkpointer, saved_seed
 from trainer.checkpoint.store import best_checkpoint, newest_run_id, read_manifest
-from trainer.checkpoint.weights import load_weights, model_state
+from trainer.checkpoint.weights import load_weights, model_state, weights_for
 
 __all__ = [
     "Agreement",
@@ -14,4 +14,5 @@ __all__ = [
     "newest_run_id",
     "read_manifest",
     "saved_seed",
+    "weights_for",
 ]

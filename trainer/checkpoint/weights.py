@@ -23,7 +23,14 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def load_weights(model: nn.Module, path: str | Path, ignore: str | Sequence[str] = ()) -> None:
-    """Copy the tensors in ``path`` to those of the same names in ``model``; never runs code from the file.
+    """Copy what ``weights_for`` finds into ``model``."""
+    model.load_state_dict(weights_for(model, path, ignore), strict=False)
+
+
+def weights_for(model: nn.Module, path: str | Path, ignore: str | Sequence[str] = ()) -> dict[str, Tensor]:
+    """The tensors in ``path`` for those of the same names in ``model``; never runs code from the file.
+
+    Of ``model`` only names and shapes are looked at.
 
     ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``), a
     ``.safetensors`` file, the directory of a checkpoint, or that of a run, which means its newest whole
@@ -64,7 +71,7 @@ def load_weights(model: nn.Module, path: str | Path, ignore: str | Sequence[str]
         log.warning("model.init_from=%s lacks %s: left as initialised", path, first_five(missing))
     if unexpected := sorted(found.keys() - common - ignored):
         log.warning("model.init_from=%s also holds %s: not used", path, first_five(unexpected))
-    model.load_state_dict({name: found[name] for name in common}, strict=False)
+    return {name: found[name] for name in common}
 
 
 def _lies_under(name: str, prefixes: Sequence[str]) -> bool:

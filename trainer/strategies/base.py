@@ -4,7 +4,7 @@ The trainer asks these questions and never which class answers. The defaults are
 lives whole on one device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Fill = Callable[[nn.Module], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,8 +44,14 @@ class Strategy:
     def device(self) -> torch.device:
         return self.devices[0]
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the module to call in training; `model` is on the CPU and equal on every rank."""
+    def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        """Return the module to call in training.
+
+        Args:
+            model: equal on every rank; on the CPU, or on the meta device.
+            fill: gives `model`, or a module in it, which may be on the meta device, its values on the CPU.
+        """
+        fill(model)
         model = model.to(self.device)
         if self.compile_model:
             model.compile()

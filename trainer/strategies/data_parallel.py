@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import Fill, Strategy
 
 
 class DataParallel(Strategy):
@@ -21,8 +21,8 @@ class DataParallel(Strategy):
         else:
             self.notes.append(f"dp: nn.DataParallel needs two GPUs; this run is one model on {device}")
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        model = super().wrap(model)
+    def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        model = super().wrap(model, fill)
         return nn.DataParallel(model, device_ids=self.devices) if len(self.devices) > 1 else model
 
     def unwrap(self, model: nn.Module) -> nn.Module:

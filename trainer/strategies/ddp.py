@@ -13,7 +13,7 @@ from trainer.comm.timeline.report import draw, table
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import Fill, Strategy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +46,8 @@ class Ddp(Strategy):
                 "way to it; take comm=native comm.wire_dtype=fp32 comm.timeline=false"
             )
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        fill(model)
         if self.settings.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = model.to(self.device)

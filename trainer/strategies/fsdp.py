@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.config import FsdpConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import DTYPES, Strategy, parameter_count
+from trainer.strategies.base import DTYPES, Fill, Strategy, parameter_count
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
 # These read the parameters of their children, and never call them, or not always.
@@ -43,7 +43,7 @@ class Fsdp(Strategy):
             replicate, shard = self.mesh.shape
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output, from
         # which the loss is computed, is fp32 again.
         param_dtype = DTYPES[self.settings.param_dtype or self.precision]
@@ -60,14 +60,18 @@ class Fsdp(Strategy):
             reshard_after_forward=self.settings.reshard_after_forward,
             offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
         )
+        # Each unit has its values only when it is sharded: it is whole in memory during a step, too.
         for norm in norms:
+            fill(norm)
             shard(norm, mp_policy=in_fp32)
         for unit in units:
             if self.settings.activation_checkpointing:
                 unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
             if self.compile_model:
                 unit.compile()
+            fill(unit)
             shard(unit, mp_policy=precision)
+        fill(model)
         shard(model, mp_policy=root_precision)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
