@@ -25,8 +25,8 @@ _REFUSED_ALWAYS = {"builtins bytearray", "__builtin__ bytearray"}
 
 _MAX_EXPANDED_BYTES = 1 << 26
 _MAX_DIRECTORY_BYTES = 1 << 26
-_MIN_MAX_OPCODES = 1 << 21  # at most 250 bytes each, an empty set
-_BYTES_PER_OPCODE = 64  # what the files hold for each opcode beyond those
+_MIN_MAX_OPCODES = 1 << 18  # each may make 72 bytes of memory, an empty dict; a set counts fourfold
+_BYTES_PER_OPCODE = 8  # what the files hold for each opcode beyond those; a tensor takes some 30
 _MAX_PICKLE_DEPTH = 100
 _IN_PLACE = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}
 _PUT = {"PUT", "BINPUT", "LONG_BINPUT"}
@@ -137,11 +137,15 @@ def _records(part: FilePart) -> dict[str, tuple[int, int]]:
     magic, count, size, begin, comment = struct.unpack("<4s6xH2IH", part.read_at(end, 22))
     if magic != _END or comment:
         raise UserError("it does not end as an archive ends: it was cut off, or more was added")
-    if end >= 20 and part.read_at(end - 20, 4) == _LOCATOR64:
-        (end,) = struct.unpack("<8xQ4x", part.read_at(end - 20, 20))
-        magic, count, size, begin = struct.unpack("<4s28xQQQ", part.read_at(end, 56))
-        if magic != _END64:
+    if end >= 76 and part.read_at(end - 20, 4) == _LOCATOR64:
+        end -= 76
+        (said,) = struct.unpack("<64xQ4x", part.read_at(end, 76))
+        magic, *wide = struct.unpack("<4s28xQQQ20x", part.read_at(end, 76))
+        narrow = ((count, 0xFFFF), (size, _AS_IN_64), (begin, _AS_IN_64))
+        agree = all(short in (long, most) for (short, most), long in zip(narrow, wide, strict=True))
+        if magic != _END64 or said != end or not agree:
             raise UserError("the directory of its archive is damaged")
+        count, size, begin = wide
     if begin + size != end or size > _MAX_DIRECTORY_BYTES or count * 46 > size:
         raise UserError("the directory of its archive is damaged")
     records = _directory(part.read_at(begin, size), begin)
@@ -205,13 +209,14 @@ def check_pickle(data: bytes, held_bytes: int) -> set[str]:
     stack: list[int | None] = []  # how deep each object is nested; None is a mark
     memo: dict[int, int] = {}
     asked_for: set[str] = set()
-    max_opcodes = _MIN_MAX_OPCODES + held_bytes // _BYTES_PER_OPCODE
+    count, max_opcodes = 0, _MIN_MAX_OPCODES + held_bytes // _BYTES_PER_OPCODE
     try:
         opcode: pickletools.OpcodeInfo
         argument: Any
-        for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
-            if number > max_opcodes:
+            count += 4 if name == "EMPTY_SET" else 1
+            if count > max_opcodes:
                 raise UserError(f"its pickle has more than {max_opcodes:,} operations")
             if name == "MEMOIZE" or name in _PUT:
                 index = len(memo) if name == "MEMOIZE" else argument

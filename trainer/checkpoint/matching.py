@@ -69,6 +69,7 @@ def fitting(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, T
         raise UserError(f"the checkpoint's optimizer knows parameters that are none: {first_five(foreign)}")
     for name, of_parameter in saved["optimizer"]["state"].items():
         _compare_kinds(of_parameter, {}, f"optimizer.state.{name}")
+    _check_optimizer_state(state, saved["optimizer"])
     _compare_kinds(saved["optimizer"]["param_groups"], ours["optimizer"]["param_groups"], "param_groups")
     if state.scaler.is_enabled() and saved["scaler"]:
         _compare_kinds(saved["scaler"], ours["scaler"], "scaler", required=ours["scaler"].keys())
@@ -79,6 +80,45 @@ def fitting(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, T
         raise UserError(f"the checkpoint's schedule would replace {first_five(hidden)}")
     _compare_kinds(saved["progress"], ours["progress"], "progress", required=ours["progress"].keys())
     return saved
+
+
+def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
+    """UserError if a parameter's state lacks what a step of the optimizer makes, or has it in another shape.
+
+    Learned from a step on a small parameter. Only of torch's own optimizers: others may go by which
+    parameter it is.
+    """
+    if not type(state.optimizer).__module__.startswith("torch.optim."):
+        return
+    parameters = dict(parameter_names(state.model))
+    for group in saved["param_groups"]:
+        made: dict[int, dict[str, Any]] = {}
+        for name in group["params"]:
+            found, shape = saved["state"].get(name), parameters[name].shape
+            if not found:  # it never had a gradient
+                continue
+            if len(shape) not in made:
+                made[len(shape)] = _state_after_one_step(type(state.optimizer), group, len(shape))
+            for key, value in made[len(shape)].items():
+                where = f"optimizer.state.{name}.{key}"
+                if key not in found:
+                    raise UserError(f"the checkpoint lacks {printable(where)}")
+                _compare_kinds(found[key], value, where)
+                like_parameter = getattr(value, "shape", ()) == (2,) * len(shape)
+                if like_parameter and getattr(found[key], "shape", None) != shape:
+                    raise UserError(f"the checkpoint's {printable(where)} has not its parameter's shape")
+
+
+def _state_after_one_step(kind: type[Any], group: Mapping[str, Any], ndim: int) -> dict[str, Any]:
+    """What ``kind`` keeps for a parameter of so many dimensions; nothing if it cannot be told like this."""
+    parameter = torch.zeros((2,) * ndim, requires_grad=True)
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer = kind([{**group, "params": [parameter]}])
+        optimizer.step()
+    except Exception:  # one that needs a closure, sparse gradients, a GPU: its own step will tell
+        return {}
+    return dict(optimizer.state[parameter])
 
 
 def _compare_kinds(saved: Any, ours: Any, where: str, required: Iterable[str] = ()) -> None:

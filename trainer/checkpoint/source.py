@@ -155,6 +155,6 @@ def _compare_names(path: Path, state: dict[str, Any], shapes: Shapes) -> None:
     named = tensor_names(state)
     if missing := sorted(set(named) - set(shapes)):
         raise UserError(f"{printable(path)} names tensors that are not there: {first_five(missing)}")
-    if len(named) != len(shapes):
+    if sorted(named) != sorted(shapes):
         foreign = sorted(set(shapes) - set(named)) or ["some twice"]
         raise UserError(f"{printable(path)} does not name the tensors that are there: {first_five(foreign)}")

@@ -22,7 +22,6 @@ from pathlib import Path, PurePosixPath
 
 from trainer.checkpoint.hashing import FileDigest, digest_of, fsync_directory, write_text
 from trainer.checkpoint.reading import (
-    MAX_JSON_BYTES,
     Fields,
     MissingFileError,
     PlainFile,
@@ -37,6 +36,7 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _STEP_NAME = re.compile(r"step_([0-9]{8,})")
 _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_MAX_MANIFEST_BYTES = 1 << 22  # of some 20,000 files
 _YEAR_10000 = 253_402_300_800
 _TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
 
@@ -84,7 +84,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         with PlainFile(path) as file:
-            text = file.read(MAX_JSON_BYTES)
+            text = file.read(_MAX_MANIFEST_BYTES)
     except MissingFileError as error:
         raise UserError(f"{printable(directory)} is no checkpoint: it has no {MANIFEST}") from error
     fields = Fields(str(path), read_json(path, text))

@@ -106,8 +106,8 @@ def tensor_names(plain: Any) -> list[str]:
     names, rest = [], [plain]
     while rest:
         node = rest.pop()
-        if isinstance(node, dict) and node.keys() == {"$tensor"} and isinstance(node["$tensor"], str):
-            names.append(node["$tensor"])
+        if isinstance(node, dict) and node.keys() == {"$tensor"}:
+            names.append(str(node["$tensor"]))
         elif isinstance(node, dict | list):
             rest.extend(node.values() if isinstance(node, dict) else node)
     return names

@@ -1,0 +1,232 @@
+"""Hostile checkpoints by the dozen: none runs code, hangs, takes a gigabyte, or ends in a traceback."""
+
+import contextlib
+import io
+import logging
+import os
+import resource
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import hostile, tiny
+from tests.ranks import run_ranks
+from trainer.checkpoint import checkpointer, full, load_weights
+from trainer.checkpoint.__main__ import main
+from trainer.errors import UserError
+
+DEADLINE_S = 30  # for what takes a tenth of a second
+ALLOWED_BYTES = 1 << 30
+
+
+def _save(run_dir: Path, format: str) -> None:
+    state = tiny.train_state()
+    saver = tiny.checkpointer(run_dir, format=format)
+    for _ in range(2):
+        tiny.train(state, 1)
+        saver.save(state)
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """No more than the deadline, and no more memory than allowed beyond what is used now."""
+
+    def too_late(*args: Any) -> None:
+        raise TimeoutError(f"not done after {DEADLINE_S} s")
+
+    signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(DEADLINE_S)
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+    peak = _resident_bytes("VmHWM") - before
+    assert peak < ALLOWED_BYTES, f"it took {peak >> 20} MiB"
+
+
+def _resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _command(*arguments: object) -> int:
+    """The exit status of the command; whatever it prints is free of escapes."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([str(argument) for argument in arguments])
+    for stream in (out, err):
+        stream.flush()
+        printed = stream.buffer.getvalue().decode()  # type: ignore[attr-defined]
+        assert printed.replace("\n", "").isprintable(), repr(printed)
+        assert not any(line.startswith("forged") for line in printed.splitlines()), printed
+    return status
+
+
+def _one_line(message: str) -> None:
+    assert message.isprintable() and len(message) < 2000, repr(message)
+
+
+def _refused(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except UserError as error:
+        _one_line(str(error))
+        return str(error)
+    raise AssertionError("it was taken")
+
+
+def _try(run_dir: Path, state: Any, lines: _Lines) -> str:
+    """Meet the hostile checkpoint on every way there is; returns how ``resume=auto`` took it."""
+    path = run_dir / "checkpoints" / hostile.STEP
+    restorer = tiny.checkpointer(run_dir)
+    reason = _refused(lambda: tiny.restore(restorer, state, str(path)))
+    assert state.progress.step == 7
+    lines.lines.clear()
+    try:
+        assert tiny.restore(restorer, state, "auto")
+    except UserError as error:
+        _one_line(str(error))
+        assert state.progress.step == 7
+        return f"refused: {reason}"
+    assert state.progress.step == 1
+    about_it = [line for line in lines.lines if "passes over" in line]
+    assert len(about_it) == 1 and hostile.STEP in about_it[0], lines.lines
+    _one_line(about_it[0])
+    assert _command("verify", path) == _command("show", run_dir) == 2
+    assert _command("convert", path, run_dir / "out", "--to", "full") == 2
+    assert sorted(entry.name for entry in run_dir.iterdir() if "out" in entry.name) == []
+    _refused(lambda: load_weights(tiny.Net(), path))
+    load_weights(tiny.Net(), run_dir)
+    return f"passed over: {reason}"
+
+
+def _meet(root: Path, names: list[str]) -> dict[str, str]:
+    """What became of each kind: an outcome, or what went wrong."""
+    resource.setrlimit(
+        resource.RLIMIT_AS, (_resident_bytes("VmSize") + (8 << 30),) * 2
+    )  # for the machine's sake
+    os.chdir(root)
+    lines, found = _Lines(), {}
+    logging.getLogger("trainer").addHandler(lines)
+    before = None
+    for name in names:
+        misfit = name.startswith("misfit ")
+        format, change = ("full", hostile.MISFITS[name[7:]]) if misfit else hostile.KINDS[name]
+        run_dir = root / "run"
+        shutil.copytree(root / format, run_dir, symlinks=True)
+        change(run_dir / "checkpoints" / hostile.STEP)
+        state = tiny.train_state(seed=3)
+        state.progress.step = 7
+        before = tiny.everything(state)
+        try:
+            with _bounded():
+                found[name] = _try(run_dir, state, lines)
+            if found[name].startswith("refused"):
+                tiny.assert_same(tiny.everything(state), before)
+        except BaseException as error:
+            found[name] = f"WRONG: {type(error).__name__}: {error}"
+        shutil.rmtree(run_dir)
+        (root / "moved").unlink(missing_ok=True)
+    return found
+
+
+NAMES = [*hostile.KINDS, *(f"misfit {name}" for name in hostile.MISFITS)]
+EVERY = 5  # of them, in the fast part
+
+
+def _check(root: Path, names: list[str]) -> Counter[str]:
+    for format in ("full", "sharded"):
+        run_ranks(_save, 1, root / format, format)
+    try:
+        found = run_ranks(_meet, 1, root, names, timeout_s=280)[0]
+    finally:
+        assert not list(root.rglob("ran")), "code was run"
+    wrong = {name: outcome for name, outcome in found.items() if outcome.startswith("WRONG")}
+    assert not wrong, "\n".join(f"{name}: {outcome}" for name, outcome in wrong.items())
+    refused = {name for name in names if found[name].startswith("refused")}
+    assert refused == {name for name in names if name.startswith("misfit")}
+    return Counter(outcome.partition(":")[0] for outcome in found.values())
+
+
+def test_hostile_checkpoints_do_no_harm(tmp_path: Path) -> None:
+    assert sum(_check(tmp_path, NAMES[::EVERY]).values()) >= 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_no_hostile_checkpoint_does_harm(tmp_path: Path) -> None:
+    assert sum(_check(tmp_path, [name for name in NAMES if name not in NAMES[::EVERY]]).values()) >= 200
+
+
+def _meet_weights(root: Path) -> dict[str, str]:
+    os.chdir(root)
+    found = {}
+    for name, make in hostile.FILES.items():
+        path = root / "weights.pt"
+        make(path)
+        model = tiny.Net()
+        before = model.first.weight.clone()
+        try:
+            with _bounded():
+                found[name] = _refused(lambda path=path, model=model: load_weights(model, path))  # type: ignore[misc]
+            assert model.first.weight.equal(before)
+        except BaseException as error:
+            found[name] = f"WRONG: {type(error).__name__}: {error}"
+        path.rmdir() if path.is_dir() else path.unlink()
+    return found
+
+
+def test_hostile_weights_do_no_harm(tmp_path: Path) -> None:
+    found = run_ranks(_meet_weights, 1, tmp_path)[0]
+    assert not list(tmp_path.rglob("ran")), "code was run"
+    wrong = {name: outcome for name, outcome in found.items() if outcome.startswith("WRONG")}
+    assert not wrong, "\n".join(f"{name}: {outcome}" for name, outcome in wrong.items())
+
+
+def _one_rank_sees_it(run_dir: Path) -> list[str]:
+    """What each rank hears when rank 1 alone finds the state, and then the numbers, unreadable."""
+    state, rank = tiny.train_state(seed=3), tiny.facts().rank
+    path, heard = run_dir / "checkpoints" / hostile.STEP, []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise UserError("this host sees another disk")
+
+    for module, name in ((checkpointer, "whole"), (checkpointer, "fitting"), (full.TensorFile, "read_into")):
+        good = getattr(module, name)
+        if rank == 1:
+            setattr(module, name, fail)
+        heard.append(_refused(lambda: tiny.restore(tiny.checkpointer(run_dir), state, str(path))))
+        setattr(module, name, good)
+    assert tiny.restore(tiny.checkpointer(run_dir), state, str(path))
+    return heard
+
+
+def test_all_ranks_refuse_what_one_cannot_read(tmp_path: Path) -> None:
+    run_ranks(_save, 1, tmp_path, "full")
+    expected = ["rank 1: this host sees another disk"] * 3
+    assert run_ranks(_one_rank_sees_it, 2, tmp_path) == [expected, expected]
+
+
+def test_show_cannot_be_made_to_forge_a_line(tmp_path: Path) -> None:
+    run_ranks(_save, 1, tmp_path, "full")
+    path = tmp_path / "checkpoints" / hostile.STEP
+    hostile.state("strategy", to=hostile.ESCAPE)(path)
+    hostile.state("torch_version", to=hostile.ESCAPE)(path)
+    hostile.sign(path, metrics={hostile.ESCAPE: 1.0})
+    assert _command("show", path) == _command("verify", path) == 0
