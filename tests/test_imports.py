@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Room to the rooms it may use besides itself; a room is a module or package right under trainer/ or models/.
-LEAVES = {"errors", "seeding", "signals", "state", "comm", "pieces"}
+LEAVES = {"errors", "seeding", "signals", "state", "comm", "pieces", "scalars"}
 MAY_USE = {
     **{room: set() for room in LEAVES},
     "overrides": set(),
@@ -27,7 +27,7 @@ MAY_USE = {
     "fingerprint": {"data", "pieces"},
     "guard": {"distributed", "errors"},
     "metrics": {"distributed"},
-    "loggers": {"distributed", "errors"},
+    "loggers": {"distributed", "errors", "scalars"},
     "replicas": {"distributed", "errors", "state"},
     "strategies": {"comm", "config", "distributed", "errors"},
     "checkpoint": {"config", "distributed", "errors", "pieces", "seeding", "state"},

@@ -1,4 +1,4 @@
-"""What a person sees: lines and a progress bar on rank 0's terminal, train.log, TensorBoard."""
+"""What a person sees: lines and a progress bar on the terminal, train.log, TensorBoard, metrics.jsonl."""
 
 import contextlib
 import logging
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from trainer.distributed import Dist
 from trainer.errors import writing
+from trainer.scalars import ScalarFile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,10 +34,11 @@ class RunLog:
         if not self.enabled:
             return
         # A resumed run writes its steps again, from the first one on if it died before it was saved;
-        # purge_step hides those of the process before.
+        # purge_step hides those of the process before; metrics.jsonl is cut.
         purge_step = first_step + 1
         self._run_dir = run_dir
         with writing(run_dir):
+            self._scalars = ScalarFile(run_dir, first_step)
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
         # On time.perf_counter. The first picture imports matplotlib: 0.6 s, 1 % of a minute.
         self._next_figures = time.perf_counter() + 60
@@ -59,9 +61,10 @@ class RunLog:
             self._bar.update()
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write `values` to TensorBoard at optimizer step `step`."""
+        """Write `values` to TensorBoard and metrics.jsonl at optimizer step `step`."""
         if self.enabled:
             with writing(self._run_dir):
+                self._scalars.write(values, step)
                 for name, value in values.items():
                     self._writer.add_scalar(name, value, step)
                 self._writer.flush()
@@ -91,6 +94,7 @@ class RunLog:
             self._bar.close()
             with writing(self._run_dir):
                 self._writer.close()
+                self._scalars.close()
 
 
 def table(rows: Mapping[str, str]) -> str:
