@@ -73,7 +73,7 @@ class Soak:
         """A launch that is over afterwards, whatever happened; what it prints is kept under `name`."""
         scratch = self.folder / name
         (scratch / "tmp").mkdir(parents=True, exist_ok=True)
-        environment = {"RINGMASTER_DRILL": name, "TMPDIR": str(scratch / "tmp"), "OMP_NUM_THREADS": "1"}
+        environment = {drill.MARK: marked(name), "TMPDIR": str(scratch / "tmp"), "OMP_NUM_THREADS": "1"}
         launchers = self.start(overrides, environment, scratch)
         with drill.ended(launchers):
             yield launchers
@@ -86,7 +86,7 @@ class Soak:
                 time.sleep(2)
                 if (run_dir / "train.log").exists() and "step 20/" in (run_dir / "train.log").read_text():
                     with contextlib.suppress(OSError, ValueError):
-                        samples.append(sample(drill.processes(name)))
+                        samples.append(sample(drill.processes(marked(name))))
         return json.loads((run_dir / "result.json").read_text()), samples
 
     def disturbed(self, steps: int, ms_per_step: float, seed: int) -> tuple[dict[str, Any], list[str]]:
@@ -107,9 +107,9 @@ class Soak:
                     for launcher in launchers:
                         launcher.terminate()  # and the ranks save and end
                 gone = time.monotonic() + 2 * TIMEOUT_S
-                while drill.processes(name) and time.monotonic() < gone:
+                while drill.processes(marked(name)) and time.monotonic() < gone:
                     time.sleep(0.2)
-                left = len(drill.processes(name))
+                left = len(drill.processes(marked(name)))
             done.append(words)
             print(
                 f"  {words:<62} {time.monotonic() - begin:5.1f} s  saved to step {saved_step(run_dir)}"
@@ -139,6 +139,11 @@ def survived(run_dir: Path, fault: list[str]) -> bool:
         made_here = f"fault.step={made['fault']['step']}" in fault
         return made_here and time.time() - made["time"] > 3 * TIMEOUT_S
     return False
+
+
+def marked(name: str) -> str:
+    """What tells the processes of a launch from those of another soak."""
+    return f"{os.getpid()}-{name}"
 
 
 def saved_step(run_dir: Path) -> int:

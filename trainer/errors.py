@@ -9,9 +9,17 @@ from pathlib import Path
 
 
 class RunEndError(Exception):
-    """An end that needs no traceback: its message says it all, and is printed once."""
+    """An end that needs no traceback: its message says it all, and is printed once.
+
+    Attributes:
+        ranks: whom it is about, where it is about some and raised by all.
+    """
 
     exit_code: int
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class UserError(RunEndError, ValueError):
@@ -29,15 +37,10 @@ class NonFiniteLossError(RunEndError, ArithmeticError):
 class ReplicasDifferError(RunEndError):
     """Ranks that must hold the same bits do not; nothing was saved after the last time they did.
 
-    Attributes:
-        ranks: those that differ from the majority of their replicas; empty where there is no majority.
+    `ranks` are those that differ from the majority of their replicas; empty where there is no majority.
     """
 
     exit_code = 1
-
-    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.ranks = ranks
 
 
 class StoppedBySignal(RunEndError):  # noqa: N818, it is no error

@@ -60,7 +60,8 @@ class StepGuard:
         if bad:
             raise NonFiniteLossError(
                 f"the loss of step {step} is NaN or Inf on {self._dist.place(int(bad) - 1)}; no rank applied "
-                "that step. Lower optim.lr, set train.clip_grad_norm, or look at the data of that rank"
+                "that step. Lower optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+                ranks=(int(bad) - 1,),
             )
         return bool(stop)
 

@@ -21,8 +21,8 @@ from trainer.distributed import Dist
 from trainer.errors import ReplicasDifferError
 from trainer.state import TrainState
 
-# Words of 32 bits hashed at a time: 2 MiB of int64 stay in a core's cache, 32 MiB keep a GPU busy.
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
+# Words of 32 bits hashed at a time: 512 KiB of int64 stay in a core's cache, 32 MiB keep a GPU busy.
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 _CHAIN = 0x2545F4914F6CDD1D  # odd; ties a chunk's hash to its place
 _LANES = {1: torch.int8, 2: torch.int16}
 
@@ -42,7 +42,7 @@ class ReplicaGuard:
         """
         self._dist, self._every = dist_, every
         self._groups = groups
-        self._weights: dict[torch.device, Tensor] = {}
+        self._weights: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._checked_at: int | None = None  # the last step at which all was equal
 
     @property
@@ -95,19 +95,20 @@ class ReplicaGuard:
         is never missed; any other change is with a chance of 2^-32.
         """
         words = _words(tensor)
-        weights = self._weights_on(tensor.device)
+        weights, products = self._weights_on(tensor.device)
         total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         for chunk in words.split(len(weights)):
-            total = total * _CHAIN + chunk.to(torch.int64).mul_(weights[: len(chunk)]).sum()
+            size = len(chunk)
+            total = total * _CHAIN + products[:size].copy_(chunk).mul_(weights[:size]).sum()
         return total
 
-    def _weights_on(self, device: torch.device) -> Tensor:
-        """The same on every rank, whatever its seed."""
+    def _weights_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Weights, the same on every rank whatever its seed, and as much room to multiply in."""
         if device not in self._weights:
             generator = torch.Generator().manual_seed(0)
             size = (_CHUNK.get(device.type, _CHUNK["cuda"]),)
-            weights = torch.randint(-(2**63), 2**63 - 1, size, generator=generator).bitwise_or_(1)
-            self._weights[device] = weights.to(device)
+            weights = torch.randint(-(2**63), 2**63 - 1, size, generator=generator).bitwise_or_(1).to(device)
+            self._weights[device] = weights, torch.empty_like(weights)
         return self._weights[device]
 
     def _verdict(

@@ -28,7 +28,7 @@ from trainer.faults.rehearsal import MARKER
 FAULTS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge")
 PROGRAM = Path(__file__).parents[2] / "train.py"
 STEP, STEPS, SAVED = 25, 44, 10  # of the fault, of a run, from one checkpoint to the next
-_MARK = "RINGMASTER_DRILL"  # in the environment of every process of a drill
+MARK = "RINGMASTER_DRILL"  # in the environment of every process of a drill
 _OF_TORCH = ("torchelastic_", "torchinductor_")  # left by torchrun and its ranks after any run
 _SPARE_S = 5.0  # beyond timeout_s, for all to be gone
 _DEADLINE_S = 240.0  # for a run as a whole, restart included
@@ -128,7 +128,7 @@ def attempt(case: Case, start: Start, folder: Path, timeout_s: float) -> Outcome
     run_dir, scratch = folder / "run", folder / "tmp"
     scratch.mkdir(parents=True)
     mark = f"{os.getpid()}-{folder.name}"
-    environment = {_MARK: mark, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {MARK: mark, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     overrides = [*settings(case, timeout_s), *case.command_line(), f"run_dir={run_dir}"]
     outcome, pids = Outcome(), set[int]()
     with ended(launchers := start(overrides, environment, folder)):
@@ -215,7 +215,7 @@ def processes(mark: str) -> dict[int, int]:
             with contextlib.suppress(OSError):  # it may end at any moment
                 entries = (folder / "environ").read_bytes().split(b"\0")
                 variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
-                if variables.get(_MARK.encode()) == mark.encode() and b"RANK" in variables:
+                if variables.get(MARK.encode()) == mark.encode() and b"RANK" in variables:
                     found[int(folder.name)] = int(variables.get(b"TORCHELASTIC_RESTART_COUNT", b"0"))
     return found
 
