@@ -33,6 +33,7 @@ from trainer.faults.rehearsal import MARKER
 PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint")
 KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
 EVERY_S, TIMEOUT_S, RANKS = 30.0, 8.0, 4
+SHARE = 1 / 3  # of the time under faults that brings new steps; the rest goes into ends and starts
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def settings(run_dir: Path, steps: int) -> list[str]:
         "resume=auto",
         "train.epochs=100000",
         f"train.max_steps={steps}",
-        "train.eval_every_epochs=20",
+        "train.eval_every_epochs=2",
         "train.check_replicas_every=50",
         "train.log_every_steps=20",
         "checkpoint.async=true",
@@ -92,7 +93,7 @@ class Soak:
     def disturbed(self, steps: int, ms_per_step: float, seed: int) -> tuple[dict[str, Any], list[str]]:
         """The result of a run in which something breaks every half minute; what broke, in words."""
         draw, run_dir, done = random.Random(seed), self.folder / "disturbed" / "run", []
-        gap = max(60, int(EVERY_S * 1e3 / ms_per_step))
+        gap = max(60, int(SHARE * EVERY_S * 1e3 / ms_per_step))
         while not (run_dir / "result.json").exists():
             begin = time.monotonic()
             at = saved_step(run_dir) + draw.randint(gap // 2, gap * 3 // 2)
@@ -190,8 +191,7 @@ def main() -> None:
         members = stack.enter_context(hosts(2)) if os.geteuid() == 0 else []
         soak = Soak(members, folder)
         short, _ = soak.undisturbed("short", 200)
-        # A third of the time goes into starting again, and into steps that were made before.
-        steps = max(400, int(arguments.minutes * 60e3 / short["ms_per_step"] / 3))
+        steps = max(400, int(SHARE * arguments.minutes * 60e3 / short["ms_per_step"]))
         print(f"{steps} steps of {short['ms_per_step']:.1f} ms, undisturbed:", flush=True)
         expected, samples = soak.undisturbed("undisturbed", steps)
         grown = growth(samples)
