@@ -189,7 +189,7 @@ def _rank_main(
     environment: dict[str, str],
 ) -> None:
     with stacks.open("w") as stack_file:
-        faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
+        faulthandler.register(signal.SIGQUIT, file=stack_file, all_threads=True)
         # Should pytest itself be killed, nobody else would end this process.
         faulthandler.dump_traceback_later(timeout_s + 2 * _GRACE_S, exit=True, file=stack_file)
         os.environ.clear()
@@ -208,7 +208,7 @@ def _rank_main(
         except BaseException:
             # No destroy_process_group here: it may wait for peers that wait for us.
             send.send((False, traceback.format_exc()))
-        faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.unregister(signal.SIGQUIT)
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -225,7 +225,7 @@ def _stacks_of(pid: int | None, file: Path) -> str:
     """What the threads of a process that hangs are doing; it writes that itself when signalled."""
     assert pid is not None
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR2)
+        os.kill(pid, signal.SIGQUIT)
     for _ in range(20):
         time.sleep(0.05)
         if text := file.read_text():

@@ -30,7 +30,7 @@ MAY_USE = {
     "loggers": {"distributed", "errors", "scalars"},
     "replicas": {"distributed", "errors", "state"},
     "strategies": {"comm", "config", "distributed", "errors"},
-    "checkpoint": {"config", "distributed", "errors", "pieces", "seeding", "state"},
+    "checkpoint": {"config", "distributed", "errors", "faults", "pieces", "seeding", "state"},
     "run_dir": {"checkpoint", "errors"},
     "loop": {"checkpoint", "config", "data", "distributed", "errors", "guard", "loggers", "metrics"}
     | {"optim", "replicas", "seeding", "signals", "state", "strategies", "tasks"},

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from trainer.config import DistributedConfig
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.stacks import Stacks
+from trainer.faults.watch import Member, Watch, introduction
 from trainer.launch.place import Place, place
 from trainer.rendezvous import leave, meet, on_this_host
 
@@ -34,6 +37,7 @@ class Dist:
     device: torch.device
     backend: str
     heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)  # what this process is doing
+    watch: Watch | None = field(default=None, repr=False)
 
     @property
     def num_hosts(self) -> int:
@@ -63,39 +67,70 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
     here = place(settings)
     rank, world_size = here.rank, here.world_size
     timeout = timedelta(seconds=settings.timeout_s)
-    store, hosts = meet(here, timeout) if settings.backend != "mpi" else (None, [])
-    local_rank, local_world_size = on_this_host(here, hosts)
-    device = _device(settings.device, local_rank, here)
-    backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    _check_backend(backend, device)
-    if device.type == "cuda":
-        # Before anything touches a GPU: otherwise every rank opens a context on GPU 0.
-        torch.cuda.set_device(device)
-
-    if backend == "mpi":  # mpirun starts the ranks and knows them; it takes no store
-        dist.init_process_group("mpi")
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        hosts = [0] * world_size
-        dist.all_gather_object(hosts, here.host or 0)
-    else:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=device if "nccl" in backend else None,
-        )
+    heartbeat, stacks = Heartbeat(), Stacks()
+    told = introduction(rank, heartbeat, stacks)
+    store, hosts, members = (
+        meet(here, told, timeout) if settings.backend != "mpi" else (None, [here.host or 0], [told])
+    )
+    watch = Watch(
+        heartbeat,
+        stacks,
+        rank,
+        [Member(host=host, **other) for host, other in zip(hosts, members, strict=True)],
+        partial(_another_connection, store) if store is not None else None,
+        settings.timeout_s,
+        launched=here.under_torchrun,
+    )
+    watch.start()
     try:
-        yield Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
-    except Exception as error:
-        if world_size == 1:  # nobody to wait for, and a notebook may want to go on
-            dist.destroy_process_group()
-        elif store is not None:
-            _name_the_silent(error, store, rank, hosts)
+        local_rank, local_world_size = on_this_host(here, hosts)
+        device = _device(settings.device, local_rank, here)
+        backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        _check_backend(backend, device)
+        if device.type == "cuda":
+            # Before anything touches a GPU: otherwise every rank opens a context on GPU 0.
+            torch.cuda.set_device(device)
+        if backend == "mpi":  # mpirun starts the ranks and knows them; it takes no store
+            dist.init_process_group("mpi")
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            hosts = [0] * world_size
+            dist.all_gather_object(hosts, here.host or 0)
+        else:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=device if "nccl" in backend else None,
+            )
+        here_and_there = (rank, local_rank, world_size, local_world_size, tuple(hosts))
+        yield Dist(*here_and_there, device, backend, heartbeat, watch)
+        leave(here)
+    except GeneratorExit:
         raise
-    leave(here)
+    except BaseException as error:
+        if world_size == 1 and dist.is_initialized():  # nobody to wait for; a notebook may want to go on
+            dist.destroy_process_group()
+        watch.failed(error, symptom=_is_of_communication(error))
+        raise
     dist.destroy_process_group()
+    watch.ended_well()
+
+
+def _another_connection(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore("watch", store.clone())
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Whether another rank may have caused `error`; gloo raises plain RuntimeErrors, told by their text."""
+    seen: BaseException | None = error
+    while seen is not None:
+        in_words = any(words in str(seen) for words in _GLOO_WORDS)
+        if in_words or isinstance(seen, dist.DistError) or hasattr(seen, "peer"):
+            return True
+        seen = seen.__cause__
+    return False
 
 
 def compare_across_ranks(facts: Mapping[str, Any], dist_: Dist) -> None:
@@ -167,26 +202,3 @@ def _check_backend(backend: str, device: torch.device) -> None:
         raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; take gloo")
     if "nccl" not in backend and device.type == "cuda" and backend != "mpi":
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
-
-
-def _name_the_silent(error: Exception, store: dist.Store, rank: int, hosts: list[int]) -> None:
-    """Add to a failed communication's error the ranks that give no sign of life.
-
-    Every rank that fails says so in the store, which needs no peer to answer. The peers of a rank that
-    hangs or has died fail together, so whoever has said nothing a little later is the suspect.
-    """
-    grace = timedelta(seconds=2)
-    # gloo raises plain RuntimeErrors that only their text tells from others.
-    in_communication = isinstance(error, dist.DistError) or any(words in str(error) for words in _GLOO_WORDS)
-    try:
-        store.set(f"failed/{rank}", "")
-        if in_communication:
-            store.wait([f"failed/{other}" for other in range(len(hosts))], grace)
-    except RuntimeError:
-        try:
-            silent = [other for other in range(len(hosts)) if not store.check([f"failed/{other}"])]
-        except RuntimeError:
-            error.add_note("the store of rank 0 does not answer: its process or its host is gone")
-            return
-        named = ", ".join(f"rank {other} (host {hosts[other]})" for other in silent)
-        error.add_note(f"no sign of {named} {grace.total_seconds():.0f} s after this: hanging, or gone")

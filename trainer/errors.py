@@ -68,3 +68,11 @@ def writing(run_dir: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"run_dir={run_dir} cannot be written: {error}") from error
+
+
+class EndedBefore(RunEndError):  # noqa: N818, it is no error
+    """torchrun has restarted a run that came to an end which a restart cannot help: the same end again."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_code = status

@@ -1,11 +1,18 @@
 """How the ranks of a run find each other: in torchrun's store, behind a port of rank 0's, or in a file."""
 
+import contextlib
 import itertools
+import json
 import os
+import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
@@ -14,20 +21,54 @@ from trainer.errors import UserError
 from trainer.launch.place import LISTENING, Place
 
 _runs = itertools.count()
+_T = TypeVar("_T")
 
 
-def meet(here: Place, timeout: timedelta) -> tuple[dist.Store, list[int]]:
-    """Return the store in which the ranks meet, once each has signed it, and the host of every rank.
+def meet(
+    here: Place, introduction: Mapping[str, Any], timeout: timedelta
+) -> tuple[dist.Store, list[int], list[dict[str, Any]]]:
+    """Return the store in which the ranks meet, once each has introduced itself, and by rank: the index of
+    its host, and its introduction (plain values).
 
     Rank 0 counts the others in and then lets them go, so that nobody takes signatures from an earlier run
     for its peers'.
 
     Raises:
         UserError: a port that is taken, a file that cannot be written or that an earlier run left.
-        TimeoutError: ranks that did not arrive within `timeout`, named.
+        TimeoutError: ranks that did not arrive within `timeout`, named; or a store that does not answer.
     """
     if here.init_method is None:
-        return dist.HashStore(), [0]
+        return dist.HashStore(), [0], [dict(introduction)]
+    return _in_time(lambda: _meet(here, introduction, timeout), here, timeout)
+
+
+def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
+    """The result of `action`, which may hang in a store whose host is cut off."""
+    results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((action(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    try:
+        value, error = results.get(timeout=timeout.total_seconds() + 2)
+    except Empty:
+        raise TimeoutError(
+            f"the store at {here.init_method} (MASTER_ADDR={os.environ.get('MASTER_ADDR')}) has not answered "
+            f"for {timeout.total_seconds():.0f} s (distributed.timeout_s): the host of rank 0 is cut off"
+        ) from None
+    if error is not None:
+        raise error
+    return cast(_T, value)
+
+
+def _meet(
+    here: Place, introduction: Mapping[str, Any], timeout: timedelta
+) -> tuple[dist.Store, list[int], list[dict[str, Any]]]:
+    assert here.init_method is not None
     shown = f"{timeout.total_seconds():.0f} s (distributed.timeout_s)"
     try:
         store, is_stale = _open(here.init_method, here, timeout)
@@ -41,13 +82,17 @@ def meet(here: Place, timeout: timedelta) -> tuple[dist.Store, list[int]]:
             f"rank {here.rank} waited {shown} for rank 0 to open {here.init_method}; does it run on that "
             "host, and can this one reach it?"
         ) from error
-    # A second run in the same processes meets in the same store, and must not read what the first left.
-    store = dist.PrefixStore(f"run_{next(_runs)}", store)
+    if here.under_torchrun:
+        store = _of_this_attempt(store, here, timeout, shown)
+    else:
+        # A second run in the same processes meets in the same store, and must not read what the first left.
+        store = dist.PrefixStore(f"run_{next(_runs)}", store)
     if is_stale:
         store.set("met", "stale")
     if is_stale or store.check([f"arrived/{here.rank}"]):
         raise _stale(here)
-    store.set(f"arrived/{here.rank}", socket.gethostname() if here.host is None else str(here.host))
+    host = socket.gethostname() if here.host is None else str(here.host)
+    store.set(f"arrived/{here.rank}", json.dumps([host, dict(introduction)]))
     arrivals = [f"arrived/{rank}" for rank in range(here.world_size)]
     try:
         store.wait(arrivals if here.rank == 0 else ["met"], timeout)
@@ -58,9 +103,41 @@ def meet(here: Place, timeout: timedelta) -> tuple[dist.Store, list[int]]:
         store.set("met", "yes")
     elif store.get("met") != b"yes":
         raise _stale(here)
-    names = [store.get(key) for key in arrivals]
+    names, introductions = zip(*(json.loads(store.get(key)) for key in arrivals), strict=True)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return store, [numbers[name] for name in names]
+    return store, [numbers[name] for name in names], list(introductions)
+
+
+def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, shown: str) -> dist.Store:
+    """The part of torchrun's store that this attempt has to itself.
+
+    The agent keeps one store across restarts, agents of several hosts may count restarts differently, and a
+    second run in the same processes meets there too. So rank 0 draws a name for the attempt and answers each
+    rank that asks, under a name which that rank has drawn: those of earlier attempts ask no more.
+    """
+    name = secrets.token_hex(8)
+    if here.rank == 0:
+        threading.Thread(target=_answer, args=(store.clone(), name), daemon=True).start()
+        return dist.PrefixStore(f"attempt/{name}", store)
+    store.append("attempt/asking", f"{name} ")  # type: ignore[attr-defined]  # torch's stub forgets it
+    try:
+        store.wait([f"attempt/answer/{name}"], timeout)
+    except RuntimeError as error:
+        raise TimeoutError(f"waited {shown} for all {here.world_size} ranks; missing: [0]") from error
+    return dist.PrefixStore(f"attempt/{store.get(f'attempt/answer/{name}').decode()}", store)
+
+
+def _answer(store: dist.Store, name: str) -> None:
+    """Tell `name` to all that ask, until all are there, or the run has given up."""
+    answered: set[str] = set()
+    with contextlib.suppress(RuntimeError):
+        while not store.check([f"attempt/{name}/met"]):
+            if store.check(["attempt/asking"]):
+                asking = set(store.get("attempt/asking").decode().split())
+                for other in asking - answered:
+                    store.set(f"attempt/answer/{other}", name)
+                answered |= asking
+            time.sleep(0.01)
 
 
 def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:

@@ -19,8 +19,10 @@ from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.deferred import Deferred, deferred
 from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
-from trainer.errors import UserError, writing
+from trainer.errors import EndedBefore, UserError, writing
+from trainer.faults import failure
 from trainer.faults.rehearsal import Rehearsal
+from trainer.launch.place import place
 from trainer.loggers import RunLog, messages, table
 from trainer.loop import Job, fit
 from trainer.optim import check_optimizer, check_schedule
@@ -42,12 +44,22 @@ def run(config: Config) -> dict[str, Any]:
     Raises:
         UserError: a setting that does not fit this machine, this data or the other ranks.
     """
-    with StopRequest() as stop_request, process_group(config.distributed) as dist, ExitStack() as held:
+    launched = place(config.distributed).under_torchrun
+    with (
+        StopRequest(launched) as stop_request,
+        process_group(config.distributed) as dist,
+        ExitStack() as held,
+    ):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks(shared, dist)
+        assert dist.watch is not None
+        attempt = dist.watch.attempt
+        if ended := on_main(lambda: failure.last_word(config.run_dir, attempt), dist):
+            raise EndedBefore(ended["status"], ended["message"])
         run_id, chosen = on_main(lambda: _settle(config, held), dist)
         config = dataclasses.replace(config, **chosen)
         run_dir = Path(chosen["run_dir"])
+        dist.watch.writes_to(run_dir)
         with messages(dist, run_dir):
             job = assemble(config, run_id, dist, stop_request)
             figures = fit(job)
@@ -221,6 +233,7 @@ def _settle(config: Config, held: ExitStack) -> tuple[str, dict[str, Any]]:
         "run_dir": str(run_dir.path),
         "seed": secrets.randbits(31) if seed is None else seed,
     }
+    failure.forget(run_dir.path)
     with writing(run_dir.path):
         (run_dir.path / "config.yaml").write_text(to_yaml(dataclasses.replace(config, **chosen)))
     return run_dir.run_id, chosen

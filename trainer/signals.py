@@ -1,42 +1,58 @@
 """A signal asks for a stop; the loop decides where: at the next step boundary, on all ranks at once."""
 
+import ctypes
 import os
 import signal
 import time
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+# One of its own for the death of the launcher, which nobody else sends: a launcher that first passes SIGTERM
+# on and then dies has asked once.
+_LAUNCHER_DIED = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 1
 
 # Slurm signals the whole step and torchrun passes the same signal on: one request may arrive twice.
 _SAME_REQUEST_S = 0.5
 
 
 class StopRequest:
-    """A flag set by SIGTERM, SIGINT or SIGUSR1 while the ``with`` block runs; a second signal ends the
-    process.
+    """A flag set by SIGTERM, SIGINT, SIGHUP or SIGUSR1 while the ``with`` block runs, or by the death of the
+    launcher, where there is one; a second signal ends the process.
 
     The flag belongs to this process alone: ranks agree on it by a reduction at each step boundary. Must be
     entered in the main thread, as Python delivers signals there. A handler only runs between two bytecodes,
     so a rank that waits inside a collective answers when the collective returns.
+
+    Args:
+        launched: by a process that this one must not outlive, as torchrun's agent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launched: bool = False) -> None:
         self.signal: signal.Signals | None = None
+        self._launched, self._parent = launched, os.getppid()
         self._first_at_s = 0.0
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     @property
     def is_set(self) -> bool:
         return self.signal is not None
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        self._previous = {int(number): signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        if self._launched and hasattr(signal, "SIGRTMIN"):  # Linux
+            self._previous[_LAUNCHER_DIED] = signal.signal(_LAUNCHER_DIED, self._on_death)
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, _LAUNCHER_DIED)
+            self._on_death(_LAUNCHER_DIED, None)  # it may have died before
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _LAUNCHER_DIED in self._previous:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing is left to save
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -47,3 +63,8 @@ class StopRequest:
         elif now_s - self._first_at_s > _SAME_REQUEST_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _on_death(self, number: int, frame: FrameType | None) -> None:
+        # The kernel tells of the end of the thread that started this process, too.
+        if os.getppid() != self._parent and self.signal is None:
+            self.signal, self._first_at_s = signal.SIGTERM, time.monotonic()

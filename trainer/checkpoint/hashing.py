@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from trainer.checkpoint.reading import PlainFile
+from trainer.faults.heartbeat import progress
 
 _BLOCK_BYTES = 1 << 20
 _WORTH_A_THREAD_BYTES = 1 << 18
@@ -60,6 +61,7 @@ class HashingFile:
             if hashed is not None:
                 hashed.result()  # the caller may reuse its buffer as soon as this returns
         self._bytes += len(view)
+        progress()  # a slow disk is not silence
         self._push(len(view))
         return len(view)
 

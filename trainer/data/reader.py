@@ -57,6 +57,8 @@ class BatchReader(Dataset[Any]):
             return self._read_batch(key)
         except UserError as error:
             return error
+        finally:
+            self.heartbeat.rest()
 
     def _read_batch(self, key: Any) -> Any:
         raise NotImplementedError

@@ -5,6 +5,7 @@ shared record: no lock, no system call but for the clock, a microsecond a phase.
 of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -45,7 +46,7 @@ class Beat:
         step: the optimizer step being made, counted from 1; 0 before the first.
         since_ns: when this phase was entered.
         bucket: the bucket of gradients handed over last in this phase, if any; `buckets` counts them all.
-        index: the sample being read, or the first one of the batch; None if there was none yet.
+        index: the sample being read, or the first one of the batch; None between batches.
         progress_ns: the last sign of progress: the phase, a bucket, a sample, bytes of a checkpoint.
         tick_ns: when the process's own watch was last awake; 0 if it has none.
     """
@@ -117,6 +118,11 @@ class Heartbeat:
         words[_INDEX] = index
         words[_SINCE] = words[_PROGRESS] = time.monotonic_ns()
 
+    def rest(self) -> None:
+        """A data worker's batch is read."""
+        self._words[_INDEX] = _NONE
+        self._words[_PROGRESS] = time.monotonic_ns()
+
     def reserve(self, num_workers: int) -> int:
         """Records for so many data workers, which are forked later: the number of the first."""
         first = self._num_reserved + 1
@@ -142,12 +148,28 @@ class Heartbeat:
         """Leave word of how this process ends (plain values), to be read when it is gone."""
         text = json.dumps(facts).encode()
         begin = _SIZE - _NOTE_BYTES
+        self._memory[begin : begin + 8] = bytes(8)
         assert len(text) <= _NOTE_BYTES - 8, "a note this long is no note"
         self._memory[begin + 8 : begin + 8 + len(text)] = text
         self._memory[begin : begin + 8] = len(text).to_bytes(8, "little")  # last: whole or not there
 
     def records(self) -> "Records":
         return Records(self._memory)
+
+
+_of_this_process: Heartbeat | None = None
+
+
+def set_mine(heartbeat: Heartbeat) -> None:
+    """Make `heartbeat` the one of which `progress` tells."""
+    global _of_this_process
+    _of_this_process = heartbeat
+
+
+def progress() -> None:
+    """Called where files are written piece by piece, far from anybody who knows of heartbeats."""
+    if _of_this_process is not None:
+        _of_this_process.progress()
 
 
 class Records:
@@ -188,7 +210,9 @@ class Records:
         """How the process said it ends; None if it did not."""
         begin = _SIZE - _NOTE_BYTES
         size = int.from_bytes(self._memory[begin : begin + 8], "little")
-        return json.loads(self._memory[begin + 8 : begin + 8 + size]) if size else None
+        with contextlib.suppress(ValueError):  # one that is being replaced is not there for a moment
+            return json.loads(self._memory[begin + 8 : begin + 8 + size]) if size else None
+        return None
 
 
 def _words(memory: mmap.mmap, slot: int) -> memoryview:

@@ -1,7 +1,9 @@
 """How a process of a run ends: messages, exit codes."""
 
+import ctypes
 import hashlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ from trainer.errors import RunEndError, StoppedBySignal, UserError
 from trainer.launch.place import place, told_rank
 from trainer.overrides import in_words
 
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
 
 @contextmanager
 def exits() -> Iterator[None]:
@@ -27,6 +31,7 @@ def exits() -> Iterator[None]:
     # Hydra would otherwise print errors by itself, on every rank, and hide their traceback from torchrun.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        _end_with_the_launcher()
         yield
     except (RunEndError, HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
@@ -40,6 +45,12 @@ def exits() -> Iterator[None]:
 
             ErrorHandler().record_exception(error)
         raise
+
+
+def _end_with_the_launcher() -> None:
+    """Die with torchrun until the run takes over (see StopRequest): there is nothing to save."""
+    if place().under_torchrun and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def refuse_sweep_in_ranks(num_trials: int) -> None:

@@ -1,0 +1,171 @@
+"""Who stopped first, on records that are played: no process, no clock."""
+
+from dataclasses import replace
+
+import pytest
+
+from trainer.faults.verdict import Observed, judge, slow
+
+T = 10.0
+
+
+def rank(number: int, **facts: object) -> Observed:
+    """One of four on two hosts, in the forward pass of step 7 a moment ago, if `facts` say nothing else."""
+    usual = {"phase": "forward", "step": 7, "position": 40, "silent_s": 0.1, "asleep_s": 0.1}
+    return Observed(number, number // 2, f"node{number // 2}", 100 + number, **{**usual, **facts})  # type: ignore[arg-type]
+
+
+def four(changed: dict[int, dict[str, object]], **others: object) -> list[Observed]:
+    return [rank(number, **changed.get(number, others)) for number in range(4)]
+
+
+WAITING = {"phase": "backward", "position": 41, "bucket": 0, "buckets": 9}
+SYMPTOM = {**WAITING, "status": 1, "symptom": True, "error": "RuntimeError: gloo", "ended_s": 2.3}
+
+
+def silent(facts: dict[str, object], seconds: float) -> dict[str, object]:
+    return {**facts, "silent_s": seconds}
+
+
+CASES = {
+    "killed, the others cut off by it": (
+        four({1: {"state": "dead", "ended_s": 2.4, "ending": "died of SIGKILL"}}, **SYMPTOM),
+        True,
+        (1, "died", "rank 1 (host 0, node0, pid 101) died of SIGKILL, in forward of step 7"),
+    ),
+    "killed, and its parent asked first": (
+        four({1: {"state": "dead", "ended_s": 0.1}}, **WAITING),
+        False,
+        (1, "died", "gone without a word"),
+    ),
+    "raised": (
+        four({2: {"status": 1, "error": "ValueError: boom", "where": "mine.py:3 in f", "ended_s": 0.2}}),
+        False,
+        (2, "raised", "failed in forward of step 7, at mine.py:3 in f: ValueError: boom"),
+    ),
+    "two raised: the first": (
+        four(
+            {
+                2: {"status": 1, "error": "ValueError: second", "ended_s": 0.2},
+                3: {"status": 1, "error": "ValueError: first", "ended_s": 0.3},
+            }
+        ),
+        False,
+        (3, "raised", "ValueError: first"),
+    ),
+    "stopped, behind": (
+        four({3: {"state": "stopped", "silent_s": 10.1, "asleep_s": 10.1}}, **silent(WAITING, 10.0)),
+        False,
+        (3, "stopped", "is stopped (SIGSTOP, or a debugger) in forward of step 7, for 10.1 s"),
+    ),
+    "stopped in the same phase as the others": (
+        four({3: silent({**WAITING, "state": "stopped"}, 10.1)}, **SYMPTOM),
+        True,
+        (3, "stopped", "backward (bucket 0 handed over) of step 7"),
+    ),
+    "an endless loop": (
+        four({0: {"silent_s": 10.1, "where": "mine.py:9 in f"}}, **silent(WAITING, 10.0)),
+        False,
+        (0, "hangs", "hangs in forward of step 7 for 10.1 s, at mine.py:9 in f"),
+    ),
+    "an endless loop while the others go on evaluating": (
+        four({0: {"phase": "evaluate", "silent_s": 10.1}}, phase="evaluate", position=60),
+        False,
+        (0, "hangs", "hangs in the evaluation of step 7"),
+    ),
+    "an endless loop in C": (
+        four({2: {**silent(WAITING, 10.2), "asleep_s": 10.2}}, **silent(WAITING, 10.1)),
+        False,
+        (2, "hangs", "does not let go of the interpreter"),
+    ),
+    "an endless loop in a data worker": (
+        four(
+            {1: {"phase": "data", "position": 39, "silent_s": 10.2, "worker": "its data worker 9 reads 77"}},
+            **silent(WAITING, 10.1),
+        ),
+        False,
+        (1, "hangs", "hangs in data of step 7 for 10.2 s; its data worker 9 reads 77"),
+    ),
+    "a bucket behind": (
+        four({2: silent({**WAITING, "buckets": 8}, 10.2)}, **silent(WAITING, 10.1)),
+        False,
+        (2, "hangs", "hangs in backward"),
+    ),
+    "all in one phase, and one does not wait": (
+        four({2: silent(WAITING, 10.2)}, **silent({**WAITING, "waits": True}, 10.1)),
+        False,
+        (2, "hangs", "hangs in backward"),
+    ),
+    "one that waits in vain is not the one": (
+        four({2: silent(WAITING, 10.2)}, **SYMPTOM),
+        True,
+        (2, "hangs", "hangs in backward"),
+    ),
+    "whom all blame, directly or not": (
+        [rank(0, **SYMPTOM, peer=1), rank(1, **SYMPTOM, peer=2), rank(2, **SYMPTOM), rank(3, **SYMPTOM, peer=0)],
+        True,
+        (2, "hangs", "rank 2"),
+    ),
+    "a cut link": (
+        four({2: {"heard_s": 10.3}, 3: {"heard_s": 10.3}}, **silent(WAITING, 10.1)),
+        False,
+        (2, "lost", "host 1 (node1) with rank 2, rank 3: not heard of for 10.3 s, lost or cut off"),
+    ),
+    "a cut link in the set-up": (
+        four(
+            {2: {"heard_s": 10.3, "step": 0, "position": 0}, 3: {"heard_s": 10.3, "step": 0, "position": 0}},
+            step=0, position=0, silent_s=10.1,
+        ),
+        False,
+        (2, "lost", "not heard of"),
+    ),
+    "a network that breaks while all are well": (
+        four({}, **SYMPTOM),
+        True,
+        (0, "unknown", "no process is gone, stopped or behind"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_to_stop_is_named(case: str) -> None:
+    ranks, pressing, (culprit, kind, words) = CASES[case]
+    for order in (ranks, ranks[::-1]):
+        verdict = judge(order, T, pressing)
+        assert verdict is not None
+        assert (verdict.ranks[0], verdict.kind) == (culprit, kind), verdict
+        assert words in verdict.message
+        assert {"rank", "host", "phase", "where", "step", "silent_s"} == verdict.facts.keys()
+
+
+NO_REASON = {
+    "all are well": four({}),
+    "slow, but not for long enough": four({1: silent({}, 9.0)}, **silent(WAITING, 8.9)),
+    "torch compiles in the first step": four({}, step=1, silent_s=100.0),
+    "somebody still writes the checkpoint": four(
+        {0: {"phase": "checkpoint", "silent_s": 0.2}}, phase="checkpoint", silent_s=100.0
+    ),
+    "set-up takes long": four({}, phase="set_up", step=0, position=0, silent_s=100.0),
+    "communication has only just failed": four({1: silent(WAITING, 1.0)}, **{**SYMPTOM, "ended_s": 0.5}),
+    "others have ended well": four({1: {"silent_s": 0.1}}, status=0, silent_s=50.0),
+}
+
+
+@pytest.mark.parametrize("case", NO_REASON)
+def test_without_a_reason_there_is_no_verdict(case: str) -> None:
+    assert judge(NO_REASON[case], T, pressing=False) is None
+
+
+def test_a_slow_rank_is_named_while_it_is_slow() -> None:
+    late = four({1: silent({}, 3.0)}, **silent(WAITING, 2.9))
+    assert slow(late, 1.0) == late[1]
+    assert slow(late, 2.95) is None, "the others wait for less"
+    assert slow([replace(each, position=40, buckets=0) for each in late], 1.0) is None, "nobody is behind"
+
+
+def test_an_orderly_end_passes_its_status_on() -> None:
+    verdict = judge(
+        four({3: {"status": 2, "orderly": True, "error": "no such file", "ended_s": 6.0}}), T, False
+    )
+    assert verdict is not None
+    assert (verdict.kind, verdict.status, verdict.ranks) == ("orderly", 2, (3,))

@@ -1,0 +1,41 @@
+"""failure.json: how a run ended that did not end well."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+
+NAME = "failure.json"
+_FINAL = {error.exit_code for error in (UserError, NonFiniteLossError, StoppedBySignal)}
+
+
+def write(run_dir: Path, facts: dict[str, Any]) -> None:
+    """Write `facts` whole or not at all; `status` and `message` among them."""
+    if not run_dir.is_dir():
+        return  # another host's disk, or the run ended before it had one
+    temporary = run_dir / f".{NAME}.{os.getpid()}"
+    temporary.write_text(json.dumps(facts, indent=2) + "\n")
+    temporary.replace(run_dir / NAME)
+
+
+def read(run_dir: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        facts = json.loads((run_dir / NAME).read_text())
+        if isinstance(facts, dict) and isinstance(facts.get("status"), int):
+            return facts
+    return None
+
+
+def last_word(run_dir: str | None, attempt: int) -> dict[str, Any] | None:
+    """What failure.json says of an earlier attempt of this launch that a restart cannot help; else None."""
+    facts = read(Path(run_dir)) if run_dir is not None and attempt > 0 else None
+    return facts if facts is not None and facts["status"] in _FINAL else None
+
+
+def forget(run_dir: Path) -> None:
+    """What an earlier run, or attempt, left says nothing of the one that begins."""
+    with contextlib.suppress(OSError):
+        (run_dir / NAME).unlink(missing_ok=True)

@@ -1,0 +1,83 @@
+"""What the system says of other processes of this host: stopped, dead and of what, and short of memory."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+
+def state(pid: int) -> str:
+    """running | stopped | dead. A zombie is dead: it only waits for its parent to ask."""
+    fields = _stat(pid)
+    if fields is None or fields[0] in "ZX":
+        return "dead"
+    return "stopped" if fields[0] in "Tt" else "running"
+
+
+def ending(pid: int) -> str | None:
+    """How a process that has just died did, in words; None once its parent has asked and it is gone."""
+    fields = _stat(pid)
+    if fields is None or fields[0] not in "ZX":
+        return None
+    code = int(fields[49])  # as wait(2) gives it
+    number = code & 0x7F
+    if not number:
+        return f"left with exit status {code >> 8}"
+    with contextlib.suppress(ValueError):
+        return f"died of {signal.Signals(number).name}"
+    return f"died of signal {number}"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on; None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+class MemoryKills:
+    """How often the kernel has killed for want of memory since this was made, where it can be read."""
+
+    def __init__(self) -> None:
+        self._sources = [Path("/proc/vmstat"), *_of_cgroup()]
+        self._before = {path: _oom_kills(path) for path in self._sources}
+
+    def words(self) -> str | None:
+        """Who says that there was one; None if nobody does."""
+        for path in reversed(self._sources):  # the cgroup first: it is ours alone
+            if _oom_kills(path) > self._before[path]:
+                who = "the kernel" if path.name == "vmstat" else "the cgroup"
+                return f"for want of memory, says {who} ({path})"
+        return None
+
+
+def _of_cgroup() -> list[Path]:
+    """memory.events of this process's control group (version 2) or memory.oom_control (1)."""
+    files = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                files.append(Path("/sys/fs/cgroup" + path.rstrip("/"), "memory.events"))
+                files.append(Path("/sys/fs/cgroup/memory.events"))  # as a container sees its own
+            elif "memory" in controllers.split(","):
+                files.append(Path("/sys/fs/cgroup/memory" + path.rstrip("/"), "memory.oom_control"))
+    return [file for file in files if file.is_file()]
+
+
+def _oom_kills(path: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0
+
+
+def watch_for_death(pid: int) -> int:
+    """A descriptor that polls as readable once the process is dead; -1 where there is none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1

@@ -1,0 +1,115 @@
+"""What hosts tell each other through the store: reports now and then, and one verdict.
+
+All of it in a thread of its own: a store whose host is gone or cut off may hold a call for minutes.
+"""
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from trainer.faults.verdict import Observed, Verdict
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_EVERY_S, _EAGER_EVERY_S, _OTHERS_EVERY_S = 1.0, 0.2, 5.0
+_VERDICT = "verdict"
+
+
+class Reports:
+    """The reports of this host and of the others.
+
+    Args:
+        connect: opens a connection of one's own to the store, where the keys of this attempt are.
+        first: what is known of the ranks of other hosts before they have reported.
+
+    Attributes:
+        verdict: that of the run, once somebody has given one.
+    """
+
+    def __init__(self, connect: Callable[[], "Store"], host: int, first: Iterable[Observed]) -> None:
+        self.verdict: Verdict | None = None
+        self._connect, self._host = connect, host
+        self._known: dict[int, list[Observed]] = {}
+        for rank in first:
+            self._known.setdefault(rank.host, []).append(rank)
+        self._hosts = sorted(self._known)
+        self._counts = dict.fromkeys(self._hosts, -1)
+        now = time.monotonic()
+        self._heard_at = dict.fromkeys(self._hosts, now)
+        self._answered_at = now
+        self._own: list[Observed] = []
+        self._eager, self._asked = False, threading.Event()
+        self._proposed: Verdict | None = None
+        self._agreed = threading.Event()
+        threading.Thread(target=self._run, name="reports", daemon=True).start()
+
+    def tell(self, own: Sequence[Observed], eager: bool) -> None:
+        """This host's report; `eager`: something is wrong, so write and read at once and often."""
+        self._own = list(own)
+        if eager and not self._eager:
+            self._eager = True
+            self._asked.set()
+        self._eager = eager
+
+    def others(self) -> list[Observed]:
+        """What is known of the ranks of the other hosts, with the age of it."""
+        now = time.monotonic()
+        answer_age = now - self._answered_at
+        observed = []
+        for host in self._hosts:
+            age = max(now - self._heard_at[host], answer_age if answer_age > 1.5 * _EVERY_S else 0.0)
+            observed += [dataclasses.replace(rank, heard_s=age) for rank in self._known[host]]
+        return observed
+
+    def agree(self, verdict: Verdict, timeout_s: float) -> Verdict:
+        """The first verdict that a host gives holds for all; without an answer in time, this one."""
+        self._proposed = verdict
+        self._asked.set()
+        self._agreed.wait(timeout_s)
+        return self.verdict or verdict
+
+    def _run(self) -> None:
+        count, next_others, store = 0, 0.0, None
+        while True:
+            try:
+                store = store or self._connect()
+                count += 1
+                report = {"count": count, "ranks": [dataclasses.asdict(rank) for rank in self._own]}
+                store.set(f"report/{self._host}", json.dumps(report))
+                self._settle(store)
+                if self._eager or time.monotonic() >= next_others:
+                    self._read_others(store)
+                    next_others = time.monotonic() + _OTHERS_EVERY_S
+                self._answered_at = time.monotonic()
+            except RuntimeError:  # torch's DistStoreError and DistNetworkError are
+                store = None
+            self._asked.wait(_EAGER_EVERY_S if self._eager else _EVERY_S)
+            self._asked.clear()
+
+    def _settle(self, store: "Store") -> None:
+        if self._proposed is not None:
+            text = json.dumps(dataclasses.asdict(self._proposed))
+            self.verdict = _verdict(store.compare_set(_VERDICT, "", text))
+            self._agreed.set()
+        elif self.verdict is None and store.check([_VERDICT]):
+            self.verdict = _verdict(store.get(_VERDICT))
+
+    def _read_others(self, store: "Store") -> None:
+        for host in self._hosts:
+            if not store.check([f"report/{host}"]):
+                continue
+            report = json.loads(store.get(f"report/{host}"))
+            if report["count"] != self._counts[host]:
+                self._counts[host] = report["count"]
+                self._heard_at[host] = time.monotonic()
+                if report["ranks"]:
+                    self._known[host] = [Observed(**rank) for rank in report["ranks"]]
+
+
+def _verdict(text: bytes) -> Verdict:
+    values = json.loads(text)
+    return Verdict(**{**values, "ranks": tuple(values["ranks"])})

@@ -1,0 +1,140 @@
+"""The Python stacks of a process, taken by a signal that is answered in C, whoever holds the interpreter."""
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+STACK_SIGNAL = signal.SIGUSR2
+_FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
+_ROOT = str(Path(__file__).parents[1]) + os.sep
+_OTHERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+# Whoever is in one of these waits for another rank, or for what a backward pass hands on to them.
+_WAITS: tuple[tuple[str, ...], ...] = (
+    ("torch", "distributed"),
+    ("torch", "autograd"),
+    ("trainer", "guard.py"),
+    ("trainer", "comm"),
+    ("trainer", "distributed.py"),
+    ("trainer", "checkpoint", "agreement.py"),
+)
+# The watch and whom it asks to wait look the same in every process: they tell nothing.
+_OWN = ("trainer", "faults", "watch.py")
+
+Frame = tuple[str, str, str]  # file, line, function
+
+
+class Stacks:
+    """Where this process's stacks go: memory that neighbours can open, and keep when we are dead.
+
+    Answers STACK_SIGNAL, also in processes forked from this one; a fatal signal leaves the stack too.
+    """
+
+    def __init__(self) -> None:
+        self._file: BinaryIO
+        if hasattr(os, "memfd_create"):
+            self._file = os.fdopen(os.memfd_create("ringmaster-stacks"), "r+b", buffering=0)
+        else:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, it stays open
+        self.fd = self._file.fileno()
+        self._crashes = False
+
+    def open(self, crashes: bool) -> None:
+        """Begin to answer; `crashes`: a fatal error's stack goes here too, and not to stderr."""
+        self._crashes = crashes and not faulthandler.is_enabled()
+        if self._crashes:
+            faulthandler.enable(self._file, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, self._file, all_threads=True)
+
+    def close(self) -> None:
+        faulthandler.unregister(STACK_SIGNAL)
+        if self._crashes:
+            faulthandler.disable()
+
+
+class StackReader:
+    """Reads what another process of this host, or this one, has written into its `Stacks`."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
+
+    def read(self, begin: int = 0) -> str:
+        return os.pread(self._fd, 1 << 20, begin).decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+
+def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> list[str]:
+    """Have each process, by pid, write its stacks now, and return them; empty where one does not answer."""
+    begins = [reader.size() for _, reader in readers]
+    for pid, _ in readers:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, STACK_SIGNAL)
+    deadline = time.monotonic() + timeout_s
+    texts = [""] * len(readers)
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        before, texts = texts, [reader.read(at) for (_, reader), at in zip(readers, begins, strict=True)]
+        if all(texts) and texts == before:  # nobody is still writing
+            break
+    return texts
+
+
+def frames_of(text: str) -> list[Frame]:
+    """The frames of the main thread in the last stacks that faulthandler wrote, innermost first."""
+    threads = re.split(r"^(?=Thread 0x|Current thread )", text, flags=re.MULTILINE)
+    # The kernel gives a signal to the main thread, if it can; and the main thread is always written last.
+    chosen = [thread for thread in threads if thread.startswith("Current")] or threads
+    return [(file, line, function) for file, line, function in _FRAME.findall(chosen[-1])]
+
+
+def frames_of_exception(error: BaseException) -> list[Frame]:
+    summary = traceback.extract_tb(error.__traceback__)
+    return [(frame.filename, str(frame.lineno), frame.name) for frame in reversed(summary)]
+
+
+def where(frames: Sequence[Frame]) -> str | None:
+    """The innermost frame of the user's own code; else of this trainer's; else of anybody's."""
+    users = [frame for frame in frames if not _is_others(frame[0]) and not frame[0].startswith(_ROOT)]
+    ours = [frame for frame in frames if frame[0].startswith(_ROOT) and not _within(frame[0], _OWN)]
+    # train.py, a test and the like call the trainer: they are the outermost frames, and tell nothing.
+    if users and ours and frames.index(users[0]) > frames.index(ours[0]):
+        users = []
+    for chosen in (users, ours, frames):
+        if chosen:
+            file, line, function = chosen[0]
+            with contextlib.suppress(ValueError):
+                file = str(Path(file).relative_to(Path.cwd()))
+            return f"{file}:{line} in {function}"
+    return None
+
+
+def waits(frames: Sequence[Frame]) -> bool:
+    """Whether the innermost frame with something to tell is one that waits for other ranks."""
+    for file, _, _ in frames:
+        if _within(file, _OWN) or (file.startswith(sys.prefix) and "torch" not in Path(file).parts):
+            continue
+        return any(_within(file, parts) for parts in _WAITS)
+    return False
+
+
+def _within(file: str, parts: tuple[str, ...]) -> bool:
+    of_file = Path(file).parts
+    return any(of_file[at : at + len(parts)] == parts for at in range(len(of_file)))
+
+
+def _is_others(file: str) -> bool:
+    return file.startswith("<") or any(file.startswith(str(folder) + os.sep) for folder in _OTHERS)

@@ -1,0 +1,241 @@
+"""Who stopped first: what is known of every rank, and what follows from it. No clock, no process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+UNHEARD_S = 2.0  # a host that reports again and again, and then does not for so long, is lost or cut off
+ASLEEP_S = 3.0  # a watch that has not looked for so long is kept from it: its process holds the interpreter
+_WORDS = {
+    "set_up": "the set-up",
+    "evaluate": "the evaluation",
+    "checkpoint": "the checkpoint",
+    "log": "the log",
+    "end": "the end",
+}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What is known of one rank. All times are seconds ago.
+
+    Attributes:
+        heard_s: how old this is: 0 for a rank of this host, for another the age of its host's last report.
+        state: running | stopped (by SIGSTOP or a debugger) | dead.
+        position: phases entered, as in a heartbeat; `buckets` of gradients handed over.
+        silent_s: since its last sign of progress.
+        asleep_s: since its own watch was awake.
+        ended_s: since it died, or left word of its end.
+        ending: how it died, in words, where that could be seen.
+        status: the exit status it left word of; None: no word.
+        error: the last line of the exception it left word of.
+        orderly: that exception is an end whose message says it all; all ranks come to it, as a rule.
+        symptom: that exception is of communication: others may have caused it. `peer` is whom it blames.
+        where: file, line and function of the innermost frame of the user's code, else of the innermost.
+        waits: its stack says that it waits in communication.
+        worker: what its data worker is stuck with, in words.
+    """
+
+    rank: int
+    host: int
+    hostname: str
+    pid: int
+    phase: str = "set_up"
+    step: int = 0
+    position: int = 0
+    buckets: int = 0
+    bucket: int | None = None
+    heard_s: float = 0.0
+    silent_s: float = 0.0
+    asleep_s: float = 0.0
+    state: str = "running"
+    ended_s: float | None = None
+    ending: str | None = None
+    status: int | None = None
+    error: str | None = None
+    orderly: bool = False
+    symptom: bool = False
+    peer: int | None = None
+    where: str | None = None
+    waits: bool = False
+    worker: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (host {self.host}, {self.hostname}, pid {self.pid})"
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """It left word of an exception of its own, or is dead and left none."""
+        if self.status is None:
+            return self.state == "dead"
+        return self.status != 0 and not self.symptom
+
+    @property
+    def doing(self) -> str:
+        phase = _WORDS.get(self.phase, self.phase)
+        if self.bucket is not None:
+            phase = f"backward (bucket {self.bucket} handed over)"
+        return f"{phase} of step {self.step}" if self.step else f"{phase} before the first step"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whom to look at first. `status` is what every rank of the run leaves with."""
+
+    ranks: tuple[int, ...]
+    kind: str  # orderly | raised | died | lost | stopped | hangs | unknown
+    status: int
+    message: str
+    facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
+
+
+def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdict | None:
+    """Say who stopped first, or None while there is no reason to.
+
+    Args:
+        pressing: somebody's communication has failed, and others have had time to say why; otherwise only
+            certain knowledge counts, or a silence of `timeout_s`.
+    """
+    ranks = sorted(ranks, key=lambda rank: rank.rank)
+    if verdict := _of_those_that_ended(ranks):
+        return verdict
+    if pressing or _stuck(ranks, timeout_s):
+        return _of_those_that_wait(ranks)
+    return None
+
+
+def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
+    """The first that failed by itself: a fact, whatever the others wait for."""
+    ended = [rank for rank in ranks if rank.failed_by_itself]
+    if not ended:
+        return None
+    first = max(ended, key=lambda rank: rank.ended_s or 0.0)
+    at = f", at {first.where}" if first.where else ""
+    if first.orderly:
+        return _verdict(first, "orderly", str(first.error), first.status or 1)
+    if first.status is not None:
+        return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}")
+    return _verdict(first, "died", f"{first.ending or 'is gone without a word'}, in {first.doing}{at}")
+
+
+def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
+    """Whether somebody has kept the others waiting for `timeout_s`.
+
+    A rank that is behind all others waits for nobody. Where none is behind, only a silence of all counts; and
+    not before the first step, when torch may compile for as long.
+    """
+    alive = [rank for rank in ranks if rank.status is None or rank.symptom]
+    if len(alive) < 2:
+        return False
+    last = min(alive, key=_progress)
+    if last.silent_s + last.heard_s < timeout_s:
+        return False
+    if _progress(last) < max(map(_progress, alive)):
+        return True
+    unheard = any(rank.heard_s >= UNHEARD_S for rank in alive)
+    return (last.step > 1 or unheard) and all(rank.silent_s + rank.heard_s >= timeout_s for rank in alive)
+
+
+def _of_those_that_wait(ranks: Sequence[Observed]) -> Verdict:
+    """From the surest sign to the least."""
+    silent = [rank for rank in ranks if rank.status is None or rank.symptom]
+    if unheard := [rank for rank in silent if rank.heard_s >= UNHEARD_S]:
+        return _lost(unheard)
+    if stopped := [rank for rank in silent if rank.state == "stopped"]:
+        first = min(stopped, key=_progress)
+        message = f"is stopped (SIGSTOP, or a debugger) in {first.doing}"
+        return _verdict(first, "stopped", f"{message}, for {first.silent_s:.1f} s")
+    quiet = [rank for rank in silent if not rank.symptom]  # the others have waited in vain, and said so
+    if quiet:
+        behind = _first_of(quiet)
+        if len(behind) == 1:
+            return _hangs(behind[0])
+    if culprit := _blamed(ranks):
+        return _hangs(culprit)
+    if quiet and len(quiet) < len(silent):
+        return _hangs(min(quiet, key=_progress))
+    return _unknown(ranks)
+
+
+def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
+    """Those whom the others wait for: asleep, or behind, or not waiting themselves; several if unsure."""
+    asleep = [rank for rank in quiet if rank.asleep_s >= ASLEEP_S]
+    if asleep and len(asleep) < len(quiet):
+        return asleep
+    slowest = min(map(_progress, quiet))
+    behind = [rank for rank in quiet if _progress(rank) == slowest]
+    busy = [rank for rank in behind if not rank.waits]
+    return busy if busy else behind
+
+
+def _blamed(ranks: Sequence[Observed]) -> Observed | None:
+    """Follow the blame from rank to rank, to the one that blames nobody; None where it goes in a circle."""
+    by_rank = {rank.rank: rank for rank in ranks}
+    for start in ranks:
+        seen, at = set(), start
+        while at.peer is not None and at.peer in by_rank and at.rank not in seen:
+            seen.add(at.rank)
+            at = by_rank[at.peer]
+        if seen and at.peer is None:
+            return at
+    return None
+
+
+def slow(ranks: Sequence[Observed], at_least_s: float) -> Observed | None:
+    """The rank that all the others have been waiting for; None if there is no such, or only just."""
+    alive = [rank for rank in ranks if rank.status is None]
+    if len(alive) < 2:
+        return None
+    last, second = sorted(alive, key=_progress)[:2]
+    waits = all(rank.silent_s >= at_least_s for rank in alive)
+    return last if waits and _progress(last) < _progress(second) else None
+
+
+def _progress(rank: Observed) -> tuple[int, int]:
+    return rank.position, rank.buckets
+
+
+def _hangs(rank: Observed) -> Verdict:
+    at = f", at {rank.where}" if rank.where else ""
+    message = f"hangs in {rank.doing} for {rank.silent_s + rank.heard_s:.1f} s{at}"
+    if rank.asleep_s >= ASLEEP_S:
+        message += "; it does not let go of the interpreter"
+    if rank.worker:
+        message += f"; {rank.worker}"
+    return _verdict(rank, "hangs", message)
+
+
+def _lost(unheard: Sequence[Observed]) -> Verdict:
+    first = min(unheard, key=lambda rank: rank.rank)
+    hosts = sorted({(rank.host, rank.hostname) for rank in unheard})
+    of_hosts = " and ".join(f"host {host} ({name})" for host, name in hosts)
+    names = ", ".join(f"rank {rank.rank}" for rank in unheard)
+    age = max(rank.heard_s for rank in unheard)
+    message = (
+        f"{of_hosts} with {names}: not heard of for {age:.1f} s, lost or cut off; "
+        f"rank {first.rank} was last heard of in {first.doing}"
+    )
+    return Verdict(tuple(rank.rank for rank in unheard), "lost", 1, message, _facts(first))
+
+
+def _unknown(ranks: Sequence[Observed]) -> Verdict:
+    """Communication failed and every process is there, as far as can be seen."""
+    said = [rank for rank in ranks if rank.symptom] or list(ranks)
+    first = max(said, key=lambda rank: rank.ended_s or 0.0)
+    message = f"cannot go on in {first.doing}: {first.error or 'all ranks wait'}"
+    return _verdict(first, "unknown", f"{message}; no process is gone, stopped or behind")
+
+
+def _verdict(rank: Observed, kind: str, message: str, status: int = 1) -> Verdict:
+    return Verdict((rank.rank,), kind, status, f"{rank.name} {message}", _facts(rank))
+
+
+def _facts(rank: Observed) -> dict[str, object]:
+    return {
+        "rank": rank.rank,
+        "host": rank.hostname,
+        "phase": "all_reduce" if rank.bucket is not None else rank.phase,
+        "where": rank.where,
+        "step": rank.step,
+        "silent_s": round(rank.silent_s + rank.heard_s, 1),
+    }
