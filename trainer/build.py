@@ -1,5 +1,7 @@
 """From a `_target_` node of the config to the object it describes."""
 
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import hydra.utils
@@ -28,9 +30,19 @@ def build(name: str, node: dict[str, Any], *args: Any, facts: object = None, **k
         if isinstance(cause, UserError):
             raise cause from None
         if cause is None or isinstance(cause, TypeError | ValueError | ImportError | OSError):
-            reason = cause or str(error).splitlines()[0]
+            reason = f"{cause or str(error).splitlines()[0]}{_hidden(node['_target_'])}"
             raise UserError(f"{name}: {node['_target_']} cannot be built: {reason}") from error
         raise cause from None
+
+
+def _hidden(target: str) -> str:
+    """That a folder of the user's has the name of a package of ours, which hides it."""
+    name = target.partition(".")[0]
+    theirs = Path(name).resolve()
+    if name not in ("models", "trainer") or not theirs.exists():
+        return ""
+    ours = Path(str(import_module(name).__file__)).resolve().parent
+    return "" if ours == theirs else f"; {name} is {ours} here and hides {theirs}: give yours another name"
 
 
 def _fact(name: str, key: str, facts: object) -> Any:

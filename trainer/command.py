@@ -1,5 +1,6 @@
 """From a command line to a run: compose the settings, then launch the run or be one of its processes."""
 
+import os
 import sys
 from typing import Any
 
@@ -38,7 +39,15 @@ def compose() -> list[DictConfig]:
     def ringmaster(settings: DictConfig) -> None:
         composed.append(settings)
 
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(ringmaster)()
+    wanted = os.environ.get("HYDRA_FULL_ERROR")
+    # Hydra would otherwise print errors by itself, on every rank, and hide their traceback from torchrun.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(ringmaster)()
+    finally:  # what is launched would inherit it, and end with a traceback instead of its message
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if wanted is not None:
+            os.environ["HYDRA_FULL_ERROR"] = wanted
     return composed
 
 

@@ -109,6 +109,7 @@ CELLS = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
@@ -120,7 +121,7 @@ def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PATH", str(tmp_path / "data"))
         nbclient.NotebookClient(
-            notebook, timeout=110, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}
+            notebook, timeout=250, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}
         ).execute()
     said = ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
     assert "strategy is dpp, but must be one of" in said[1]

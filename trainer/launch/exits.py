@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.errors import RunEndError, StoppedBySignal, UserError
+from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
 from trainer.overrides import in_words
 
@@ -28,8 +29,6 @@ def exits() -> Iterator[None]:
     exception keeps its traceback, and torchrun is told of it as the root cause.
     """
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    # Hydra would otherwise print errors by itself, on every rank, and hide their traceback from torchrun.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         _end_with_the_launcher()
         yield
@@ -66,11 +65,11 @@ def refuse_sweep_in_ranks(num_trials: int) -> None:
 def _say_once(message: str) -> None:
     """Print for all ranks: rank 0 at once; another only if rank 0 then lives on, and so had nothing to say.
 
-    torchrun ends the other ranks as soon as rank 0 has left.
+    torchrun and launch=local end the other ranks as soon as rank 0 has left.
     """
     rank = told_rank()
     if rank:
-        time.sleep(3)
+        time.sleep(10 if launched_by() == "local" else 3)  # a slow exit of rank 0 costs nothing there
     if _said_on_this_host(message):
         return
     print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)

@@ -133,15 +133,15 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
         if deadline == float("inf") and any(codes):
-            mistaken = codes[0] == _MISTAKE  # it has said what the others would say
-            deadline = time.monotonic() + (0 if mistaken else _GRACE_S)
+            has_told = codes[0] in (_MISTAKE, _NOT_FINITE)  # what the others would say, too
+            deadline = time.monotonic() + (0 if has_told else _GRACE_S)
         time.sleep(_POLL_S)
 
 
 def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
     """What the launcher ends with, after naming those that could not say themselves why they ended."""
     for rank, code in enumerate(codes):
-        if code is None and codes[0] != _MISTAKE:
+        if code is None and codes[0] not in (_MISTAKE, _NOT_FINITE):
             _say(f"rank {rank} was still there {_GRACE_S:.0f} s after the others, and was killed")
         elif code is not None and code < 0:
             hint = ": out of memory, or somebody's kill -9" if code == -signal.SIGKILL else ""

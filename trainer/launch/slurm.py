@@ -109,7 +109,7 @@ def _wait(job: str, stop: Path) -> int:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.touch()
-        how = [] if _state(job)[0] == "PENDING" else ["--signal=TERM"]
+        how = [] if _state(job)[0] == "PENDING" else ["--signal=USR1"]
         subprocess.run(["scancel", *how, job], check=False, timeout=60)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -1,0 +1,115 @@
+"""Every way to start the same run of two processes ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slurm import cluster
+
+ROOT = Path(__file__).parents[2]
+RUN = ["train.max_steps=8", "seed=3", "distributed.device=cpu"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TRAIN = [sys.executable, str(ROOT / "train.py")]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def ended(*commands: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT) -> list[int]:
+    """Run these side by side, to the end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    started = [subprocess.Popen(command, cwd=cwd, env=environment) for command in commands]
+    return [process.wait(100) for process in started]
+
+
+def sha(run_dir: Path) -> str:
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["world_size"] == 2
+    return str(result["param_sha256"])
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run_dir = tmp_path_factory.mktemp("torchrun")
+    assert ended([*TORCHRUN, "train.py", *RUN, f"run_dir={run_dir}"]) == [0]
+    return sha(run_dir)
+
+
+def test_launch_local_from_anywhere(expected: str, tmp_path: Path) -> None:
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    assert ended([*TRAIN, *RUN, "launch=local", "launch.processes=2", "run_dir=here"], cwd=here) == [0]
+    assert sha(here / "here") == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"), [(["train.global_batch_size=2001"], 2), (["optim.lr=1e30", "train.max_steps=40"], 3)]
+)
+def test_the_status_of_real_ranks_arrives(wrong: list[str], status: int, tmp_path: Path) -> None:
+    command = [*TRAIN, *RUN, *wrong, "launch=local", "launch.processes=2", f"run_dir={tmp_path}/x"]
+    assert ended(command) == [status]
+
+
+@pytest.mark.parametrize("scheme", ["tcp://127.0.0.1:29817", "file://{}/meet"])
+def test_by_hand(scheme: str, expected: str, tmp_path: Path) -> None:
+    by_hand = [f"distributed.init_method={scheme.format(tmp_path)}", "distributed.world_size=2"]
+    commands = [
+        [*TRAIN, *RUN, *by_hand, f"distributed.rank={rank}", f"run_dir={tmp_path}/run"] for rank in (1, 0)
+    ]
+    assert ended(*commands) == [0, 0]
+    assert sha(tmp_path / "run") == expected
+
+
+def test_mpirun(expected: str, tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun: apt-get install openmpi-bin")
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    mpirun = ["mpirun", "--oversubscribe", "-n", "2"]
+    assert ended([*mpirun, *TRAIN, *RUN, f"run_dir={tmp_path}/run"], env=as_root) == [0]
+    assert sha(tmp_path / "run") == expected
+
+
+def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
+    with cluster(tmp_path / "slurm") as env:
+        assert ended(["srun", "-N2", "-n2", *TRAIN, *RUN, f"run_dir={tmp_path}/srun"], env=env) == [0]
+        launch = [*TRAIN, "launch=slurm", "launch.nodes=2", "launch.time=5"]
+        assert ended([*launch, *RUN, f"run_dir={tmp_path}/sbatch"], env=env) == [0]
+        assert ended([*launch, *RUN, "train.global_batch_size=2001", f"run_dir={tmp_path}/bad"], env=env) == [
+            2
+        ]
+        assert ended([*launch, *RUN, "launch.partition=none", f"run_dir={tmp_path}/no"], env=env) == [2]
+    assert sha(tmp_path / "srun") == sha(tmp_path / "sbatch") == expected
+
+
+def test_a_wheel_in_an_empty_directory(expected: str, tmp_path: Path) -> None:
+    """`pip install` of the wheel, where nothing but what it depends on is installed already."""
+    source, empty, environment = tmp_path / "source", tmp_path / "empty", tmp_path / "environment"
+    tracked = ["trainer", "models", "conf", "ringmaster.py", "pyproject.toml", "README.md", "LICENSE"]
+    for name in tracked:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(
+            ROOT / name,
+            (source / name) if (ROOT / name).is_dir() else (source.mkdir(exist_ok=True) or source / name),
+        )
+    empty.mkdir()
+    pip = [sys.executable, "-m", "pip"]
+    assert ended([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]) == [0]
+    assert ended([sys.executable, "-m", "venv", "--without-pip", str(environment)]) == [0]
+    here, there = (
+        next(Path(prefix).glob("lib/python*/site-packages")) for prefix in (sys.prefix, environment)
+    )
+    (there / "dependencies.pth").write_text(f"{here}\n")
+    wheel = next(tmp_path.glob("*.whl"))
+    python = str(environment / "bin" / "python")
+    assert ended([*pip, "--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]) == [
+        0
+    ]
+    command = [str(environment / "bin" / "ringmaster"), *RUN, "launch=local", "launch.processes=2"]
+    assert ended([*command, "run_dir=run"], cwd=empty) == [0]
+    assert sha(empty / "run") == expected

@@ -1,0 +1,95 @@
+"""A real SLURM of two nodes on this host, of one core each, for as long as a test needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_CONF = """
+ClusterName=test
+SlurmctldHost={host}
+SlurmctldPort={port}
+AuthType=auth/munge
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/ctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/ctld.log
+SlurmdLogFile={folder}/%n.log
+ReturnToService=2
+NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={port0} CPUs=1 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=1 State=UNKNOWN
+PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+"""
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[dict[str, str]]:
+    """Yield the variables by which srun and sbatch find it; skips the test where SLURM cannot be."""
+    missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge")
+    if os.geteuid():
+        pytest.skip("SLURM's servants need root")
+    for name in ("state", "spool.n0", "spool.n1"):
+        (folder / name).mkdir(parents=True)
+    ports = dict(zip(("port", "port0", "port1"), _free_ports(3), strict=True))
+    conf = folder / "slurm.conf"
+    conf.write_text(_CONF.format(folder=folder, host=socket.gethostname().split(".")[0], **ports))
+    environment = {"SLURM_CONF": str(conf)}
+    everything = {**os.environ, **environment}
+    with contextlib.ExitStack() as stack:
+        if subprocess.run(["munge", "-n"], capture_output=True, timeout=30, check=False).returncode:
+            Path("/run/munge").mkdir(exist_ok=True)
+            shutil.chown("/run/munge", "munge")
+            stack.enter_context(_servant("runuser", "-u", "munge", "--", "munged", "--foreground", "--force"))
+            time.sleep(1)
+        stack.enter_context(_servant("slurmctld", "-D", "-c", "-f", str(conf), env=everything))
+        for node in ("n0", "n1"):
+            stack.enter_context(_servant("slurmd", "-D", "-N", node, "-f", str(conf), env=everything))
+        deadline = time.monotonic() + 60
+        idle = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
+        while (
+            subprocess.run(idle, env=everything, capture_output=True, text=True, timeout=30).stdout.strip()
+            != "2"
+        ):
+            assert time.monotonic() < deadline, (folder / "ctld.log").read_text()
+            time.sleep(0.2)
+        yield environment
+        subprocess.run(["scancel", "--user=root"], env=everything, timeout=30, check=False)
+
+
+@contextlib.contextmanager
+def _servant(*argv: str, env: dict[str, str] | None = None) -> Iterator[None]:
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in sockets]
