@@ -578,7 +578,7 @@ MISFITS |= {
     "betas a mapping by lists": state(*_GROUP, "betas", to={"$dict": [[[1], 2]]}),
     "betas a mapping of singles": state(*_GROUP, "betas", to={"$dict": [[1]]}),
     "another parameter's state": state("state", "optimizer", "state", "none", to={"step": 1}),
-    "a parameter's state a text": state("state", "optimizer", "state", "first.bias", to="gone"),
+    "a parameter's state a text": state("state", "optimizer", "state", "unused", to="gone"),
     "last_epoch a text": state("state", "schedule", "last_epoch", to="2"),
     "no last_epoch": state("state", "schedule", "last_epoch", drop=True),
     "base_lrs empty": state("state", "schedule", "base_lrs", to=[]),
@@ -587,7 +587,7 @@ MISFITS |= {
     "a schedule's optimizer replaced": state("state", "schedule", "optimizer", to="gone"),
     "the scale a text": state("state", "scaler", "scale", to="1"),
     "no scale": state("state", "scaler", "scale", drop=True),
-    "no exp_avg": state("state", "optimizer", "state", "first.bias", to={"step": 2.0}),
+    "no exp_avg": state("state", "optimizer", "state", "unused", to={"step": 2.0}),
     "exp_avg a text": state("state", "optimizer", "state", "unused", to=_MOMENTS | {"exp_avg": "gone"}),
     "exp_avg of another shape": tensors(lambda c: c | {"optimizer.state.first.bias.exp_avg": torch.ones(1)}),
     "words of the generator cut short": tensors(
