@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from tests.runs import job_of, settings
+from tests.runs import job_of, settings, train
 from tests.test_replicas import QUICK
 from trainer.config import RankFaultConfig
 from trainer.errors import NonFiniteLossError, ReplicasDifferError, UserError
@@ -86,6 +86,17 @@ def test_ranks_are_hit_where_they_should(tmp_path: Path) -> None:
         assert rank == ("UserError", "fault.rank is 3, but the ranks of this run are 0 to 2")
         assert step == ("UserError", "fault.step is 6, but the run has 5 steps")
         assert host == ("UserError", "fault.host is 2, but the hosts of this run are 0 to 1")
+
+
+def up_to_nan(run_dir: Path) -> None:
+    with pytest.raises(NonFiniteLossError):
+        train(*QUICK, f"run_dir={run_dir}", "fault=nan", "fault.step=2")
+
+
+def test_failure_json_names_whom_the_error_is_about(tmp_path: Path) -> None:
+    run_ranks(up_to_nan, 2, tmp_path, init=False)
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert (failure["status"], failure["rank"], failure["step"]) == (3, 1, 2)
 
 
 def strike(kind: str, run_dir: Path) -> int:

@@ -217,7 +217,9 @@ class Watch:
             self._closed.wait(_GRACE_S + _ALONE_S)
         elif isinstance(error, RunEndError):
             if self._rank == 0 or self._run_dir is None or failure.read(self._run_dir) is None:
-                own = self._here[self._rank].observe()
+                about = self._members[error.ranks[0] if error.ranks else self._rank]
+                own = self._here[self._rank].observe()  # all raise it at the same place
+                own = replace(own, rank=about.rank, host=about.host, hostname=about.hostname, pid=about.pid)
                 self._write(_of_one(own, _status(error), str(error)))
         elif not any(other.records.note() is None for other in self._others_here()):
             self._speak_at_exit()
