@@ -31,6 +31,7 @@ def _plateau(run_dir: Path) -> list[Any]:
     whole = train(*PLATEAU, "train.epochs=4", f"run_dir={run_dir / 'whole'}")
     stopped = run_dir / "whole" / "checkpoints" / "step_00000044"
     options = (*PLATEAU, "train.epochs=4", f"run_dir={run_dir / 'resumed'}", f"resume={stopped}")
+    (run_dir / "resumed").mkdir()
     with job_of(*options) as job:
         restored = job.state.schedule.state_dict()
     resumed = train(*options[:-2], f"run_dir={run_dir / 'again'}", f"resume={stopped}")
