@@ -14,8 +14,8 @@ from torch import nn
 from trainer import fingerprint
 from trainer.build import build
 from trainer.checkpoint import Agreement, Checkpointer, saved_seed, weights_for
-from trainer.config import Config, KeepBest, flatten, to_yaml
-from trainer.data.batch import split_batch
+from trainer.config import Config, KeepBest, TrainConfig, flatten, to_yaml
+from trainer.data.batch import BatchSplit, split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.deferred import Deferred, deferred
 from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
@@ -31,7 +31,7 @@ from trainer.run_dir import claim
 from trainer.seeding import seed_everything
 from trainer.signals import StopRequest
 from trainer.state import Progress, TrainState
-from trainer.strategies import build_strategy
+from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import parameter_count
 from trainer.tasks import Task
 
@@ -97,14 +97,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
 
     task = build("data.task", config.data.task)
     _check_keep_best(config.checkpoint.keep_best, task)
-    train_set = build("data.dataset", config.data.dataset, split="train")
-    share: dict[str, Any] = {"replica": strategy.replica, "seed": seed, "device": dist.device}
-    share |= {"timeout_s": config.distributed.timeout_s, "heartbeat": dist.heartbeat}
-    train_loader = TrainLoader(train_set, config.data, batch, **share)
-    eval_loader = None
-    if train.eval_every_epochs:
-        eval_set = build("data.dataset", config.data.dataset, split="eval")
-        eval_loader = EvalLoader(eval_set, config.data, batch, **share)
+    train_set, train_loader, eval_loader = _load_data(config, batch, strategy, dist)
     checkpointer = Checkpointer(
         config.checkpoint,
         run_dir,
@@ -116,10 +109,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     )
     source = checkpointer.find(config.resume)
     begin = source.progress if source else Progress()
-    in_batches = (train.global_batch_size, train_loader.num_samples)
-    begin.settle(*in_batches)
-    full_epochs = begin.step + begin.steps_to_go(train.epochs, *in_batches)
-    total_steps = min(train.max_steps or full_epochs, full_epochs)
+    total_steps = _last_step(begin, train, train_loader.num_samples)
 
     model = deferred(lambda: _build_model(config.model, train_set), seed)
     _start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s))
@@ -138,7 +128,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     state = TrainState(strategy.unwrap(wrapped), optimizer, schedule, strategy.grad_scaler(), Progress())
     if source is not None:
         checkpointer.restore(state, source)
-        state.progress.settle(*in_batches)
+        state.progress.settle(train.global_batch_size, train_loader.num_samples)
     rehearsal.meet(state, total_steps, replicated=bool(strategy.equal_ranks()))
 
     job = Job(
@@ -158,11 +148,42 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         run_log=RunLog(dist, run_dir, total_steps, state.progress.step),
         stop_request=stop_request,
     )
+    _introduce(config, job, num_parameters)
+    return job
+
+
+def _load_data(
+    config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist
+) -> tuple[Any, TrainLoader, EvalLoader | None]:
+    """The training data, and the loaders of this process's share of both kinds."""
+    share: dict[str, Any] = {
+        "replica": strategy.replica,
+        "seed": config.seed,
+        "device": dist.device,
+        "timeout_s": config.distributed.timeout_s,
+        "heartbeat": dist.heartbeat,
+    }
+    train_set = build("data.dataset", config.data.dataset, split="train")
+    train_loader = TrainLoader(train_set, config.data, batch, **share)
+    if not config.train.eval_every_epochs:
+        return train_set, train_loader, None
+    eval_set = build("data.dataset", config.data.dataset, split="eval")
+    return train_set, train_loader, EvalLoader(eval_set, config.data, batch, **share)
+
+
+def _last_step(begin: Progress, train: TrainConfig, num_samples: int) -> int:
+    """The number of the run's last step; `begin` may stem from a run with another batch size."""
+    begin = dataclasses.replace(begin)
+    begin.settle(train.global_batch_size, num_samples)
+    full_epochs = begin.step + begin.steps_to_go(train.epochs, train.global_batch_size, num_samples)
+    return min(train.max_steps or full_epochs, full_epochs)
+
+
+def _introduce(config: Config, job: Job, num_parameters: int) -> None:
     job.run_log.text("config", f"```yaml\n{to_yaml(config)}\n```")
     log.info("%s", start_table(config, job, num_parameters))
-    for note in strategy.notes:
+    for note in job.strategy.notes:
         log.info("%s", note)
-    return job
 
 
 def start_table(config: Config, job: Job, num_parameters: int) -> str:
