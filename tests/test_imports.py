@@ -17,6 +17,7 @@ MAY_USE = {
     "tasks": {"errors"},
     "config": {"errors", "overrides"},
     "launch": {"config", "errors", "overrides"},
+    "sweep": {"config", "errors", "launch", "overrides", "scalars"},
     "build": {"errors"},
     "optim": {"errors"},
     "deferred": {"errors", "seeding"},

@@ -8,11 +8,12 @@ import hydra
 from omegaconf import DictConfig
 
 from trainer import config
+from trainer.errors import UserError
 from trainer.launch import local, slurm
-from trainer.launch.exits import exits, refuse_sweep_in_ranks
+from trainer.launch.exits import exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by
 from trainer.launch.place import place, publish
-from trainer.overrides import CONF, for_hydra
+from trainer.overrides import CONF, EACH_TRIAL_LAUNCHES, for_hydra
 
 LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
 
@@ -24,13 +25,14 @@ def main() -> None:
     with exits():
         argv, sys.argv = sys.argv[1:], for_hydra(sys.argv)
         composed = compose()
-        refuse_sweep_in_ranks(len(composed))
+        if len(composed) > 1:
+            raise UserError(f"hydra/sweeper: {EACH_TRIAL_LAUNCHES}")
         for settings in composed:
             start(config.load(settings), argv)
 
 
 def compose() -> list[DictConfig]:
-    """The settings of each run that the command line asks for; none for --help and the like.
+    """The settings of the run that the command line asks for; none for --help and the like, nor for a sweep.
 
     Only collected: Hydra would report the errors of what runs inside it, and cut their tracebacks.
     """

@@ -321,7 +321,7 @@ def load(composed: DictConfig) -> Config:
         raise UserError(f"{str(error.full_key).rstrip('_')}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, Config)
     _check_finite(config)
-    _check_limits(config)
+    check_limits(config)
     _check_nodes(config)
     _check_contradictions(config)
     return config
@@ -362,12 +362,12 @@ def _check_finite(config: Config) -> None:
             raise UserError(f"{name} is {value}, but must be a finite number")
 
 
-def _check_limits(node: Any, prefix: str = "") -> None:
+def check_limits(node: Any, prefix: str = "") -> None:
     """Hold every setting under ``node``, a dataclass, against the limit beside its field."""
     for a_field in dataclasses.fields(node):
         name, value = prefix + a_field.name.rstrip("_"), getattr(node, a_field.name)
         if dataclasses.is_dataclass(value):
-            _check_limits(value, f"{name}.")
+            check_limits(value, f"{name}.")
         elif "limit" in a_field.metadata:
             a_field.metadata["limit"].check(name, value)
 

@@ -6,17 +6,24 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parent / "conf"
+EACH_TRIAL_LAUNCHES = (
+    "each trial of a sweep is a launch of its own; leave it out, say launch=local launch.processes=N or "
+    "launch=slurm, and hydra.sweeper.concurrent=N for several at a time"
+)
 
 
 def in_words(error: HydraException | OmegaConfBaseException) -> str:
     """The message of a composition that failed, with the nearest name that would not have."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
+        if group == "hydra/launcher":
+            return f"{group}={option}: {EACH_TRIAL_LAUNCHES}"
         options = ", ".join(error.options)
         return f"{group} is {option}, but must be one of {options}{_nearest(option, error.options, group)}"
     unknown = re.match(r"Could not override '(.+?)'", str(error))
@@ -28,6 +35,12 @@ def in_words(error: HydraException | OmegaConfBaseException) -> str:
 def for_hydra(arguments: Iterable[str]) -> list[str]:
     """A command line as Hydra takes it: to its grammar a plain nan is a number, and no option of a group."""
     return ["fault='nan'" if argument == "fault=nan" else argument for argument in arguments]
+
+
+def set_to(name: str, text: str) -> str:
+    """The override that sets `name` to `text`, whatever characters that holds."""
+    plain = re.fullmatch(r"[A-Za-z0-9_/.-]*[A-Za-z_/][A-Za-z0-9_/.-]*", text)
+    return f"{name}={text if plain else QuotedString(text, Quote.single).with_quotes()}"
 
 
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
@@ -60,13 +73,13 @@ def _settings() -> dict[str, list[str]]:
     """Every setting and group in conf/, with the options (``group=option``) that it belongs to."""
     found: dict[str, list[str]] = {}
     for file in sorted(CONF.glob("**/*.yaml")):
-        group = "" if file.parent == CONF else file.parent.name
+        group = ".".join(file.relative_to(CONF).parts[:-1])
         found.setdefault(group, [])
         if group == "experiment":
             continue
         for name, _ in leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False), group):
-            if not name.startswith(("hydra.", "defaults", f"{group}.defaults")):
+            if group == "hydra.sweeper" or not name.startswith(("hydra.", "defaults", f"{group}.defaults")):
                 found.setdefault(name, [])
-                if group:
+                if group and not group.startswith("hydra."):
                     found[name].append(f"{group}={file.stem}")
     return found

@@ -52,13 +52,13 @@ def _end_with_the_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def refuse_sweep_in_ranks(num_trials: int) -> None:
+def refuse_sweep_in_ranks() -> None:
     """A sweep inside ranks would run on every one of them at once; each trial must be a launch of its own."""
-    if num_trials > 1 and place().among_ranks:
+    if place().among_ranks:
         raise UserError(
-            f"-m (multirun) inside {place().launcher or 'ranks'} starts all {num_trials} trials on every "
-            "rank; sweep outside, one launch per trial: "
-            "for lr in 0.1 0.01; do torchrun ... train.py optim.lr=$lr; done"
+            f"-m (multirun) inside {place().launcher or 'ranks'} starts every trial on every rank; sweep "
+            "outside, where each trial is a launch of its own: python train.py -m optim.lr=0.1,0.01 "
+            "launch=local launch.processes=2"
         )
 
 

@@ -23,6 +23,7 @@ from trainer.config import Config, LocalLaunchConfig
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
 from trainer.launch import fresh
 from trainer.launch.place import LISTENING, place
+from trainer.overrides import set_to
 
 # How long the others may take to say what they saw, or to finish a save, after one has ended badly.
 _GRACE_S = 30.0
@@ -49,7 +50,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
         )
     processes = settings.processes or _gpus(config) or 1
     run_dir = config.run_dir or str(unused_run_dir())
-    argv = [*argv, f"run_dir={run_dir}"]
+    argv = [*argv, set_to("run_dir", run_dir)]
     seen: list[Any] = []
     for attempt in range(settings.max_restarts + 1):
         saved = any(Path(run_dir, "checkpoints").glob("step_*")) if attempt else False

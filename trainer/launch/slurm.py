@@ -20,6 +20,7 @@ from trainer.config import Config, SlurmLaunchConfig
 from trainer.errors import StoppedBySignal, UserError
 from trainer.launch import fresh
 from trainer.launch.local import unused_run_dir
+from trainer.overrides import set_to
 
 _POLL_S = 2.0
 # srun ends the others that long after the first task has ended: a rank that hangs would keep the job.
@@ -39,7 +40,9 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     named = config.run_dir or ("runs/..." if settings.dry_run else str(unused_run_dir()))
     run_dir = Path(named).absolute()
     executor = _executor(settings, run_dir / "slurm")
-    command = _command([*(word for word in argv if not word.startswith("run_dir=")), f"run_dir={run_dir}"])
+    command = _command(
+        [*(word for word in argv if not word.startswith("run_dir=")), set_to("run_dir", str(run_dir))]
+    )
     if settings.dry_run:
         print(executor._make_submission_file_text(command, "dry_run"))
         return 0

@@ -1,0 +1,220 @@
+"""A sweep from its command line to its end, by trials that only act."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.programs import finish
+from tests.sweep.fake import Sweep
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    return Sweep(tmp_path)
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def test_a_grid_is_run_once_in_launches_of_its_own_and_the_same_command_skips_it(sweep: Sweep) -> None:
+    command = ["optim.lr=0.1,0.01", "model.hidden=[8],[16,16]", "train.max_steps=3"]
+    ended = sweep.run(*command)
+    assert ended.code == 0, ended.output
+    starts = sweep.starts()
+    expected = ["000_lr-0.1_hidden-8", "001_lr-0.1_hidden-16-16"]
+    assert list(starts) == [*expected, "002_lr-0.01_hidden-8", "003_lr-0.01_hidden-16-16"]
+    for folder, (start,) in starts.items():
+        assert start["sid"] == start["pid"], "not a session of its own"
+        assert start["argv"][-1] == f"run_dir={sweep.folder / folder}"
+        assert start["argv"][0] == "train.max_steps=3"
+    assert [line.split()[0] for line in ended.stdout.partition("\ntrial ")[2].splitlines()[1:3]] == [
+        "002_lr-0.01_hidden-8",  # the best first: 0.01 is nearer to 0.03
+        "003_lr-0.01_hidden-16-16",
+    ]
+    with (sweep.folder / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4 and rows[0]["optim.lr"] == "0.01" and rows[0]["param_sha256"] == "abc"
+    assert (sweep.folder / "results.png").stat().st_size > 10_000
+
+    again = sweep.run(*reversed(command))
+    assert again.code == 0 and "4 done before" in again.stdout
+    assert {folder: len(runs) for folder, runs in sweep.starts().items()} == dict.fromkeys(starts, 1)
+
+
+@pytest.mark.slow
+def test_ends_that_are_not_good(sweep: Sweep) -> None:
+    ended = sweep.run(
+        "optim.lr=0.1,0.2,0.3,0.4,0.5",
+        "hydra.sweeper.silent_s=1.5",
+        "hydra.sweeper.concurrent=3",
+        acts={
+            "optim.lr=0.2": ["3"],
+            "optim.lr=0.3": ["1", "done"],
+            "optim.lr=0.4": ["hang"],
+            "optim.lr=0.5": ["1"],
+        },
+    )
+    assert ended.code == 1, ended.output
+    assert {folder[4:]: state for folder, state in sweep.states().items()} == {
+        "lr-0.1": "done",
+        "lr-0.2": "failed",
+        "lr-0.3": "done",
+        "lr-0.4": "died",
+        "lr-0.5": "died",
+    }
+    assert [len(runs) for runs in sweep.starts().values()] == [1, 1, 2, 3, 3]
+    assert "resume=auto" in sweep.starts()["002_lr-0.3"][1]["argv"]
+    assert "has written nothing for" in ended.stdout
+    assert "001_lr-0.2 failed (status 3): words of 3" in ended.stdout
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_the_sweep_and_the_others_are_saved(sweep: Sweep) -> None:
+    command = ["optim.lr=0.1,0.2,0.3", "hydra.sweeper.concurrent=2"]
+    ended = sweep.run(*command, acts={"optim.lr=0.1": ["wait", "done"], "optim.lr=0.2": ["2", "done"]})
+    assert ended.code == 2
+    assert "a mistake in 001_lr-0.2 mistaken (status 2): words of 2" in ended.stderr
+    assert list(sweep.states().values()) in (["stopped", "mistaken"], ["died", "mistaken"])
+    assert sweep.run(*command).code == 0
+    assert set(sweep.states().values()) == {"done"}
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
+def test_a_stop_saves_every_running_trial_and_a_kill_leaves_none(sweep: Sweep, how: signal.Signals) -> None:
+    """The guard of tests.conftest fails this one if a trial outlives the sweep."""
+    command, acts = ["optim.lr=0.1,0.2,0.3", "hydra.sweeper.concurrent=2"], ["wait", "done"]
+    by_lr = {f"optim.lr=0.{n}": acts for n in (1, 2)}
+    with sweep.started(*command, acts=by_lr) as program:
+        wait_until(lambda: len(list(sweep.folder.glob("*/ready"))) == 2, "two trials begin")
+        program.send_signal(how)
+        ended = program.wait(60)
+    assert ended.code == (-signal.SIGKILL if how == signal.SIGKILL else 75), ended.output
+    assert set(sweep.states().values()) == {"running" if how == signal.SIGKILL else "stopped"}
+    again = sweep.run(*command, acts=by_lr)
+    assert again.code == 0, again.output
+    assert [len(runs) for runs in sweep.starts().values()] == [2, 2, 1]
+    assert all(runs[-1]["argv"][-1] == "resume=auto" for runs in list(sweep.starts().values())[:2])
+    assert [row["state"] for row in sweep.rows()].count("done") == 3
+
+
+@pytest.mark.slow
+def test_a_second_sweep_in_the_folder_is_refused(sweep: Sweep) -> None:
+    with sweep.started("optim.lr=0.1", acts={"optim.lr=0.1": ["wait"]}) as program:
+        wait_until(lambda: bool(list(sweep.folder.glob("*/ready"))), "the trial begins")
+        second = sweep.run("optim.lr=0.1")
+        assert second.code == 2 and f"pid {program.pid} on " in second.stderr
+
+
+@pytest.mark.slow
+def test_sweeps_of_the_same_second_have_folders_of_their_own(sweep: Sweep) -> None:
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(sweep.started("optim.lr=0.1", "hydra.sweep.dir=s/${now:%Y}"))
+            for _ in range(4)
+        ]
+        assert [program.wait(60).code for program in programs] == [0] * 4
+    assert len(list((sweep.tmp_path / "s").iterdir())) == 4
+    assert len(list((sweep.tmp_path / "s").glob("*/trials.jsonl"))) == 4
+
+
+def test_what_contradicts_only_together_is_left_out(sweep: Sweep) -> None:
+    ended = sweep.run("strategy=ddp,fsdp", "comm=native,ring")
+    assert ended.code == 0
+    assert "left out: strategy=fsdp comm=ring: comm=ring needs strategy=ddp" in ended.stdout
+    expected = ["000_strategy-ddp_comm-native", "001_strategy-ddp_comm-ring"]
+    assert list(sweep.starts()) == [*expected, "002_strategy-fsdp_comm-native"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lr=0.1,-1", "optim.lr is -1, but must be at least 0"),
+        ("optim.lr=interval(0.1,1)", "optim.lr=interval(...) has no grid"),
+        ("run_dir=here", "run_dir=here would be the directory of every trial"),
+        ("hydra/launcher=joblib", "hydra/launcher=joblib: each trial of a sweep is a launch of its own"),
+        ("hydra.sweeper.serch=tpe", "did you mean hydra.sweeper.search?"),
+        ("hydra.sweeper.search=best", "hydra.sweeper.search is best, but must be one of grid, random, tpe"),
+        ("hydra.sweeper.concurrent=0", "hydra.sweeper.concurrent is 0, but must be auto or a number"),
+        ("hydra.sweeper.prune=true", "hydra.sweeper.prune=true needs hydra.sweeper.search=random or tpe"),
+        ("hydra/sweeper=basic", "hydra/sweeper: each trial of a sweep is a launch of its own"),
+    ],
+)
+def test_refuses(sweep: Sweep, override: str, words: str) -> None:
+    ended = sweep.run("train.max_steps=3,4", override)
+    assert (ended.code, words in ended.stderr) == (2, True), ended.output
+    assert not list(sweep.folder.glob("*/start-*"))
+
+
+@pytest.mark.slow
+def test_seeds_repeat_each_and_are_told_by_mean_and_deviation(sweep: Sweep) -> None:
+    ended = sweep.run("optim.lr=0.1,0.2", "seed=5", "hydra.sweeper.seeds=3")
+    assert ended.code == 0, ended.output
+    assert len(sweep.starts()) == 6 and "002_lr-0.1_seed-7" in sweep.starts()
+    assert "seed=7" in sweep.starts()["002_lr-0.1_seed-7"][0]["argv"]
+    assert ended.stdout.partition("\noptim.lr ")[2].splitlines()[1].split() == [
+        "0.1",
+        "0.0049",
+        "0",
+        "3",
+        "of",
+        "3",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["random", "tpe"])
+def test_a_search_goes_on_where_it_was_killed(sweep: Sweep, search: str) -> None:
+    pytest.importorskip("optuna")
+    command = ["optim.lr=tag(log,interval(0.001,1))", "train.max_steps=range(3,9,3)", "model.hidden=[8],[16]"]
+    command += [f"hydra.sweeper.search={search}", "hydra.sweeper.trials=5"]
+    with sweep.started(
+        *command, acts={"train.max_steps=3": ["wait", "done"], "train.max_steps=6": ["wait", "done"]}
+    ) as program:
+        wait_until(lambda: len(list(sweep.folder.glob("*/ready"))) == 1, "the trial begins")
+        program.send_signal(signal.SIGKILL)
+        program.wait(60)
+    ended = sweep.run(*command)
+    assert ended.code == 0, ended.output
+    assert list(sweep.states().values()) == ["done"] * 5
+    assert [len(runs) for runs in sweep.starts().values()] == [2, 1, 1, 1, 1]
+    assert sweep.run(*command).code == 0
+    assert len(sweep.starts()) == 5
+    other = sweep.run("optim.lr=interval(0.001,1)", *command[3:])
+    assert other.code == 2 and "holds a search through another space" in other.stderr
+
+
+@pytest.mark.slow
+def test_a_trial_that_falls_behind_is_pruned(sweep: Sweep) -> None:
+    pytest.importorskip("optuna")
+    known = ["optim.lr=interval(0.5,1)", "hydra.sweeper.search=random", "hydra.sweeper.prune=true"]
+    assert sweep.run(*known, "hydra.sweeper.trials=5").code == 0
+    acts = {"train.log_every_steps=50": ["wait"]}
+    ended = sweep.run(*known, "train.log_every_steps=50", "hydra.sweeper.trials=6", acts=acts)
+    assert ended.code == 0, ended.output
+    assert list(sweep.states().values()) == ["done"] * 5 + ["pruned"]
+
+
+@pytest.mark.slow
+def test_a_trial_that_runs_once_to_its_end_equals_one_alone(tmp_path: Path) -> None:
+    """The real thing, small: one trial of a sweep and the same run without."""
+    command = ["train.max_steps=3", "model.hidden=[8]", "train.eval_every_epochs=0"]
+    ended = finish("train.py", "-m", *command, "optim.lr=0.2", f"hydra.sweep.dir={tmp_path}/s", timeout_s=110)
+    assert ended.code == 0, ended.output
+    alone = finish("train.py", *command, "optim.lr=0.2", f"run_dir={tmp_path}/alone", timeout_s=110)
+    assert alone.code == 0
+    found = [json.loads((tmp_path / where / "result.json").read_text()) for where in ("alone", "s/000")]
+    assert found[0]["param_sha256"] == found[1]["param_sha256"]

@@ -1,0 +1,75 @@
+"""Which GPUs each trial sees: its own, as long as there are enough."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+
+from trainer.config import Config, LocalLaunchConfig, SlurmLaunchConfig
+
+# As SLURM queues them anyway: at how many jobs at a time a sweep leaves room for others.
+_SLURM_JOBS = 16
+
+
+class Slots:
+    """Room for trials: `concurrent` at most, and on a machine with GPUs as many as get GPUs of their own.
+
+    Told a number, it is kept to even where trials then share GPUs: the least busy ones.
+    """
+
+    def __init__(self, concurrent: str, gpus: Sequence[str]) -> None:
+        self._limit = None if concurrent == "auto" else int(concurrent)
+        self._busy = Counter(dict.fromkeys(gpus, 0))
+        self._num_taken = 0
+
+    def take(self, config: Config) -> list[str] | None:
+        """Room for a trial: the GPUs it is to see, none where there are none; None: no room now."""
+        if not self.has_room(config):
+            return None
+        gpus = self._idlest(_gpus_wanted(config, len(self._busy)))
+        self._busy.update(gpus)
+        self._num_taken += 1
+        return gpus
+
+    def has_room(self, config: Config) -> bool:
+        wanted = _gpus_wanted(config, len(self._busy))
+        if self._limit is None and wanted:
+            return not any(self._busy[gpu] for gpu in self._idlest(wanted))
+        return self._num_taken < self.at_a_time(config)
+
+    def give_back(self, gpus: Sequence[str]) -> None:
+        self._busy.subtract(gpus)
+        self._num_taken -= 1
+
+    def _idlest(self, wanted: int) -> list[str]:
+        return sorted(self._busy, key=lambda gpu: self._busy[gpu])[:wanted]
+
+    def at_a_time(self, config: Config) -> int:
+        """How many trials like this one have room at once."""
+        if self._limit is not None:
+            return self._limit
+        wanted = _gpus_wanted(config, len(self._busy))
+        if wanted:
+            return max(1, len(self._busy) // wanted)
+        return _SLURM_JOBS if isinstance(config.launch, SlurmLaunchConfig) else 1
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES knows."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if told is not None:
+        return [name for name in told.split(",") if name and name != "-1"]
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+        return []
+    import torch  # only where there is a driver: it costs seconds
+
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _gpus_wanted(config: Config, num_gpus: int) -> int:
+    if config.distributed.device == "cpu" or isinstance(config.launch, SlurmLaunchConfig):
+        return 0
+    if config.strategy.name == "dp":
+        return num_gpus
+    if isinstance(config.launch, LocalLaunchConfig):
+        return min(config.launch.processes or num_gpus, num_gpus)
+    return min(1, num_gpus)

@@ -1,0 +1,54 @@
+"""What TensorBoard's HParams tab shows of a sweep: the protos beside the events of each trial.
+
+In the trial's own folder: SummaryWriter.add_hparams makes an extra run of each. A column holds numbers, or
+truth values, or words: a None among numbers would hide its trial, so such a column is words throughout.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.plugins.hparams import summary_v2 as api
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from trainer.sweep.ledger import Trial
+from trainer.sweep.values import swept_keys, typed
+
+_SUFFIX = ".hparams"
+
+
+def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
+    """Write the settings of every trial that has begun, in place of those of an earlier report."""
+    keys = swept_keys(trials)
+    columns = {key: one_type([typed(trial.swept.get(key, "null")) for trial in trials]) for key in keys}
+    seeds = one_type([trial.seed for trial in trials])
+    names = list(dict.fromkeys([metric, "train/loss"]))
+    described = api.hparams_config_pb(
+        hparams=[api.HParam(key) for key in (*keys, *(["seed"] if "seed" not in keys else []))],
+        metrics=[api.Metric(name) for name in names],
+    )
+    for index, trial in enumerate(trials):
+        events = folder / trial.folder / "tensorboard"
+        if not events.is_dir():
+            continue
+        for old in events.glob(f"*{_SUFFIX}"):
+            old.unlink()
+        values = {key: columns[key][index] for key in keys}
+        values.setdefault("seed", seeds[index])
+        writer = EventFileWriter(str(events), filename_suffix=_SUFFIX)
+        for summary in (described, api.hparams_pb(values, trial_id=trial.folder)):
+            writer.add_event(Event(summary=summary))
+        writer.close()
+
+
+def one_type(column: Sequence[Any]) -> list[bool | float | str]:
+    """The values of one setting over the trials, all of them truth values, or numbers, or words."""
+    if all(isinstance(value, bool) for value in column):
+        return list(column)
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column) and all(
+        math.isfinite(value) for value in column
+    ):
+        return [float(value) for value in column]
+    return ["null" if value is None else str(value) for value in column]

@@ -1,0 +1,107 @@
+"""results.png: the metric over each swept setting, and all settings at once as parallel coordinates."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.sweep import ledger
+from trainer.sweep.ledger import Trial
+from trainer.sweep.settings import SweepConfig
+from trainer.sweep.values import swept_keys, typed
+
+_MOST_COLUMNS = 4
+
+
+def draw(path: Path, trials: Sequence[Trial], settings: SweepConfig) -> bool:
+    """Draw the trials that are done; False where there are less than two, or nothing was swept."""
+    done = [trial for trial in trials if trial.state == ledger.DONE and trial.value is not None]
+    keys = [key for key in swept_keys(done) if len({trial.swept.get(key) for trial in done}) > 1]
+    if len(done) < 2 or not keys:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    num_columns = min(len(keys), _MOST_COLUMNS)
+    num_rows = -(-len(keys) // num_columns)
+    figure = plt.figure(figsize=(max(6, 3.6 * num_columns), 3 * num_rows + 3.4), layout="constrained")
+    grid = figure.add_gridspec(num_rows + 1, num_columns)
+    values = [trial.value for trial in done if trial.value is not None]
+    for index, key in enumerate(keys):
+        axes = figure.add_subplot(grid[divmod(index, num_columns)])
+        axis = Axis([trial.swept.get(key, "null") for trial in done])
+        axes.scatter(axis.places, values, c=values, cmap=_colours(settings), s=24)
+        if axis.words:
+            axes.set_xticks(range(len(axis.words)), axis.words, rotation=20 if len(axis.words) > 3 else 0)
+        elif axis.log:
+            axes.set_xscale("log")
+        axes.set_xlabel(key)
+        axes.set_ylabel(settings.metric)
+        axes.grid(alpha=0.3)
+    _parallel(figure.add_subplot(grid[num_rows, :]), done, keys, values, settings)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
+
+
+class Axis:
+    """Where the values of one setting lie: numbers by size, by its logarithm over two decades, or words."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        values = [typed(text) for text in texts]
+        self.log = False
+        self.words: list[str] = []
+        self.places: list[float]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            self.places = [float(value) for value in values]
+            low, high = min(self.places), max(self.places)
+            self.log = low > 0 and high / low >= 30
+        else:
+            self.words = sorted(set(texts))
+            self.places = [float(self.words.index(text)) for text in texts]
+
+    def unit(self) -> list[float]:
+        """From 0 to 1."""
+        places = [math.log(place) for place in self.places] if self.log else self.places
+        low, width = min(places), max(places) - min(places)
+        return [(place - low) / width if width else 0.5 for place in places]
+
+    def ends(self) -> tuple[str, str]:
+        if self.words:
+            return self.words[0], self.words[-1]
+        return f"{min(self.places):.3g}", f"{max(self.places):.3g}"
+
+
+def _parallel(
+    axes: Any, done: Sequence[Trial], keys: Sequence[str], values: Sequence[float], settings: SweepConfig
+) -> None:
+    import matplotlib
+
+    columns = [Axis([trial.swept.get(key, "null") for trial in done]) for key in keys]
+    columns.append(Axis([repr(value) for value in values]))
+    colours = matplotlib.colormaps[_colours(settings)]
+    goodness = columns[-1].unit()
+    lines = list(zip(*(column.unit() for column in columns), strict=True))
+    best_last = sorted(range(len(lines)), key=lambda one: settings.sign * values[one], reverse=True)
+    for index in best_last:
+        axes.plot(lines[index], color=colours(goodness[index]), alpha=0.8, linewidth=1.2)
+    axes.plot(lines[best_last[-1]], color="black", linewidth=2, label="best")
+    for place, column in enumerate(columns):
+        axes.axvline(place, color="grey", linewidth=0.8)
+        marks = (
+            [(n / max(1, len(column.words) - 1), word) for n, word in enumerate(column.words)]
+            if 1 < len(column.words) <= 8
+            else list(zip((0.0, 1.0), column.ends(), strict=True))
+        )
+        for height, text in marks:
+            axes.annotate(text, (place, height), xytext=(4, 2), textcoords="offset points", fontsize=8)
+    axes.set_xticks(range(len(columns)), [*keys, settings.metric])
+    axes.set_yticks([])
+    axes.legend(loc="upper left", fontsize=8)
+
+
+def _colours(settings: SweepConfig) -> str:
+    """Dark is good."""
+    return "viridis" if settings.mode == "min" else "viridis_r"

@@ -1,0 +1,69 @@
+"""How far the sweep is: a line that stays on a terminal's last row, or one whenever a trial has ended."""
+
+import sys
+import time
+from collections import Counter
+
+from trainer.sweep import ledger
+from trainer.sweep.ledger import Ledger
+from trainer.sweep.search import Search
+from trainer.sweep.settings import SweepConfig
+
+
+class ProgressLine:
+    """Counts what this sweep asks for and what its folder holds from before."""
+
+    def __init__(self, settings: SweepConfig, search: Search, trials: Ledger) -> None:
+        self._settings, self._search, self._ledger = settings, search, trials
+        self._on_terminal = sys.stdout.isatty()
+        self._began_s, self._shown_s, self._shown = time.monotonic(), 0.0, self._num_over()
+        self._over_before = self._num_over()
+
+    def say(self, text: str) -> None:
+        """Print a line for good."""
+        print(f"\r\033[K{text}" if self._on_terminal else text, flush=True)
+
+    def show(self, num_running: int, num_queued: int) -> None:
+        if time.monotonic() - self._shown_s < 0.5:
+            return
+        self._shown_s = time.monotonic()
+        line = self.line(num_running, num_queued)
+        if self._on_terminal:
+            print(f"\r\033[K{line}", end="", flush=True)
+        elif self._num_over() != self._shown:
+            print(line, flush=True)
+        self._shown = self._num_over()
+
+    def end(self) -> None:
+        if self._on_terminal:
+            print("\r\033[K", end="", flush=True)
+
+    def line(self, num_running: int, num_queued: int) -> str:
+        counts = Counter(trial.state for trial in self._ledger.trials.values())
+        num_failed = counts[ledger.FAILED] + counts[ledger.DIED]
+        num_left = num_queued + self._search.num_left() * self._settings.seeds
+        over = counts[ledger.DONE] + counts[ledger.PRUNED] + num_failed
+        words = f"{counts[ledger.DONE]} done, {num_running} running, {num_failed} failed"
+        words += f", {counts[ledger.PRUNED]} pruned" if counts[ledger.PRUNED] else ""
+        words += f" of {max(over + num_running + num_left, 1)}"
+        values = {
+            trial.value: trial.folder
+            for trial in self._ledger.trials.values()
+            if trial.state == ledger.DONE and trial.value is not None
+        }
+        if values:
+            best = min(values, key=lambda value: self._settings.sign * value)
+            words += f", best {self._settings.metric} {best:.6g} ({values[best]})"
+        return words + self._time_left(num_running, num_left)
+
+    def _time_left(self, num_running: int, num_left: int) -> str:
+        """By the pace so far, which holds whatever trials cost beside each other."""
+        num_done = self._num_over() - self._over_before
+        if num_done <= 0:
+            return ""
+        pace_s = (time.monotonic() - self._began_s) / (num_done + num_running / 2)
+        left_s = pace_s * (num_left + num_running / 2)
+        return f", about {left_s / 60:.0f} min left" if left_s >= 90 else f", about {left_s:.0f} s left"
+
+    def _num_over(self) -> int:
+        return sum(trial.state in ledger.FINAL for trial in self._ledger.trials.values())

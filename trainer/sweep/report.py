@@ -1,0 +1,114 @@
+"""What a sweep found: a table by its metric, results.csv, results.png, and TensorBoard's HParams tab."""
+
+import csv
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.scalars import read_scalars
+from trainer.sweep import ledger
+from trainer.sweep.ledger import Trial, read_trials
+from trainer.sweep.settings import SweepConfig
+from trainer.sweep.values import swept_keys
+
+CSV, PICTURE = "results.csv", "results.png"
+
+
+def write(folder: Path, settings: SweepConfig) -> None:
+    """Print the table of all trials in the ledger of `folder`, and write the files beside it."""
+    trials = read_trials(folder)
+    for trial in trials:  # another metric may have been asked for since
+        trial.value = value_of(folder / trial.folder, settings.metric)
+    if not trials:
+        print("no trial was started")
+        return
+    trials.sort(key=lambda trial: _order(trial, settings))
+    print(f"\n{table(trials, settings)}\n")
+    from trainer.sweep import hparams, picture  # they load tensorboard and matplotlib
+
+    _write_csv(folder, trials, settings.metric)
+    hparams.write(folder, trials, settings.metric)
+    drawn = picture.draw(folder / PICTURE, trials, settings)
+    print(f"{folder / CSV}" + (f"  {folder / PICTURE}" if drawn else "") + f"  tensorboard --logdir {folder}")
+
+
+def table(trials: Sequence[Trial], settings: SweepConfig) -> str:
+    """The trials, best first; where each ran with several seeds, a row for all of them, with deviation."""
+    keys = swept_keys(trials)
+    if settings.seeds == 1:
+        rows = [
+            [trial.folder, *(trial.swept.get(key, "") for key in keys), _number(trial.value), trial.state]
+            for trial in trials
+        ]
+        return _columns([["trial", *keys, settings.metric, "state"], *rows])
+    groups: dict[tuple[str, ...], list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(tuple(trial.swept.get(key, "") for key in keys), []).append(trial)
+    means: list[tuple[float, list[str]]] = []
+    for values, repeats in groups.items():
+        found = [one.value for one in repeats if one.state == ledger.DONE and one.value is not None]
+        mean = statistics.fmean(found) if found else None
+        deviation = _number(statistics.stdev(found)) if len(found) > 1 else ""
+        order = settings.sign * mean if mean is not None else float("inf")
+        means.append((order, [*values, _number(mean), deviation, f"{len(found)} of {len(repeats)}"]))
+    ranked = [row for _, row in sorted(means, key=lambda one: one[0])]
+    return _columns([[*keys, f"{settings.metric}, mean", "deviation", "seeds done"], *ranked])
+
+
+def value_of(run_dir: Path, metric: str) -> float | None:
+    """The metric of a run: as in result.json, or the last in metrics.jsonl."""
+    value = _result(run_dir).get(metric)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    values = read_scalars(run_dir).get(metric, {})
+    return values[max(values)] if values else None
+
+
+def figures_of(run_dir: Path) -> list[str]:
+    """By which names a metric may be asked for."""
+    numbers = [name for name, value in _result(run_dir).items() if isinstance(value, int | float)]
+    return [*numbers, *(name for name in read_scalars(run_dir) if name not in numbers)]
+
+
+def _order(trial: Trial, settings: SweepConfig) -> tuple[int, float, int]:
+    if trial.state == ledger.DONE and trial.value is not None:
+        return 0, settings.sign * trial.value, trial.number
+    return 1, 0.0, trial.number
+
+
+def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
+    """A row for each run, whatever became of it; the column of the metric is `value`."""
+    keys = swept_keys(trials)
+    rows = []
+    for trial in trials:
+        row: dict[str, Any] = {"trial": trial.number, "folder": trial.folder, "state": trial.state}
+        row |= {"status": trial.status, "seed": trial.seed, **{key: trial.swept.get(key) for key in keys}}
+        row |= {"metric": metric, "value": trial.value, "seconds": trial.seconds}
+        rows.append(row | {k: v for k, v in _result(folder / trial.folder).items() if k not in row})
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    temporary = folder / f"{CSV}.new"
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    temporary.replace(folder / CSV)
+
+
+def _result(run_dir: Path) -> Mapping[str, Any]:
+    try:
+        result = json.loads((run_dir / "result.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)

@@ -1,0 +1,340 @@
+"""The sweep itself: start trials while there is room, see what becomes of each, until none is left."""
+
+import signal
+import subprocess
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config import Config, SlurmLaunchConfig
+from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.launch import fresh
+from trainer.overrides import in_words, set_to
+from trainer.scalars import read_scalars
+from trainer.sweep import ledger, report
+from trainer.sweep.devices import Slots, visible_gpus
+from trainer.sweep.ledger import Ledger, Trial
+from trainer.sweep.progress import ProgressLine
+from trainer.sweep.search import GridSearch, Proposal, Search
+from trainer.sweep.settings import SweepConfig
+
+OUTPUT = "output.log"
+_POLL_S, _LOOK_S = 0.05, 1.0
+_RETRIES = 2
+_REFUSED_IN_A_ROW = 50
+_MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteLossError, StoppedBySignal))
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+Compose = Callable[[Sequence[str]], Config]
+
+
+@dataclass
+class Planned:
+    """A trial that is to run."""
+
+    trial: Trial
+    proposal: Proposal
+    config: Config
+
+
+@dataclass
+class Running:
+    planned: Planned
+    process: subprocess.Popen[bytes]
+    gpus: list[str]
+    folder: Path
+    began_s: float  # time.monotonic
+    looked_s: float
+    told: str | None = None  # why it was told to stop: stop, prune or hang
+    reported: set[int] = field(default_factory=set)  # steps
+
+
+class Runner:
+    """
+    Args:
+        common: the overrides that all trials have.
+        options: Hydra's own, for the command line of each.
+        compose: the validated settings of a trial with these overrides.
+    """
+
+    def __init__(
+        self,
+        settings: SweepConfig,
+        search: Search,
+        folder: Path,
+        common: Sequence[str],
+        options: Sequence[str],
+        compose: Compose,
+    ) -> None:
+        self._settings, self._search, self._folder = settings, search, folder
+        self._common, self._options, self._compose = list(common), list(options), compose
+        self._ledger = Ledger(folder)
+        self._slots = Slots(settings.concurrent, visible_gpus())
+        self._queue: deque[Planned] = deque()
+        self._running: list[Running] = []
+        self._repeats: dict[Proposal, list[Trial]] = {}  # what was asked for, until it was told about
+        self._deaths: Counter[int] = Counter()
+        self._full = False  # no room for another trial
+        self._received: list[int] = []
+        self._handled = 0
+        self._end_by_s: float | None = None  # set: the sweep ends, and its trials save
+        self._mistake: str | None = None
+        self._progress = ProgressLine(settings, search, self._ledger)
+
+    def run(self) -> int:
+        """Run what is left of the sweep, report on all of it, and return the exit status.
+
+        Raises:
+            UserError: a mistake in the settings, of all trials or of one; the others were saved.
+        """
+        if isinstance(self._search, GridSearch):
+            self._leave_out_contradictions(self._search)
+        known = Counter(trial.state for trial in self._ledger.trials.values())
+        before = ", ".join(f"{count} {state}" for state, count in known.items())
+        self._progress.say(f"sweep in {self._folder}" + (f": {before} before" if before else ""))
+        try:
+            with self._hearing():
+                self._loop()
+        finally:
+            for running in self._running:  # an error of our own: nothing is to be left
+                running.process.kill()
+                running.process.wait()
+            self._progress.end()
+        report.write(self._folder, self._settings)
+        states = {trial.state for trial in self._ledger.trials.values()}
+        if self._mistake is not None:
+            raise UserError(f"{self._mistake}; the sweep ends here, the same command goes on with it")
+        if ledger.STOPPED in states or ledger.RUNNING in states:
+            self._progress.say("stopped and saved; the same command goes on")
+            return _STOPPED
+        return 1 if ledger.DIED in states else _NOT_FINITE if ledger.FAILED in states else 0
+
+    def _leave_out_contradictions(self, search: GridSearch) -> None:
+        """Leave out what cannot be run, unless it is a value that fits nowhere: that is a mistake."""
+        refused: list[tuple[list[str], str]] = []
+        good: set[str] = set()
+        for combination in search.combinations:
+            try:
+                self._compose([*self._common, *combination])
+                good.update(combination)
+            except (UserError, HydraException, OmegaConfBaseException) as error:
+                refused.append((combination, _words(error)))
+        for combination, message in refused:
+            if not good.issuperset(combination) or not combination:
+                raise UserError(message)
+            self._progress.say(f"left out: {' '.join(combination)}: {message}")
+        search.leave_out([combination for combination, _ in refused])
+
+    def _loop(self) -> None:
+        while True:
+            self._fill()
+            for running in list(self._running):
+                self._look_at(running)
+            self._hear()
+            if not self._running and (self._end_by_s is not None or self._next() is None):
+                return
+            self._progress.show(len(self._running), len(self._queue))
+            time.sleep(_POLL_S)
+
+    def _fill(self) -> None:
+        """Start trials while there is room; none is asked for before, as the search learns meanwhile."""
+        while not self._full and self._end_by_s is None and (planned := self._next()) is not None:
+            gpus = self._slots.take(planned.config)
+            if gpus is None:
+                self._full = True
+                return
+            self._queue.popleft()
+            self._start(planned, gpus)
+            self._full = not self._slots.has_room(planned.config)
+
+    def _next(self) -> Planned | None:
+        """The trial that comes next, which stays at the head of the queue; None when all have been."""
+        num_refused = 0
+        while not self._queue:
+            proposal = self._search.ask()
+            if proposal is None:
+                return None
+            try:
+                self._plan(proposal)
+            except (UserError, HydraException, OmegaConfBaseException) as error:
+                self._search.tell(proposal, None)
+                self._progress.say(f"left out: {' '.join(proposal.overrides)}: {_words(error)}")
+                num_refused += 1
+                if num_refused == _REFUSED_IN_A_ROW:
+                    self._end(f"{num_refused} trials in a row cannot be run, the last one: {_words(error)}")
+                    return None
+        return self._queue[0]
+
+    def _plan(self, proposal: Proposal) -> None:
+        """Queue the runs of a proposal that have not been."""
+        config = self._compose([*self._common, *proposal.overrides])
+        seeds: list[int | None] = [config.seed]
+        if self._settings.seeds > 1:
+            first = config.seed or 0
+            seeds = list(range(first, first + self._settings.seeds))
+        self._repeats[proposal] = trials = []
+        for seed in seeds:
+            common = [*self._common, f"seed={seed}"] if self._settings.seeds > 1 else self._common
+            trial = self._ledger.trial(common, proposal.overrides, seed)
+            trials.append(trial)
+            if trial.state not in ledger.FINAL:
+                self._queue.append(Planned(trial, proposal, config))
+        self._tell_if_over(proposal)
+
+    def _start(self, planned: Planned, gpus: list[str]) -> None:
+        trial, folder = planned.trial, self._folder / planned.trial.folder
+        folder.mkdir(exist_ok=True)
+        argv = [*self._options, *trial.overrides, set_to("run_dir", str(folder))]
+        begun = any(folder.glob("checkpoints/step_*"))
+        if begun or (planned.config.resume is None and (folder / "run.json").exists()):
+            argv.append("resume=auto")
+        trial.state, trial.status = ledger.RUNNING, None
+        self._ledger.write(trial)
+        with (folder / OUTPUT).open("ab") as output:
+            process = fresh.start(argv, devices=gpus or None, stdout=output, stderr=subprocess.STDOUT)
+        now = time.monotonic()
+        self._running.append(Running(planned, process, gpus, folder, now, now))
+
+    def _look_at(self, running: Running) -> None:
+        code, now = running.process.poll(), time.monotonic()
+        if code is not None:
+            self._ended(running, code)
+        elif now - running.looked_s >= _LOOK_S:
+            running.looked_s = now
+            if running.told is None and self._settings.prune and self._is_worse(running):
+                self._tell_to_stop(running, "prune")
+            silent_s = min(now - running.began_s, _silent_s(running.folder))
+            in_queue = isinstance(running.planned.config.launch, SlurmLaunchConfig)
+            if silent_s > self._settings.silent_s and not in_queue and running.told != "hang":
+                self._progress.say(
+                    f"{running.planned.trial.folder} has written nothing for {silent_s:.0f} s, and is "
+                    f"killed: hydra.sweeper.silent_s={self._settings.silent_s:g}"
+                )
+                running.told = "hang"
+                running.process.kill()  # its ranks go with it
+
+    def _is_worse(self, running: Running) -> bool:
+        worse = False
+        for step, value in read_scalars(running.folder).get(self._settings.metric, {}).items():
+            if step not in running.reported:
+                running.reported.add(step)
+                worse = running.planned.proposal.report(value, step)
+        return worse
+
+    def _ended(self, running: Running, code: int) -> None:
+        trial, proposal = running.planned.trial, running.planned.proposal
+        self._running.remove(running)
+        self._slots.give_back(running.gpus)
+        self._full = False
+        trial.status, trial.seconds = code, trial.seconds + round(time.monotonic() - running.began_s, 3)
+        trial.state = _state(code, running.told)
+        if self._settings.prune:
+            self._is_worse(running)  # what it wrote last, for others to be measured by
+        trial.value = report.value_of(running.folder, self._settings.metric)
+        self._ledger.write(trial)
+        words = f"{trial.folder} {trial.state}"
+        if trial.state == ledger.DONE:
+            value = "none" if trial.value is None else f"{trial.value:.6g}"
+            self._progress.say(f"{words}: {self._settings.metric} {value}, {trial.seconds:.0f} s")
+        elif trial.state in (ledger.DIED, ledger.FAILED, ledger.MISTAKEN):
+            words += f" (status {code}): {_last_words(running.folder)}"
+            self._progress.say(words)
+        else:
+            self._progress.say(words)
+        if trial.state == ledger.MISTAKEN:
+            self._end(f"a mistake in {words}")
+        elif trial.state == ledger.DONE and trial.value is None and self._settings.search != "grid":
+            figures = ", ".join(report.figures_of(running.folder))
+            self._end(f"hydra.sweeper.metric is {self._settings.metric}, but a trial yields {figures}")
+        elif trial.state == ledger.DIED and self._end_by_s is None and self._deaths[trial.number] < _RETRIES:
+            self._deaths[trial.number] += 1
+            self._progress.say(f"{trial.folder} is tried again, {self._deaths[trial.number]} of {_RETRIES}")
+            self._queue.appendleft(running.planned)
+            return
+        self._tell_if_over(proposal)
+
+    def _tell_if_over(self, proposal: Proposal) -> None:
+        """Tell the search once all repeats of a proposal have been; one that was stopped will be resumed."""
+        trials = self._repeats[proposal]
+        alive = {id(planned.trial) for planned in (*self._queue, *(one.planned for one in self._running))}
+        if any(id(trial) in alive for trial in trials):
+            return
+        states = {trial.state for trial in trials}
+        if states <= {*ledger.FINAL, ledger.DIED}:
+            done = (trial for trial in trials if trial.state == ledger.DONE)
+            values = [trial.value for trial in done if trial.value is not None]
+            mean = sum(values) / len(values) if len(values) == len(trials) else None
+            self._search.tell(proposal, mean, pruned=ledger.PRUNED in states)
+            del self._repeats[proposal]
+
+    def _tell_to_stop(self, running: Running, why: str) -> None:
+        running.told = why
+        running.process.send_signal(signal.SIGTERM)  # to the run, or its launcher, which passes it on
+
+    def _end(self, mistake: str | None = None) -> None:
+        self._mistake = self._mistake or mistake
+        if self._end_by_s is None:
+            self._end_by_s = time.monotonic() + self._settings.stop_timeout_s
+            for running in self._running:
+                self._tell_to_stop(running, "stop")
+
+    def _hear(self) -> None:
+        """Act on signals: the first stops, and a second one does not wait for trials to save."""
+        late = self._end_by_s is not None and time.monotonic() > self._end_by_s
+        if len(self._received) > self._handled:
+            late = late or self._handled > 0
+            self._handled = len(self._received)
+            if self._end_by_s is None and self._running:
+                self._progress.say(f"{len(self._running)} trials are told to save; again ends them at once")
+            self._end()
+        if late:
+            for running in self._running:
+                self._progress.say(f"{running.planned.trial.folder} had not saved yet, and is killed")
+                running.process.kill()
+                running.process.wait()
+
+    @contextmanager
+    def _hearing(self) -> Iterator[None]:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._received.append(number)
+
+        previous = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _state(code: int, told: str | None) -> str:
+    """What a trial that ended with `code` is, after it was told to stop for that reason."""
+    by_code = {0: ledger.DONE, _MISTAKE: ledger.MISTAKEN, _NOT_FINITE: ledger.FAILED}
+    if code in by_code:
+        return by_code[code]
+    if told == "prune":
+        return ledger.PRUNED
+    return ledger.STOPPED if code == _STOPPED or told == "stop" else ledger.DIED
+
+
+def _silent_s(folder: Path) -> float:
+    """How long ago a run last wrote something a person could see."""
+    written = [path.stat().st_mtime for path in folder.glob("*.log*")]
+    written += [path.stat().st_mtime for path in folder.glob("metrics.jsonl")]
+    return time.time() - max(written, default=time.time())
+
+
+def _last_words(folder: Path) -> str:
+    lines = (folder / OUTPUT).read_text(errors="replace").splitlines() if (folder / OUTPUT).exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "without a word") + (
+        f"  ({folder / OUTPUT})"
+    )
+
+
+def _words(error: Exception) -> str:
+    return in_words(error) if isinstance(error, HydraException | OmegaConfBaseException) else str(error)

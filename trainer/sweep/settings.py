@@ -1,0 +1,52 @@
+"""hydra.sweeper: the schema of its settings, whose defaults stand in conf/hydra/sweeper/."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from trainer.config import above, at_least, check_limits, like, one_of
+from trainer.errors import UserError
+from trainer.overrides import not_a_setting
+
+
+@dataclass
+class SweepConfig:
+    search: str = one_of("grid", "random", "tpe")
+    trials: int | None = at_least(1)
+    metric: str = MISSING
+    mode: str = one_of("min", "max")
+    concurrent: str = like(r"auto|0*[1-9][0-9]*", "auto or a number of trials")
+    seeds: int = at_least(1)
+    prune: bool = MISSING
+    silent_s: float = above(0)
+    stop_timeout_s: float = above(0)
+
+    @property
+    def sign(self) -> float:
+        """What makes a metric smaller when it is better."""
+        return 1.0 if self.mode == "min" else -1.0
+
+
+def load(settings: Mapping[str, Any]) -> SweepConfig:
+    """Return the typed and validated settings.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a value outside its limits, or a contradiction.
+    """
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), dict(settings)))
+    except ConfigKeyError as error:
+        raise UserError(not_a_setting(f"hydra.sweeper.{error.key}")) from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"hydra.sweeper.{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, SweepConfig)
+    check_limits(config, "hydra.sweeper.")
+    if config.prune and (config.search == "grid" or config.seeds > 1):
+        raise UserError(
+            "hydra.sweeper.prune=true needs hydra.sweeper.search=random or tpe, and one seed: it compares a "
+            "trial with those that came before"
+        )
+    return config

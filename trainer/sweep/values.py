@@ -1,0 +1,18 @@
+"""The values of swept settings, as the reports of a sweep read them from its ledger."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from trainer.sweep.ledger import Trial
+
+
+def swept_keys(trials: Sequence[Trial]) -> list[str]:
+    """The settings that were swept, in the order of the command line."""
+    return list(dict.fromkeys(key for trial in trials for key in trial.swept))
+
+
+def typed(text: str) -> Any:
+    """A value as Hydra would read it from the command line: a number, a truth value, None, a list, a word."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
