@@ -90,7 +90,16 @@ def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
 def test_a_wheel_in_an_empty_directory(expected: str, tmp_path: Path) -> None:
     """`pip install` of the wheel, where nothing but what it depends on is installed already."""
     source, empty, environment = tmp_path / "source", tmp_path / "empty", tmp_path / "environment"
-    tracked = ["trainer", "models", "conf", "ringmaster.py", "pyproject.toml", "README.md", "LICENSE"]
+    tracked = [
+        "trainer",
+        "models",
+        "conf",
+        "hydra_plugins",
+        "ringmaster.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    ]
     for name in tracked:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(
@@ -113,3 +122,4 @@ def test_a_wheel_in_an_empty_directory(expected: str, tmp_path: Path) -> None:
     command = [str(environment / "bin" / "ringmaster"), *RUN, "launch=local", "launch.processes=2"]
     assert ended([*command, "run_dir=run"], cwd=empty) == [0]
     assert sha(empty / "run") == expected
+    assert (there / "hydra_plugins" / "ringmaster.py").exists(), "no sweep"
