@@ -48,6 +48,8 @@ def job_of(*overrides: str) -> Iterator[Job]:
 
     torch.set_num_threads(1)
     config = settings(*overrides)
+    if config.run_dir is not None:  # `run` claims it; a test only needs it to be there
+        Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
         job = assemble(config, "tests", dist, stop_request)
         yield job

@@ -63,6 +63,7 @@ def run(dist: Dist, run_dir: Path, *overrides: str, resume: str = "null") -> dic
     run warms up, its first micro-batch comes twice.
     """
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
+    run_dir.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request:
         job = assemble(config, "tests", dist, stop_request)
         begin = _everything(job.state)

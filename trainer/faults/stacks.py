@@ -53,6 +53,9 @@ class Stacks:
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
+        # What is put back by `close`: a neighbour may still ask while this process is on its way out, and
+        # must not kill it.
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=True)
 
     def close(self) -> None:
