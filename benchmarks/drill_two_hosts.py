@@ -21,15 +21,21 @@ from trainer.faults import drill
 FAULTS = (*drill.FAULTS, "cut")
 
 
-def on(members: Sequence[Host], per_host: int, *options: str) -> Callable[..., list[subprocess.Popen[Any]]]:
-    """A launch by torchrun on each host, with `options` of torchrun's, the links mended before."""
+def on(
+    members: Sequence[Host], per_host: int, *options: str, conf: str = ""
+) -> Callable[..., list[subprocess.Popen[Any]]]:
+    """A launch by torchrun on each host, with `options` of torchrun's, the links mended before.
+
+    Args:
+        conf: more of --rdzv-conf.
+    """
 
     def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
         launchers = []
         for host in members:
             host.link_up()
         for index, host in enumerate(members):
-            command = [*torchrun(members, index, per_host), *options, str(drill.PROGRAM), *overrides]
+            command = [*torchrun(members, index, per_host, conf), *options, str(drill.PROGRAM), *overrides]
             with (folder / f"output{index}").open("ab") as file:
                 launchers.append(
                     host.popen(

@@ -158,8 +158,10 @@ class Launch:
         return self.outputs()
 
 
-def torchrun(members: Sequence[Host], index: int, nproc: int) -> list[str]:
+def torchrun(members: Sequence[Host], index: int, nproc: int, conf: str = "") -> list[str]:
     """The command on host `index`; its environment needs GLOO_SOCKET_IFNAME, where gloo listens.
+
+    `conf` is more of --rdzv-conf.
 
     torchrun and gloo learn a host's address by looking up its hostname, which here is the machine's and leads
     elsewhere. So they are told: is_host says who serves the rendezvous (otherwise nobody recognises itself in
@@ -168,7 +170,7 @@ def torchrun(members: Sequence[Host], index: int, nproc: int) -> list[str]:
     return [
         sys.executable, "-m", "torch.distributed.run",
         f"--nnodes={len(members)}", f"--nproc-per-node={nproc}", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={members[0].address}:29400", f"--rdzv-conf=is_host={int(index == 0)}",
+        f"--rdzv-endpoint={members[0].address}:29400", f"--rdzv-conf=is_host={int(index == 0)},{conf}".rstrip(","),
         f"--local-addr={members[index].address}",
     ]  # fmt: skip
 

@@ -92,7 +92,8 @@ CASES = {
     "SIGUSR1 to rank 1": (signal.SIGUSR1, [1], 2),
     "SIGTERM to rank 0": (signal.SIGTERM, [0], 0),
     "SIGTERM to all": (signal.SIGTERM, [0, 1], 2),
-    "SIGINT to all": (signal.SIGINT, [0, 1], 0),
+    "SIGHUP to all": (signal.SIGHUP, [0, 1], 0),
+    "SIGINT to rank 1": (signal.SIGINT, [1], 0),
 }
 
 

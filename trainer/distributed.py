@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.stacks import Stacks
 from trainer.faults.watch import Member, Watch, introduction
+from trainer.launch.fresh import is_watched
 from trainer.launch.place import Place, place
 from trainer.rendezvous import leave, meet, on_this_host
 
@@ -79,7 +80,7 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
         [Member(host=host, **other) for host, other in zip(hosts, members, strict=True)],
         partial(_another_connection, store) if store is not None else None,
         settings.timeout_s,
-        launched=here.under_torchrun,
+        launched=is_watched(here),
     )
     watch.start()
     try:

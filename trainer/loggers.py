@@ -104,7 +104,8 @@ def table(rows: Mapping[str, str]) -> str:
 
 class _Console(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=self.stream)  # above the bar, where there is one
+        with contextlib.suppress(OSError):  # the launcher that read what we print may have died
+            tqdm.write(self.format(record), file=self.stream)  # above the bar, where there is one
 
 
 class _LogFile(logging.FileHandler):

@@ -22,6 +22,7 @@ from trainer.distributed import Dist, compare_across_ranks, on_main, process_gro
 from trainer.errors import EndedBefore, UserError, writing
 from trainer.faults import failure
 from trainer.faults.rehearsal import Rehearsal
+from trainer.launch.fresh import is_watched
 from trainer.launch.place import place
 from trainer.loggers import RunLog, messages, table
 from trainer.loop import Job, fit
@@ -44,9 +45,8 @@ def run(config: Config) -> dict[str, Any]:
     Raises:
         UserError: a setting that does not fit this machine, this data or the other ranks.
     """
-    launched = place(config.distributed).under_torchrun
     with (
-        StopRequest(launched) as stop_request,
+        StopRequest(is_watched(place(config.distributed))) as stop_request,
         process_group(config.distributed) as dist,
         ExitStack() as held,
     ):

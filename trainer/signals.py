@@ -52,7 +52,10 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if _LAUNCHER_DIED in self._previous:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing is left to save
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing is left to save ...
+            if os.getppid() != self._parent:  # ... and nobody waits for the interpreter to take itself apart
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(1)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

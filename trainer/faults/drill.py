@@ -97,12 +97,12 @@ class Outcome:
         ]
 
 
-def torchrun(processes: int) -> Start:
-    """On this machine alone."""
+def torchrun(processes: int, *options: str) -> Start:
+    """On this machine alone, with `options` of torchrun's."""
 
     def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
-        command += [f"--nproc_per_node={processes}", str(PROGRAM), *overrides]
+        command += [*options, f"--nproc_per_node={processes}", str(PROGRAM), *overrides]
         with (folder / "output").open("ab") as file:
             return [
                 subprocess.Popen(

@@ -245,7 +245,7 @@ class Watch:
             try:
                 self._look()
             except Exception as error:  # a mistake in here must not end a run that is well
-                print(f"[rank {self._rank}] the watch cannot look: {error!r}", file=sys.stderr, flush=True)
+                _print(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(_ALONE_S)
 
     def _look(self) -> None:
@@ -365,7 +365,7 @@ class Watch:
         others = len(self._members) - len(verdict.ranks)
         tail = f"\n  the other {others} ranks end, status {verdict.status}" if others > 1 else ""
         kept = f"; {self._run_dir}/failure.json and stacks/ say more" if self._run_dir is not None else ""
-        os.write(2, f"\n{verdict.message}{tail}{kept}\n".encode())
+        _print(f"\n{verdict.message}{tail}{kept}")
 
     def _write(self, verdict: Verdict, with_stacks: bool = False) -> None:
         if self._run_dir is None or not self._run_dir.is_dir():
@@ -419,8 +419,7 @@ class Watch:
             self._named_slow = (found.rank, found.position)
             others = "the others wait for it"
             at = f", at {found.where}" if found.where else ""
-            line = f"{found.name} has been in {found.doing} for {found.silent_s:.1f} s{at}; {others}"
-            print(line, file=sys.stderr, flush=True)
+            _print(f"{found.name} has been in {found.doing} for {found.silent_s:.1f} s{at}; {others}")
 
     def _report_a_silence(self, own: Observed) -> None:
         """A single process keeps nobody waiting: say where it is, and let it go on."""
@@ -430,6 +429,12 @@ class Watch:
     def _worker_of_its_own(self) -> str | None:
         own = self._here[self._rank]
         return _stuck_worker(own) if own.records.main().phase in ("data", "evaluate", "set_up") else None
+
+
+def _print(line: str) -> None:
+    """In one piece, and past Python's own buffers and locks, which another thread may hold for ever."""
+    with contextlib.suppress(OSError):  # who read it may have died
+        os.write(2, f"{line}\n".encode())
 
 
 def _stuck_worker(neighbour: _Neighbour) -> str | None:

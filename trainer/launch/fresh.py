@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.place import TELLING
+from trainer.launch.place import TELLING, Place
 
 _PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -55,6 +55,11 @@ def told_to_ranks(launcher: str | None) -> dict[str, str]:
 def launched_by() -> str | None:
     """The launcher of ours that started this process as one rank of a run."""
     return os.environ.get(_LAUNCHER)
+
+
+def is_watched(here: Place) -> bool:
+    """Whether a launcher on this host waits for this process, which must not outlive it (StopRequest)."""
+    return launched_by() == "local" or here.under_torchrun
 
 
 def die_with_parent() -> None:

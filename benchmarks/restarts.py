@@ -1,0 +1,206 @@
+"""Ranks killed at random steps under `torchrun --max-restarts`: does the run end as one never disturbed?
+
+Trains the MLP on the digits with a checkpoint every 20 steps, once undisturbed and then again and again with
+up to three kills a run, each of a random rank at a random step, from outside. Prints a row for each kill (the
+seconds from it to the next step that was made) and for each run whether its hash is that of the undisturbed
+one and whether TensorBoard and metrics.jsonl have every step once. With --hosts 2, hosts are network
+namespaces, which needs root; --lose a host takes one of them away for good under --nnodes=1:2.
+
+    python -m benchmarks.restarts [--kills 10] [--hosts 2] [--lose kill|cut]
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from benchmarks.drill_two_hosts import on
+from tests.hosts import Host, hosts
+from trainer.faults import drill
+
+STEPS, SAVED, RESTARTS = 240, 20, 3
+_DEADLINE_S = 300.0  # for a run as a whole
+
+
+def overrides(run_dir: Path, steps: int, timeout_s: float, *more: str) -> list[str]:
+    return [
+        "strategy=ddp",
+        f"train.max_steps={steps}",
+        "train.log_every_steps=1",
+        f"checkpoint.every_steps={SAVED}",
+        f"distributed.timeout_s={timeout_s}",
+        "resume=auto",
+        f"run_dir={run_dir}",
+        *more,
+    ]
+
+
+def run(
+    start: drill.Start,
+    folder: Path,
+    kills: Sequence[int],
+    draw: random.Random,
+    *,
+    steps: int = STEPS,
+    timeout_s: float = 10.0,
+    more: Sequence[str] = (),
+    kill: Callable[[dict[int, int]], str] | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """A run in which a rank is killed once each of the steps `kills` is logged: result, a line for each.
+
+    Args:
+        kill: called instead with the pids of the ranks; returns what it did, in words.
+    """
+    run_dir, mark = folder / "run", f"{os.getpid()}-{folder.parent.name}-{folder.name}"
+    folder.mkdir(parents=True)
+    environment = {drill.MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    rows = []
+    launchers = start(overrides(run_dir, steps, timeout_s, *more), environment, folder)
+    with drill.ended(launchers):
+        _wait(launchers, folder, lambda: True)
+        for number, step in enumerate(kills):
+            _wait(launchers, folder, lambda n=number, s=step: _step(run_dir, n) >= s)  # type: ignore[misc]
+            ranks = {pid: count for pid, count in drill.processes(mark).items() if count == number}
+            at, begin = _step(run_dir, number), time.monotonic()
+            if kill is None:
+                pid = draw.choice(sorted(ranks))
+                words = f"rank {_rank(pid)} killed"
+                os.kill(pid, signal.SIGKILL)
+            else:
+                words = kill(ranks)
+            _wait(launchers, folder, lambda n=number: _step(run_dir, n + 1) > 0)  # type: ignore[misc]
+            rows.append(f"{words} at step {at}: goes on after {time.monotonic() - begin:.1f} s")
+        _wait(launchers, folder, lambda: (run_dir / "result.json").exists(), may_end=True)
+    if not (run_dir / "result.json").exists():
+        raise RuntimeError(f"the run did not finish\n{_outputs(folder)}")
+    return json.loads((run_dir / "result.json").read_text()), rows
+
+
+def problems_of_logs(run_dir: Path, steps: int) -> list[str]:
+    """Where TensorBoard's scalars, or metrics.jsonl, do not have each step once and in order."""
+    expected, found = list(range(1, steps + 1)), []
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    for tag in ("train/loss", "train/lr", "speed/samples_per_second"):
+        if (seen := [event.step for event in events.Scalars(tag)]) != expected:
+            found.append(f"{tag}: {_difference(seen, expected)}")
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    if (seen := [line["step"] for line in lines if "train/loss" in line]) != expected:
+        found.append(f"metrics.jsonl: {_difference(seen, expected)}")
+    return found
+
+
+def _difference(seen: Sequence[int], expected: Sequence[int]) -> str:
+    missing = sorted(set(expected) - set(seen))
+    twice = sorted({step for step in seen if seen.count(step) > 1})
+    return f"missing {missing}, more than once {twice}"
+
+
+def _wait(
+    launchers: list[subprocess.Popen[Any]], folder: Path, until: Callable[[], bool], may_end: bool = False
+) -> None:
+    deadline = time.monotonic() + _DEADLINE_S
+    while not until():
+        if any(launcher.poll() is not None for launcher in launchers) and (may_end or until()):
+            return
+        gone = all(launcher.poll() is not None for launcher in launchers)
+        if gone or time.monotonic() > deadline:
+            raise RuntimeError(f"{'all have ended' if gone else 'it takes too long'}\n{_outputs(folder)}")
+        time.sleep(0.02)
+
+
+def _outputs(folder: Path) -> str:
+    return "\n".join(path.read_text(errors="replace")[-6000:] for path in sorted(folder.glob("output*")))
+
+
+def _step(run_dir: Path, resumptions: int) -> int:
+    """The last step logged since the run went on so many times; 0 if it has not, or none is."""
+    with contextlib.suppress(OSError):
+        parts = (run_dir / "train.log").read_text().split("resumed from")
+        if len(parts) == resumptions + 1 and (logged := re.findall(r"step (\d+)/", parts[-1])):
+            return int(logged[-1])
+    return 0
+
+
+def _rank(pid: int) -> int:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return int(next(entry for entry in entries if entry.startswith(b"RANK="))[5:])
+
+
+def steps_to_kill_at(draw: random.Random, count: int) -> list[int]:
+    """Random, after the first checkpoint and in order."""
+    return sorted(draw.sample(range(SAVED + 2, STEPS - 5), count))
+
+
+def many(start: drill.Start, folder: Path, num_kills: int, seed: int) -> bool:
+    draw = random.Random(seed)
+    expected, _ = run(start, folder / "undisturbed", [], draw)
+    print(f"undisturbed: {expected['param_sha256'][:12]}, {expected['steps']} steps", flush=True)
+    right, left = True, num_kills
+    while left:
+        kills = steps_to_kill_at(draw, min(RESTARTS, left))
+        left -= len(kills)
+        here = folder / f"left{left}"
+        result, rows = run(start, here, kills, draw)
+        equal = result["param_sha256"] == expected["param_sha256"]
+        problems = problems_of_logs(here / "run", STEPS)
+        right = right and equal and not problems
+        print("\n".join(f"  {row}" for row in rows))
+        print(f"finished, hash {'equal' if equal else 'NOT EQUAL'}, {problems or 'logs clean'}", flush=True)
+    return right
+
+
+def lose(
+    pair: Sequence[Host], folder: Path, how: str, steps: int = STEPS
+) -> tuple[dict[str, Any], list[str]]:
+    """Two hosts of two ranks under --nnodes=1:2, and the second one is gone from some step on."""
+
+    def take_away(ranks: dict[int, int]) -> str:
+        (pair[1].kill_all if how == "kill" else pair[1].link_down)()
+        return {"kill": "host 1 killed", "cut": "host 1 cut off"}[how]
+
+    # torchrun gives a host that is missed 30 s to come back, and 15 s until it is missed.
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    start = on(pair, 2, f"--max-restarts={RESTARTS}", "--nnodes=1:2", conf=conf)
+    return run(start, folder, [SAVED + 15], random.Random(0), steps=steps, kill=take_away)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--lose", choices=("kill", "cut"), help="how the second host is lost")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-")))
+        if arguments.hosts == 1 and arguments.lose is None:
+            start = drill.torchrun(2, f"--max-restarts={RESTARTS}")
+            sys.exit(0 if many(start, folder, arguments.kills, arguments.seed) else 1)
+        pair = stack.enter_context(hosts(2))
+        if arguments.lose is None:
+            start = on(pair, 2, f"--max-restarts={RESTARTS}")
+            sys.exit(0 if many(start, folder, arguments.kills, arguments.seed) else 1)
+        result, rows = lose(pair, folder / "lost", arguments.lose)
+        problems = problems_of_logs(folder / "lost" / "run", STEPS)
+        print(f"{rows[0]}; finished with {result['world_size']} ranks, {result['steps']} steps,")
+        print(f"{result['samples_seen']} samples, {problems or 'logs clean'}")
+        sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

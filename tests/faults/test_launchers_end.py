@@ -1,0 +1,174 @@
+"""Ranks whose launcher is killed: they end soon, saved if they can; and an end that no restart can help."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.programs import started
+from tests.ranks import ROOT, run_ranks
+from tests.runs import train
+from trainer.checkpoint.store import verify
+from trainer.errors import EndedBefore
+
+FOR_EVER = (
+    "data.dataset._target_=tests.checkpoint.noisy.Noisy",
+    "train.epochs=1000000",
+    "train.global_batch_size=12",
+    "train.log_every_steps=1",
+    "train.eval_every_epochs=0",
+    "checkpoint.every_epochs=null",
+)
+
+# What torchrun and launch=local are to their ranks: parent, store or open port, reader of what they print.
+LAUNCHER = """
+import os, runpy, signal, socket, sys
+import torch.distributed as dist
+
+server, (reads, writes) = socket.create_server(("127.0.0.1", 0)), os.pipe()
+common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+common["MASTER_PORT"] = str(server.getsockname()[1])
+if sys.argv[1] == "torchrun":
+    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+else:
+    common |= {"RINGMASTER_LAUNCHER": "local", "RINGMASTER_PARENT": str(os.getpid())}
+for rank in range(2):
+    if os.fork() == 0:
+        os.environ.update(common, RANK=str(rank), LOCAL_RANK=str(rank))
+        if sys.argv[1] == "local" and rank == 0:
+            os.environ["RINGMASTER_STORE_FD"] = str(server.detach())
+        else:
+            server.close()
+        os.close(reads)
+        os.dup2(writes, 1)
+        os.dup2(writes, 2)
+        sys.argv = ["train.py", *sys.argv[2:]]
+        runpy.run_path("train.py", run_name="__main__")
+        os._exit(0)
+os.close(writes)
+port, fd = int(common["MASTER_PORT"]), server.detach()
+if sys.argv[1] == "torchrun":
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+else:
+    os.close(fd)
+print("started", flush=True)
+while text := os.read(reads, 1 << 16):
+    os.write(1, text)
+"""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def last_step(run_dir: Path) -> int:
+    log = run_dir / "train.log"
+    steps = re.findall(r" step (\d+)/", log.read_text()) if log.exists() else []
+    return int(steps[-1]) if steps else 0
+
+
+def wait_for(condition: Callable[[], bool], output: Callable[[], str], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, output()
+        time.sleep(0.02)
+
+
+def killed_at_step_ten(kind: str, folder: Path, *overrides: str) -> Path:
+    """Kill the launcher of two ranks in step 10 or later; return the run directory once they are gone."""
+    script, run_dir = folder / "launcher.py", folder / "run"
+    script.write_text(LAUNCHER)
+    with started(str(script), kind, *FOR_EVER, f"run_dir={run_dir}", *overrides) as launcher:
+        wait_for(lambda: last_step(run_dir) >= 9, lambda: launcher.stdout + launcher.stderr)
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2
+        launcher.send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        # 5 s, and much more for a busy machine; without an end of their own they would stay for ever.
+        wait_for(lambda: not any(map(lives, ranks)), lambda: (run_dir / "train.log").read_text(), 20)
+        print(f"gone after {time.monotonic() - begin:.1f} s")
+    return run_dir
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "local"])
+def test_ranks_whose_launcher_is_killed_save_and_end(kind: str, tmp_path: Path) -> None:
+    run_dir = killed_at_step_ten(kind, tmp_path)
+    assert verify(run_dir / "checkpoints" / "latest").step == last_step(run_dir)
+    assert json.loads((run_dir / "failure.json").read_text())["status"] == 75
+
+
+def test_ranks_that_cannot_save_end_too_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    run_dir = killed_at_step_ten("torchrun", tmp_path, "fault=hang", "fault.step=10")
+    assert not (run_dir / "checkpoints" / "latest").exists()
+    assert "the launcher of this host died" in json.loads((run_dir / "failure.json").read_text())["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torchrun", "local"])
+def test_ranks_of_a_true_launcher_that_is_killed_save_and_end(kind: str, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "output"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    command = torchrun if kind == "torchrun" else ["train.py", "launch=local", "launch.processes=2"]
+    with log.open("w") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, *command, *FOR_EVER, f"run_dir={run_dir}"],
+            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        wait_for(lambda: last_step(run_dir) >= 10 or launcher.poll() is not None, log.read_text, 90)
+        ranks = children(launcher.pid)
+        assert len(ranks) == 2, log.read_text()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    begin = time.monotonic()
+    wait_for(lambda: not any(map(lives, ranks)), log.read_text, 20)
+    print(f"gone after {time.monotonic() - begin:.1f} s")
+    assert verify(run_dir / "checkpoints" / "latest").step == last_step(run_dir)
+
+
+# ---- an end that a restart cannot help
+
+
+def attempts_after(run_dir: Path, *ends: dict[str, object]) -> list[str]:
+    """How the next attempt ends, of a run whose failure.json says one of `ends`; and one without a restart."""
+    seen = []
+    for restarts, facts in [*((1, facts) for facts in ends), (0, ends[0])]:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        here = run_dir / str(len(seen))
+        here.mkdir(exist_ok=True)
+        if os.environ["RANK"] == "0":
+            (here / "failure.json").write_text(json.dumps(facts))
+        try:
+            train(*FOR_EVER, "train.max_steps=2", f"run_dir={here}")
+            seen.append("trained")
+        except EndedBefore as error:
+            seen.append(f"{error.exit_code}: {error}")
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+    return seen
+
+
+def test_an_end_that_a_restart_cannot_help_comes_again_at_once(tmp_path: Path) -> None:
+    ends = [{"status": status, "message": f"words {status}"} for status in (2, 3, 75, 1)]
+    for rank in run_ranks(attempts_after, 2, tmp_path, *ends, init=False):
+        assert rank == ["2: words 2", "3: words 3", "75: words 75", "trained", "trained"]
+    kept = json.loads((tmp_path / "0" / "failure.json").read_text())
+    assert (kept["status"], kept["message"]) == (2, "words 2")
