@@ -56,12 +56,12 @@ def run(
     steps: int = STEPS,
     timeout_s: float = 10.0,
     more: Sequence[str] = (),
-    kill: Callable[[dict[int, int]], str] | None = None,
+    kill: Callable[[], str] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """A run in which a rank is killed once each of the steps `kills` is logged: result, a line for each.
 
     Args:
-        kill: called instead with the pids of the ranks; returns what it did, in words.
+        kill: called instead; returns what it did, in words.
     """
     run_dir, mark = folder / "run", f"{os.getpid()}-{folder.parent.name}-{folder.name}"
     folder.mkdir(parents=True)
@@ -72,14 +72,14 @@ def run(
         _wait(launchers, folder, lambda: True)
         for number, step in enumerate(kills):
             _wait(launchers, folder, lambda n=number, s=step: _step(run_dir, n) >= s)  # type: ignore[misc]
-            ranks = {pid: count for pid, count in drill.processes(mark).items() if count == number}
+            ranks = sorted(drill.processes(mark))  # of this attempt: those before had ended when it began
             at, begin = _step(run_dir, number), time.monotonic()
             if kill is None:
-                pid = draw.choice(sorted(ranks))
+                pid = draw.choice(ranks)
                 words = f"rank {_rank(pid)} killed"
                 os.kill(pid, signal.SIGKILL)
             else:
-                words = kill(ranks)
+                words = kill()
             _wait(launchers, folder, lambda n=number: _step(run_dir, n + 1) > 0)  # type: ignore[misc]
             rows.append(f"{words} at step {at}: goes on after {time.monotonic() - begin:.1f} s")
         _wait(launchers, folder, lambda: (run_dir / "result.json").exists(), may_end=True)
@@ -113,9 +113,9 @@ def _wait(
 ) -> None:
     deadline = time.monotonic() + _DEADLINE_S
     while not until():
-        if any(launcher.poll() is not None for launcher in launchers) and (may_end or until()):
-            return
         gone = all(launcher.poll() is not None for launcher in launchers)
+        if gone and may_end:
+            return
         if gone or time.monotonic() > deadline:
             raise RuntimeError(f"{'all have ended' if gone else 'it takes too long'}\n{_outputs(folder)}")
         time.sleep(0.02)
@@ -167,7 +167,7 @@ def lose(
 ) -> tuple[dict[str, Any], list[str]]:
     """Two hosts of two ranks under --nnodes=1:2, and the second one is gone from some step on."""
 
-    def take_away(ranks: dict[int, int]) -> str:
+    def take_away() -> str:
         (pair[1].kill_all if how == "kill" else pair[1].link_down)()
         return {"kill": "host 1 killed", "cut": "host 1 cut off"}[how]
 

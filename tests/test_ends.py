@@ -275,14 +275,50 @@ def quiet(run_dir: Path, *overrides: str) -> None:
     train(f"run_dir={run_dir}", *TINY, *overrides)
 
 
+def stuck_at(index: int, how: str) -> tuple[str, ...]:
+    stuck = ("data.dataset._target_=tests.user_parts.StuckAt", f"+data.dataset.index={index}")
+    return (*stuck, f"+data.dataset.how={how}", "data.num_workers=2", "distributed.timeout_s=2")
+
+
+def ends_of(*runs: tuple[str, ...]) -> list[str]:
+    ends = []
+    for overrides in runs:
+        try:
+            train(*TINY, *overrides)
+        except Exception as error:
+            ends.append(f"{type(error).__name__}: {error}")
+            dist.destroy_process_group() if dist.is_initialized() else None
+    return ends
+
+
+def test_what_users_code_does_is_told_with_its_line_and_its_sample(tmp_path: Path) -> None:
+    runs = {"exit": failing(0, 2, "exit"), "loop": stuck_at(7, "loop"), "killed": stuck_at(7, "SIGKILL")}
+    options = [(*overrides, f"run_dir={tmp_path}/{name}") for name, overrides in runs.items()]
+    (ends,) = run_ranks(ends_of, 1, *options, init=False)
+    said = {name: json.loads((tmp_path / name / "failure.json").read_text())["message"] for name in runs}
+    assert ends[0] == "RuntimeError: sys.exit(7) was called in the middle of the run"
+    assert re.search(
+        r"in forward of step 2, at tests/user_parts.py:\d+ in _act: .*sys.exit\(7\)", said["exit"]
+    )
+    stuck = r"its data worker \d+ has been reading sample 7 for [\d.]+ s, at tests/user_parts.py:\d+ in _act"
+    assert re.search(stuck, said["loop"]), said
+    assert re.search(r"its data worker \d+ died of SIGKILL while it read sample 7", said["killed"]), said
+
+
+HANGS = {"SIGKILL": "died", "SIGSTOP": "stopped", "loop": "hangs", "loop in C": "hangs", "exit": "raised"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_the_silent_rank_is_named(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", HANGS)
+def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(
-            quiet, 3, tmp_path, "distributed.timeout_s=4", *failing(1, 3, how), init=False, timeout_s=60
+            quiet, 3, tmp_path, "distributed.timeout_s=3", *failing(1, 3, how), init=False, timeout_s=60
         )
     assert [failure.value.reports[rank] for rank in (0, 2)] == ["died with exit code 1"] * 2
     verdict = json.loads((tmp_path / "failure.json").read_text())
     assert (verdict["rank"], verdict["step"], verdict["phase"]) == (1, 3, "forward")
-    assert verdict["kind"] == {"SIGKILL": "died", "SIGSTOP": "stopped"}[how]
+    assert verdict["kind"] == HANGS[how]
+    assert ("does not let go of the interpreter" in verdict["message"]) == (how == "loop in C")
+    if not how.startswith("SIG"):
+        assert re.fullmatch(r"tests/user_parts.py:\d+ in _act", verdict["where"]), verdict

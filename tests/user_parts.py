@@ -1,8 +1,10 @@
 """What a user would bring: a model, a dataset and a task of their own, and faulty ones among them."""
 
 import os
+import re
 import shutil
 import signal
+import sys
 import time
 from typing import Any
 
@@ -52,6 +54,19 @@ class Deletes(Stripes):
         return super().__getitem__(index)
 
 
+class StuckAt(Stripes):
+    """At sample `index` of the training data the process that reads it, loops or is killed."""
+
+    def __init__(self, split: str, index: int, how: str) -> None:
+        super().__init__(split)
+        self.index, self.how = index if split == "train" else -1, how
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.index:
+            _act(self.how)
+        return super().__getitem__(index)
+
+
 class Tiny(nn.Module):
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -70,7 +85,7 @@ class Normed(Tiny):
 
 
 class FailsAt(Classification):
-    """At the given call of `loss` on the given rank: a loss of `value`, or SIGSTOP, or SIGKILL to itself."""
+    """At the given call of `loss` on the given rank: a loss of that value, a signal to itself, a loop, an exit."""
 
     def __init__(self, rank: int, call: int, how: str) -> None:
         super().__init__()
@@ -80,7 +95,18 @@ class FailsAt(Classification):
         loss = super().loss(model, batch)
         self.call -= 1
         if self.here and self.call == 0:
-            if self.how.startswith("SIG"):
-                os.kill(os.getpid(), getattr(signal, self.how))
-            return loss + float(self.how)
+            return loss + float(_act(self.how))
         return loss
+
+
+def _act(how: str) -> str:
+    """Do what `how` says, if it is more than a number."""
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, how))
+    if how == "exit":
+        sys.exit(7)
+    while how == "loop":
+        pass
+    if how == "loop in C":
+        re.match(r"(a+)+$", "a" * 64 + "b")  # it holds the interpreter for years
+    return how

@@ -110,13 +110,24 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
         leave(here)
     except GeneratorExit:
         raise
-    except BaseException as error:
+    except BaseException as caught:
+        error = _in_mid_run(caught)
         if world_size == 1 and dist.is_initialized():  # nobody to wait for; a notebook may want to go on
             dist.destroy_process_group()
         watch.failed(error, symptom=_is_of_communication(error))
+        if error is not caught:
+            raise error from None
         raise
     dist.destroy_process_group()
     watch.ended_well()
+
+
+def _in_mid_run(error: BaseException) -> BaseException:
+    """A sys.exit() of somebody's code is a fault, with a traceback, while others wait for this rank."""
+    if isinstance(error, SystemExit):
+        fault = RuntimeError(f"sys.exit({error.code!r}) was called in the middle of the run")
+        return fault.with_traceback(error.__traceback__)
+    return error
 
 
 def _another_connection(store: dist.Store) -> dist.Store:

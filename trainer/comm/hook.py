@@ -18,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm import sparse
-from trainer.comm.execution.blame import CommError, PeerError, find_culprit
+from trainer.comm.execution.blame import CommError, PeerError
 from trainer.comm.execution.executor import CpuExecutor
 from trainer.comm.execution.nccl import NcclReducer
 from trainer.comm.execution.worker import Worker
@@ -263,14 +263,11 @@ def _scheduled(executor: CpuExecutor, algorithm: str, group: dist.ProcessGroup, 
         try:
             waited_s = executor.all_reduce(bucket.buffer(), divisor=len(ranks))
         except PeerError as error:
-            culprit = find_culprit(group.get_group_store(), executor.rank, error)
             message = (
                 f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes} "
                 f"stopped at {place(executor.rank)}: {place(error.peer)} {error.reason}"
             )
-            if culprit != error.peer:
-                message += f"; that one waits in turn, and the one that nobody hears from is {place(culprit)}"
-            raise CommError(message, ranks[culprit]) from error
+            raise CommError(message, ranks[error.peer]) from error
         record.waited_s = {ranks[member]: seconds for member, seconds in waited_s.items()}
         return bucket.buffer()
 

@@ -114,7 +114,8 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
     if first.orderly:
         return _verdict(first, "orderly", str(first.error), first.status or 1)
     if first.status is not None:
-        return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}")
+        worker = f"; {first.worker}" if first.worker else ""
+        return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
     return _verdict(first, "died", f"{first.ending or 'is gone without a word'}, in {first.doing}{at}")
 
 

@@ -398,6 +398,7 @@ class Watch:
         if self._launched and now - self._orphan_since > _ALONE_S - 1:
             own = self._here[self._rank].observe()
             self._write(_of_one(own, 1, "the launcher of this host died, and there was no time to save"))
+            self._heartbeat.note({"verdict": 1, "status": 1})  # lest a neighbour take this for a death
             self._leave(1)
 
     def _speak_at_exit(self) -> None:
@@ -444,7 +445,8 @@ def _stuck_worker(neighbour: _Neighbour) -> str | None:
         return None
     dead = [worker for worker in busy if processes.state(worker.pid) == "dead"]
     if dead:
-        return f"its data worker {dead[0].pid} died while it read sample {dead[0].index}"
+        how = processes.ending(dead[0].pid) or "is gone without a word"
+        return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}"
     worker = min(busy, key=lambda beat: beat.progress_ns)
     (text,) = stacks.ask([(worker.pid, neighbour.stacks)])
     seconds = (time.monotonic_ns() - worker.progress_ns) / 1e9
