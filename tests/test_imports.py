@@ -18,6 +18,7 @@ MAY_USE = {
     "config": {"errors", "overrides"},
     "launch": {"config", "errors", "overrides"},
     "sweep": {"config", "errors", "launch", "overrides", "scalars"},
+    "compare": {"errors", "overrides", "scalars", "sweep"},
     "build": {"errors"},
     "optim": {"errors"},
     "deferred": {"errors", "seeding"},

@@ -42,7 +42,7 @@ def table(trials: Sequence[Trial], settings: SweepConfig) -> str:
             [trial.folder, *(trial.swept.get(key, "") for key in keys), _number(trial.value), trial.state]
             for trial in trials
         ]
-        return _columns([["trial", *keys, settings.metric, "state"], *rows])
+        return columns([["trial", *keys, settings.metric, "state"], *rows])
     groups: dict[tuple[str, ...], list[Trial]] = {}
     for trial in trials:
         groups.setdefault(tuple(trial.swept.get(key, "") for key in keys), []).append(trial)
@@ -54,7 +54,7 @@ def table(trials: Sequence[Trial], settings: SweepConfig) -> str:
         order = settings.sign * mean if mean is not None else float("inf")
         means.append((order, [*values, _number(mean), deviation, f"{len(found)} of {len(repeats)}"]))
     ranked = [row for _, row in sorted(means, key=lambda one: one[0])]
-    return _columns([[*keys, f"{settings.metric}, mean", "deviation", "seeds done"], *ranked])
+    return columns([[*keys, f"{settings.metric}, mean", "deviation", "seeds done"], *ranked])
 
 
 def value_of(run_dir: Path, metric: str) -> float | None:
@@ -108,7 +108,8 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return "\n".join("  ".join(cells).rstrip() for cells in lines)

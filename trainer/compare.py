@@ -1,0 +1,237 @@
+"""Runs side by side, from what they left: `python -m trainer.compare RUN RUN ... | SWEEP [--plot FILE]`.
+
+Reads config.yaml, result.json and metrics.jsonl. The first run is what the others are measured against.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from trainer.errors import UserError
+from trainer.overrides import leaves
+from trainer.scalars import read_scalars
+from trainer.sweep.ledger import DONE, read_trials
+from trainer.sweep.report import columns
+
+# What makes losses those of another task, and those of which another value makes another run of the same.
+_TASK = ("data.dataset", "data.task")
+_ALIKE = ("train.global_batch_size", "train.precision", "seed", "train.max_steps", "train.epochs")
+_FIGURES = ("train/loss", "train/grad_norm")  # what parameters show of themselves at each log step
+_MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    settings: dict[str, Any]
+    result: dict[str, Any]
+    scalars: dict[str, dict[int, float]]
+
+    @property
+    def ms_per_step(self) -> list[float]:
+        """Of each log window but the first, in which all is still warming up, unless it is the only one."""
+        windows = list(self.scalars.get(_MS, {}).values())
+        return windows[1:] or windows or [self.result["ms_per_step"]]
+
+    def comm_ms(self) -> list[float]:
+        """Communication per step: in all, hidden behind the backward pass, exposed; [] where none is told."""
+        windows = [list(self.scalars.get(name, {}).values()) for name in _COMM]
+        return [statistics.median(values) for values in windows] if all(windows) else []
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """Raises UserError where `folder` holds no run that came to its end."""
+    try:
+        settings = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
+        result = json.loads((folder / "result.json").read_text())
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} is no run that came to its end: it has no {Path(str(error.filename)).name}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} cannot be read: {error}") from error
+    return Run(name, dict(leaves(settings)), result, read_scalars(folder))
+
+
+def read_runs(named: Sequence[str]) -> list[Run]:
+    """The runs named, and those of each sweep among them that are done.
+
+    Raises:
+        UserError: less than two, or one that is no run.
+    """
+    folders: list[Path] = []
+    for folder in map(Path, named):
+        trials = read_trials(folder)
+        folders += [folder / trial.folder for trial in trials if trial.state == DONE] or [folder] * (
+            not trials
+        )
+    short = len({folder.name for folder in folders}) == len(folders)
+    runs = [read_run(folder, folder.name if short else str(folder)) for folder in folders]
+    if len(runs) < 2:
+        raise UserError(f"{' '.join(named)}: {len(runs)} run that is done; two are needed to compare")
+    return runs
+
+
+def compare(runs: Sequence[Run]) -> str:
+    """What is unlike, a table, and a verdict in one line.
+
+    Raises:
+        UserError: other data or another task: no figure of one says anything about another.
+    """
+    base, lines = runs[0], []
+    for run in runs[1:]:
+        if unlike := differing(base.settings, run.settings, _TASK):
+            raise UserError(f"{base.name} and {run.name} cannot be compared: {_words(base, run, unlike)}")
+    flagged = {run.name: differing(base.settings, run.settings, _ALIKE) for run in runs[1:]}
+    for run in runs[1:]:
+        if flagged[run.name]:
+            lines.append(f"not alike: {base.name} and {run.name}: {_words(base, run, flagged[run.name])}")
+        if run.result["world_size"] != base.result["world_size"]:
+            sizes = f"{base.result['world_size']} and {run.result['world_size']}"
+            lines.append(f"not alike: {base.name} and {run.name}: processes {sizes}")
+    header = ["run", "strategy", "comm", "ms/step", "spread", "samples/s", "peak MiB", "comm ms", "hidden"]
+    header += ["exposed", "train/loss", "eval/loss", "param_sha256", "parts at", "largest loss gap"]
+    rows = [_row(run, base) for run in runs]
+    return "\n".join([*lines, *([""] if lines else []), columns([header, *rows]), "", verdict(runs, flagged)])
+
+
+def verdict(runs: Sequence[Run], flagged: Mapping[str, Sequence[str]]) -> str:
+    """Which run is fastest, by more than its steps vary or not; and which made the same model."""
+    base = runs[0]
+    fastest, *others = sorted(runs, key=lambda run: statistics.median(run.ms_per_step))
+    slow = statistics.median(others[0].ms_per_step)
+    ratio = slow / statistics.median(fastest.ms_per_step)
+    apart = statistics.median(fastest.ms_per_step) + _spread(fastest) < slow - _spread(others[0])
+    words = f"verdict: {fastest.name} is fastest, {ratio:.2f} x as fast as the next, {others[0].name}"
+    words += "" if apart else " (within their spread: no difference shown)"
+    like = [run for run in runs[1:] if not flagged[run.name]]
+    if not like:
+        return words + "; no two runs are alike enough to compare their models"
+    same = [run.name for run in like if run.result["param_sha256"] == base.result["param_sha256"]]
+    words += f"; the model of {base.name} is that of {', '.join(same) or 'no other'}, to the last bit"
+    parted = [run for run in like if run.name not in same]
+    if parted:
+        gap = max((abs(gap) for run in parted for gap in loss_gaps(base, run).values()), default=float("nan"))
+        words += f"; loss of the others is at most {gap:.2g} away"
+    return words
+
+
+def loss_gaps(base: Run, run: Run) -> dict[int, float]:
+    """Loss of `run` less that of `base`, at each step that both have logged."""
+    mine, theirs = run.scalars.get("train/loss", {}), base.scalars.get("train/loss", {})
+    return {step: mine[step] - theirs[step] for step in sorted(mine.keys() & theirs.keys())}
+
+
+def parts_at(base: Run, run: Run) -> int | None:
+    """The first log step at which loss or gradient norm differ in any bit; None: they never do."""
+    for step in sorted(run.scalars.get("train/loss", {})):
+        for name in _FIGURES:
+            mine, theirs = run.scalars.get(name, {}).get(step), base.scalars.get(name, {}).get(step)
+            if mine is not None and theirs is not None and mine != theirs:
+                return step
+    return None
+
+
+def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The settings at or under `names` that have another value, or are missing on one side."""
+    keys = [
+        key for key in dict.fromkeys((*mine, *theirs)) if any(f"{key}.".startswith(f"{n}.") for n in names)
+    ]
+    missing = object()
+    return [key for key in keys if mine.get(key, missing) != theirs.get(key, missing)]
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Loss and its gap to the first run's over the steps, milliseconds per step, and communication."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, ((loss, gap), (speed, comm)) = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for run in runs:
+        losses = run.scalars.get("train/loss", {})
+        loss.plot(list(losses), list(losses.values()), label=run.name)
+        gaps = loss_gaps(runs[0], run)
+        gap.plot(list(gaps), list(gaps.values()), label=run.name)
+    names = [run.name for run in runs]
+    speed.boxplot([run.ms_per_step for run in runs], orientation="horizontal", tick_labels=names)
+    told = [run for run in runs if run.comm_ms()]
+    places = range(len(told))
+    hidden, exposed = ([run.comm_ms()[part] for run in told] for part in (1, 2))
+    comm.barh(places, hidden, label="hidden")
+    comm.barh(places, exposed, left=hidden, label="exposed")
+    comm.set_yticks(places, [run.name for run in told])
+    for axes, title in ((loss, "train/loss"), (gap, f"train/loss less that of {runs[0].name}")):
+        axes.set(title=title, xlabel="step")
+    speed.set(title="ms/step, by log window")
+    comm.set(title="communication, ms/step")
+    for axes in (speed, comm):
+        axes.invert_yaxis()
+    loss.legend(fontsize=7)
+    if told:
+        comm.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.compare", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN|SWEEP", help="a run directory, or the folder of a sweep"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, as .png, .svg or .pdf")
+    given = parser.parse_args(arguments)
+    try:
+        runs = read_runs(given.runs)
+        print(compare(runs))
+        if given.plot is not None:
+            plot(runs, given.plot)
+            print(given.plot)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _row(run: Run, base: Run) -> list[str]:
+    result, comm = run.result, run.comm_ms()
+    ms = statistics.median(run.ms_per_step)
+    row = [run.name, result["strategy"], result["comm"], f"{ms:.2f}", f"± {_spread(run):.2f}"]
+    row += [f"{result['samples_per_second']:.0f}", f"{result['peak_memory_bytes'] / 2**20:.0f}"]
+    row += [f"{value:.2f}" for value in comm] or ["", "", ""]
+    row += [_number(result.get("train/loss")), _number(result.get("eval/loss")), result["param_sha256"][:12]]
+    if run is base:
+        return [*row, "", ""]
+    gaps, parts = loss_gaps(base, run), parts_at(base, run)
+    row.append("never" if parts is None else f"step {parts}")
+    return [*row, f"{max(map(abs, gaps.values())):.2g}" if gaps else ""]
+
+
+def _spread(run: Run) -> float:
+    """Half the distance between the quartiles of its log windows."""
+    if len(run.ms_per_step) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(run.ms_per_step, n=4, method="inclusive")
+    return (third - first) / 2
+
+
+def _words(base: Run, run: Run, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {base.settings.get(key)} and {run.settings.get(key)}" for key in keys)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
