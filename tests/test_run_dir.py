@@ -62,7 +62,30 @@ def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: s
     (tmp_path / "run-2").mkdir()
     with pytest.raises(UserError, match=f"holds another run .*resume=auto .*run_dir={run_dir}-3 starts anew"):
         claimed(run_dir)
+    if not trace.startswith("checkpoints"):  # whose they are nobody knows, and there is nothing to go on from
+        with pytest.raises(UserError, match=f"{trace.split('/')[0]}.* no checkpoint .*run_dir={run_dir}-3 "):
+            claimed(run_dir, "auto")
+        (run_dir / RUN).write_text('{"run_id": "ours"}')
     assert claimed(run_dir, "auto").path == run_dir
+
+
+@pytest.mark.parametrize("name", [".", "sub/.."])
+def test_a_directory_without_a_name_has_a_way_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "run" / "sub").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run")
+    (tmp_path / "run" / "result.json").touch()
+    with pytest.raises(UserError, match=f"run_dir={tmp_path}/run-2 starts anew"):
+        claimed(Path(name))
+
+
+def test_a_loop_of_links_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    run_id = claimed(tmp_path / "run").run_id
+    save(tmp_path / "run", 5, run_id)
+    with pytest.raises(UserError, match="loop"):
+        claimed(tmp_path / "run", str(tmp_path / "loop"))
 
 
 def test_what_a_mistake_leaves_is_no_run(tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def _identify(path: Path, resume: str | None) -> str:
                 f"run_dir={path} holds another run ({', '.join(used)}); resume=auto goes on with it, "
                 f"run_dir={_unused_beside(path)} starts anew"
             )
+        if resume == "auto" and known is None and not used[0].startswith("checkpoints"):
+            raise UserError(
+                f"run_dir={path} holds what another run left ({', '.join(used)}), but no checkpoint that "
+                f"resume=auto could go on from; run_dir={_unused_beside(path)} starts anew"
+            )
         if not _is_of(path, known, resume):
             raise UserError(
                 f"run_dir={path} holds another run ({', '.join(used)}) than resume={resume}, which it would "
@@ -89,7 +94,7 @@ def _identify(path: Path, resume: str | None) -> str:
 
 def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
     """Whether `resume` means a checkpoint of the run in `path`."""
-    if resume == "auto" or Path(resume).resolve().is_relative_to(path.resolve()):
+    if resume == "auto" or Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(path)):
         return True
     return run_id is not None and read_manifest(Path(resume)).run_id == run_id
 
@@ -108,7 +113,9 @@ def _traces(path: Path) -> list[str]:
 
 
 def _unused_beside(path: Path) -> Path:
-    beside = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    named = path if path.name not in ("", "..") else path.resolve()  # `.` and `..` bear no name
+    at = named.parent / (named.name or "run")
+    beside = (at.with_name(f"{at.name}-{n}") for n in itertools.count(2))
     return next(candidate for candidate in beside if not candidate.exists())
 
 

@@ -287,7 +287,8 @@ class Checkpointer:
         if found:
             raise UserError(
                 f"none of the {len(found)} checkpoints in {self._store.root} is whole: {reasons[0]}; "
-                f"`python -m trainer.checkpoint verify {self._store.root}` shows all, resume=null starts anew"
+                f"`python -m trainer.checkpoint verify {self._store.root}` shows all, "
+                "another run_dir starts anew"
             )
         return None
 
