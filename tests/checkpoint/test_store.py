@@ -1,6 +1,8 @@
 """The directories of a run: which live, which go, and what is never touched."""
 
+import errno
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -163,3 +165,24 @@ def test_a_fifo_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(final / "a.txt")
     with pytest.raises(UserError, match="no plain file"):
         verify(final)
+
+
+def test_a_run_copied_with_its_links_followed_goes_on(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    saved = _save(store, 1)
+    for copied in (1, 2):
+        (tmp_path / "latest").unlink()
+        shutil.copytree(saved, tmp_path / "latest")
+        newest = _save(store, 1 + copied)
+        assert (tmp_path / "latest").resolve() == newest
+        assert read_manifest(tmp_path / f"latest.{copied}").step == 1, "nothing is lost"
+
+
+def test_a_file_system_without_links_has_no_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as vfat says it
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    store = Store(tmp_path)
+    _save(store, 1)
+    assert (_steps(store), (tmp_path / "latest").exists()) == ([1], False)

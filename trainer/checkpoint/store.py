@@ -7,7 +7,9 @@ new one whole.
 """
 
 import contextlib
+import errno
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -39,6 +41,7 @@ _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _MAX_MANIFEST_BYTES = 1 << 22  # of some 20,000 files
 _YEAR_10000 = 253_402_300_800
 _TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 @dataclass(frozen=True)
@@ -252,10 +255,24 @@ class Store:
             final.rename(aside)
 
     def _point_latest(self, name: str) -> None:
-        link = self.root / f"{_TEMPORARY}latest"
+        link, latest = self.root / f"{_TEMPORARY}latest", self.root / "latest"
         link.unlink(missing_ok=True)
-        link.symlink_to(name)
-        link.replace(self.root / "latest")
+        try:
+            link.symlink_to(name)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            log.warning("%s holds no links (%s), so no `latest`", self.root, error.strerror)
+            return
+        if latest.is_dir() and not latest.is_symlink():
+            aside = next(
+                path for n in itertools.count(1) if not (path := latest.with_name(f"latest.{n}")).exists()
+            )
+            log.warning(
+                "%s is no link, as after a copy that followed links, and is now %s", latest, aside.name
+            )
+            latest.rename(aside)
+        link.replace(latest)
         fsync_directory(self.root)
 
     def abandon(self, step: int) -> None:
