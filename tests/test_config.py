@@ -6,6 +6,7 @@ import pytest
 from hydra.errors import HydraException
 
 from tests.runs import CONF, composed, settings
+from trainer.command import compose
 from trainer.config import flatten, load
 from trainer.errors import UserError
 from trainer.overrides import in_words
@@ -60,7 +61,16 @@ def test_groups_are_not_empty() -> None:
         ("schedule.final_fraction=inf", "schedule.final_fraction is inf, but must be a finite number"),
         ("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
         ("train.clip_grad_norm=0", "train.clip_grad_norm is 0.0, but must be greater than 0"),
-        ("seed=-1", "seed is -1, but must be at least 0"),
+        ("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
+        ("seed=18446744073709551616", "seed is 18446744073709551616, but must be from 0 to 2**64 - 1"),
+        ("run_dir=", "run_dir is empty, but must be a path, or null"),
+        ("resume=", "resume is empty, but must be auto, the path of a checkpoint, or null"),
+        ("train=5", "train is 5, but must hold settings, as train.NAME=VALUE"),
+        ("distributed=null", "distributed is None, but must hold settings"),
+        (
+            "distributed.timeout_s=1e300",
+            "distributed.timeout_s is 1e+300, but must be greater than 0, and at",
+        ),
         ("distributed.timeout_s=0", "distributed.timeout_s is 0.0, but must be greater than 0"),
         ("train.epochs=???", "train.epochs has no value"),
         ("~model._target_", "model has no _target_"),
@@ -102,6 +112,10 @@ def test_refuses(override: str, words: str) -> None:
         ("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
         ("strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, single"),
         ("strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
+        ("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
+        ("+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"),
+        ("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
+        ("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value"),
         ("comm.segment=1", "comm.segment is not a setting; did you mean comm.segment_mb?"),
     ],
 )
@@ -111,6 +125,15 @@ def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str,
     message = in_words(refused.value)
     assert words in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("override", ["model=null", "optim=5", "comm=null"])
+def test_what_hydra_trips_over_is_a_mistake_in_the_settings(
+    monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", override])
+    with pytest.raises(UserError, match=f"^{override} cannot be composed: .+$"):
+        compose()
 
 
 def test_zero_and_null_are_values() -> None:

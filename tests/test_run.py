@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.ranks import run_ranks
 from tests.runs import job_of, train
+from trainer.errors import UserError
 
 FIGURES = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
 FIGURES |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}
@@ -122,3 +123,20 @@ def test_compiled_training_is_the_same_training(strategy: str, tmp_path: Path) -
         eager_and_compiled, world_size, tmp_path, strategy, init=False, timeout_s=110
     )[0]
     assert compiled == pytest.approx(eager, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+model._partial_=true"], "which is no torch.nn.Module"),
+        (["+model._recursive_=x"], "cannot be built: .*_recursive_"),
+        (["optim._target_=nowhere.SGD"], r"nowhere.SGD cannot be built: Error loading 'nowhere.SGD': .*\?$"),
+        (
+            ["data.task={_target_:builtins.dict}", "~data.task.label_smoothing"],
+            "without loss, num_samples, ev",
+        ),
+    ],
+)
+def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=f"^.*{words}"), job_of(f"run_dir={tmp_path}", *overrides):
+        pass

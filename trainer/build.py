@@ -30,9 +30,15 @@ def build(name: str, node: dict[str, Any], *args: Any, facts: object = None, **k
         if isinstance(cause, UserError):
             raise cause from None
         if cause is None or isinstance(cause, TypeError | ValueError | ImportError | OSError):
-            reason = f"{cause or str(error).splitlines()[0]}{_hidden(node['_target_'])}"
-            raise UserError(f"{name}: {node['_target_']} cannot be built: {reason}") from error
+            raise _cannot(name, node, cause or error) from error
         raise cause from None
+    except TypeError as error:  # Hydra's own, of a node that it cannot read: _recursive_=x
+        raise _cannot(name, node, error) from error
+
+
+def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
+    target, said = node["_target_"], " ".join(str(reason).split())
+    return UserError(f"{name}: {target} cannot be built: {said}{_hidden(target)}")
 
 
 def _hidden(target: str) -> str:

@@ -2,10 +2,13 @@
 
 import os
 import sys
+import traceback
 from typing import Any
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer import config
 from trainer.errors import UserError
@@ -13,7 +16,7 @@ from trainer.launch import local, slurm
 from trainer.launch.exits import exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by
 from trainer.launch.place import place, publish
-from trainer.overrides import CONF, EACH_TRIAL_LAUNCHES, for_hydra
+from trainer.overrides import CONF, EACH_TRIAL_LAUNCHES, for_hydra, in_words
 
 LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
 
@@ -46,11 +49,23 @@ def compose() -> list[DictConfig]:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(ringmaster)()
+    except Exception as error:
+        if isinstance(error, HydraException | OmegaConfBaseException) or not _is_of_hydra(error):
+            raise
+        groups = [each for each in sys.argv[1:] if (CONF / each.partition("=")[0]).is_dir()]
+        what = " ".join(groups) or "the command line"
+        raise UserError(f"{what} cannot be composed: {in_words(error)}") from error
     finally:  # what is launched would inherit it, and end with a traceback instead of its message
         os.environ.pop("HYDRA_FULL_ERROR")
         if wanted is not None:
             os.environ["HYDRA_FULL_ERROR"] = wanted
     return composed
+
+
+def _is_of_hydra(error: Exception) -> bool:
+    """Whether Hydra itself raised it, no sweep within: it trips over model=null, no less a mistake."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return str(last[0].f_globals.get("__name__")).startswith("hydra.")
 
 
 def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ class Limit:
 
     def check(self, name: str, value: Any) -> None:
         if value is not None and not self.holds(value):
-            raise UserError(f"{name} is {value}, but must be {self.words}")
+            raise UserError(f"{name} is {value if value != '' else 'empty'}, but must be {self.words}")
 
 
 def _limited(holds: Callable[[Any], bool], words: str, default: Any = MISSING) -> Any:
@@ -52,6 +52,11 @@ def one_of(*values: str, default: str = MISSING) -> Any:
 
 def like(pattern: str, words: str) -> Any:
     return _limited(lambda value: re.fullmatch(pattern, value) is not None, words)
+
+
+def _seconds() -> Any:
+    """A deadline; torch and the C library count it in nanoseconds, in 64 bits."""
+    return _limited(lambda value: 0 < value <= 1e9, "greater than 0, and at most 1e9 (30 years)")
 
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -88,7 +93,7 @@ class DataConfig:
 class DistributedConfig:
     device: str = one_of("auto", "cpu", "cuda")
     backend: str | None = one_of("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl")
-    timeout_s: float = above(0)
+    timeout_s: float = _seconds()
     init_method: str = like(
         r"env://|tcp://(\[[0-9a-fA-F:.]+\]|[^/:]+):\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH"
     )
@@ -139,7 +144,7 @@ class CheckpointConfig:
     keep_best: KeepBest | None = MISSING
     keep_every: int | None = at_least(1)
     async_: bool = MISSING  # `async` to the person, but a word of Python's own
-    timeout_s: float = above(0)
+    timeout_s: float = _seconds()
 
 
 @dataclass
@@ -273,9 +278,9 @@ LAUNCHES: dict[str, type[LaunchConfig]] = {
 class Config:
     """Everything a run is told. Dicts are `_target_` nodes, lists in them are plain lists."""
 
-    seed: int | None = at_least(0)
-    run_dir: str | None = MISSING
-    resume: str | None = MISSING
+    seed: int | None = _limited(lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1")
+    run_dir: str | None = _limited(bool, "a path, or null for a new one under runs/: '.' is this directory")
+    resume: str | None = _limited(bool, "auto, the path of a checkpoint, or null")
     model: dict[str, Any] = MISSING
     data: DataConfig = field(default_factory=DataConfig)
     optim: dict[str, Any] = MISSING
@@ -290,6 +295,9 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
+GROUPS = tuple(a.name for a in dataclasses.fields(Config) if dataclasses.is_dataclass(a.default_factory))
+
+
 def load(composed: DictConfig) -> Config:
     """Return the typed, resolved and validated settings.
 
@@ -298,6 +306,9 @@ def load(composed: DictConfig) -> Config:
             missing value, or two settings that contradict each other.
     """
     try:
+        for name in GROUPS:
+            if not OmegaConf.is_dict(composed[name]):
+                raise UserError(f"{name} is {composed[name]}, but must hold settings, as {name}.NAME=VALUE")
         _name("strategy.name", composed.strategy.name, STRATEGIES)
         _name("comm.algorithm", composed.comm.algorithm, COMMS)
         _name("fault.kind", composed.fault.kind, FAULTS)

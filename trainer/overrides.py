@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 CONF = Path(__file__).parent / "conf"
 EACH_TRIAL_LAUNCHES = (
@@ -18,8 +17,8 @@ EACH_TRIAL_LAUNCHES = (
 )
 
 
-def in_words(error: HydraException | OmegaConfBaseException) -> str:
-    """The message of a composition that failed, with the nearest name that would not have."""
+def in_words(error: Exception) -> str:
+    """The message of a composition that failed, in one line, with the nearest name that would not have."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if group == "hydra/launcher":
@@ -28,8 +27,13 @@ def in_words(error: HydraException | OmegaConfBaseException) -> str:
         return f"{group} is {option}, but must be one of {options}{_nearest(option, error.options, group)}"
     unknown = re.match(r"Could not override '(.+?)'", str(error))
     if unknown:
-        return not_a_setting(unknown[1])
-    return str(error).partition("\nConfig search path")[0]
+        return not_a_setting(getattr(error.__cause__, "full_key", None) or unknown[1])
+    said = str(error).partition("\nConfig search path")[0]
+    unread = re.match(r"LexerNoViableAltException: (.*)\n( *)\^", said)
+    if unread:  # the mark stands below the first character that no grammar rule takes
+        at = max(0, len(unread[2]) - len("LexerNoViableAltException: "))
+        return f"{unread[1]} cannot be read from {unread[1][at:]!r} on; quote the value: KEY='\"VALUE\"'"
+    return " ".join(said.partition("\nSee https://hydra.cc")[0].split())
 
 
 def for_hydra(arguments: Iterable[str]) -> list[str]:

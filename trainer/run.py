@@ -95,7 +95,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     strategy = build_strategy(config, dist)
     batch = split_batch(train.global_batch_size, train.micro_batch_size, strategy.num_replicas)
 
-    task = build("data.task", config.data.task)
+    task = _build_task(config)
     _check_keep_best(config.checkpoint.keep_best, task)
     train_set, train_loader, eval_loader = _load_data(config, batch, strategy, dist)
     checkpointer = Checkpointer(
@@ -224,8 +224,23 @@ def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
                 f"model.{name} is {given}, but the data has {there} {things}: its largest label is "
                 f"{there - 1}; set model.{name}={there}, or auto"
             )
-    model: nn.Module = build("model", settings, facts=train_set)
+    model = build("model", settings, facts=train_set)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model: {node['_target_']} makes a {type(model).__name__}, which is no torch.nn.Module"
+        )
     return model
+
+
+def _build_task(config: Config) -> Task:
+    task: Task = build("data.task", config.data.task)
+    needed = ("loss", "num_samples") + (("eval_sums", "summarise") if config.train.eval_every_epochs else ())
+    if lacking := [name for name in needed if not callable(getattr(task, name, None))]:
+        raise UserError(
+            f"data.task: {config.data.task['_target_']} makes a {type(task).__name__} without "
+            f"{', '.join(lacking)}; a task has the methods of trainer.tasks.Task"
+        )
+    return task
 
 
 def _start_from(node: dict[str, Any], model: Deferred, agreement: Agreement) -> None:
