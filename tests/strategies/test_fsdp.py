@@ -1,6 +1,8 @@
 """FSDP's units: whatever model comes, it is cut where torch can gather it, or refused by name."""
 
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,36 @@ class Attention(nn.Module):
         return self.layer(self.attention(x, x, x, need_weights=False)[0])
 
 
+class ReadsOthers(nn.Module):
+    """As swin_t does: takes the weights of modules that are large enough to be units, and calls them not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Sequential(nn.Linear(16, 16)), nn.ModuleList([nn.Linear(16, 16)] * 2)
+        self.called = nn.Linear(16, 16)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x.to(self.called.weight.dtype)) @ self.embed[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(self.mix(self.embed(x)))
+
+
+class ReadsByAnotherName(ReadsOthers):
+    def mix(self, x: Tensor) -> Tensor:
+        embed = self.embed
+        return self.blocks[0](x) @ embed[0].weight
+
+
+class KeepsParameters(ReadsOthers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.called.weight, self.embed[0].weight]
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x) @ self.kept[1]
+
+
 class Convolutions(nn.Sequential):
     def __init__(self) -> None:
         layers = [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.BatchNorm1d(16)]
@@ -110,7 +142,9 @@ def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str
     model = build()
     model = model if strategy is None else strategy.wrap(model)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
-    model(x).square().mean().backward()
+    with strategy.autocast() if strategy is not None else nullcontext():
+        loss = model(x).square().mean()
+    loss.backward()
     with torch.no_grad():
         found = {"eval": model.eval()(x)}
     for name, parameter in model.named_parameters():
@@ -123,7 +157,7 @@ def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str
 def _models_train() -> dict[str, float]:
     """The largest difference of each model's gradients from those of the plain module, and the units."""
     far = {}
-    for build in (Tied, TwoParents, ParentsFirst, Attention, HalfApart, Convolutions):
+    for build in (Tied, TwoParents, ParentsFirst, Attention, HalfApart, Convolutions, ReadsOthers):
         precision = "bf16" if build is Convolutions else "fp32"
         ours, plain = gradients(build, fsdp(precision)), gradients(build, None)
         assert ours.keys() == plain.keys()
@@ -140,14 +174,31 @@ def _refusals() -> list[str]:
         HalfHalf,
         lambda: named(lambda model: [model]),
         lambda: named(lambda model: [model.blocks]),
+        hooked,
+        scripted,
     ):
         with pytest.raises(UserError) as refusal:
             fsdp(min_params=10**6).wrap(build())
+        messages.append(str(refusal.value))
+    for build in (ReadsByAnotherName, KeepsParameters):
+        with pytest.raises(UserError) as refusal:
+            gradients(build, fsdp())
         messages.append(str(refusal.value))
     model = fsdp().wrap(nn.Linear(16, 16))
     with pytest.raises(UserError) as refusal:
         check_optimizer(torch.optim.Adafactor(model.parameters()), model)
     return [*messages, str(refusal.value)]
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(16, 16)
+    module.weight.register_hook(lambda grad: grad * 2)
+    return module
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        return nn.Sequential(torch.jit.script(nn.Linear(16, 16)))
 
 
 def named(units: Callable[[nn.Module], list[nn.Module]]) -> nn.Module:
@@ -159,7 +210,7 @@ def named(units: Callable[[nn.Module], list[nn.Module]]) -> nn.Module:
 
 def _notes_and_units() -> dict[str, list[str]]:
     found = {}
-    for build in (Tied, TwoParents, ParentsFirst, Attention):
+    for build in (Tied, TwoParents, ParentsFirst, Attention, ReadsOthers):
         strategy, model = fsdp(), build()
         names = {module: name for name, module in model.named_modules()}
         found[build.__name__] = [names[unit] for unit in strategy._units(model, [])] + strategy.notes
@@ -178,9 +229,13 @@ def test_units_of_any_model() -> None:
     assert units["TwoParents"] == ["first.0"]
     assert units["ParentsFirst"] == ["outer.1.0", "outer.1", "outer"]
     assert units["Attention"] == ["layer", "attention"]
+    assert units["ReadsOthers"] == ["called", "blocks.0"]
     expected = ["odd: parameters with no dim", "odd: parameters with no elem", "odd: parameters with gaps"]
     expected += ["torch.float32 in whole.weight beside torch.bfloat16 in short.weight"]
     expected += ["holds Sequential, no submodule", "holds blocks, a ModuleList: never called"]
+    expected += ["cannot shard weight: parameters with a hook on the gradient", "shard 0, a ScriptModule"]
+    expected += ["(return self.blocks[0](x) @ embed[0].weight) uses a parameter of a unit"]
+    expected += ["uses embed.0.weight by a reference kept in a list"]
     expected += ["Adafactor keeps sums over rows and columns"]
     for message, words in zip(messages, expected, strict=True):
         assert words in message

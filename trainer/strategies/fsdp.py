@@ -1,9 +1,11 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks, gathered unit by unit."""
 
 import functools
+import traceback
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -21,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import FsdpConfig
+from trainer.deferred import has_gradient_hook
 from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import DTYPES, Fill, Strategy, parameter_count
+from trainer.strategies.reads import read_from_outside
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
-# These read the parameters of their children, and never call them, or not always.
-_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -61,8 +63,10 @@ class Fsdp(Strategy):
             offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
         )
         # Each unit has its values only when it is sharded: it is whole in memory during a step, too.
+        whole = _WholeParameters(model)
         for norm in norms:
             fill(norm)
+            whole.note(norm)
             shard(norm, mp_policy=in_fp32)
         for unit in units:
             if self.settings.activation_checkpointing:
@@ -70,9 +74,12 @@ class Fsdp(Strategy):
             if self.compile_model:
                 unit.compile()
             fill(unit)
+            whole.note(unit)
             shard(unit, mp_policy=precision)
         fill(model)
+        whole.note(model)
         shard(model, mp_policy=root_precision)
+        whole.guard()
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
             + (f"; {len(norms)} batch norms are units of their own, in fp32" if norms else "")
@@ -86,10 +93,14 @@ class Fsdp(Strategy):
             UserError: `fsdp_units` names what is no submodule, or is never called.
         """
         names, kind = {module: name for name, module in model.named_modules()}, type(model).__name__
-        owners = _owners(model)
+        owners, read = _owners(model), read_from_outside(model)
+
+        def can_be_gathered(module: nn.Module) -> bool:
+            return module not in read and _is_closed(module, owners)
+
         chosen = getattr(model, "fsdp_units", None)
         if not chosen:
-            chosen = _units_by_size(model, self.settings.unit_min_params, owners)
+            chosen = _units_by_size(model, self.settings.unit_min_params, can_be_gathered)
         units = dict.fromkeys(chosen)
         for unit in units:
             if unit not in names or unit is model:
@@ -99,18 +110,30 @@ class Fsdp(Strategy):
                     f"fsdp_units of {kind} holds {names[unit]}, a {type(unit).__name__}: never "
                     "called, and so never gathered; name the modules in it"
                 )
-        torn = [unit for unit in units if not _is_closed(unit, owners)]
+        torn = [unit for unit in units if not can_be_gathered(unit)]
         if torn:
             self.notes.append(
-                f"fsdp: {', '.join(names[unit] for unit in torn)} share parameters with modules outside, and "
-                "are gathered with the root"
+                f"fsdp: {', '.join(names[unit] for unit in torn)} share parameters with modules outside, or "
+                "have them read there (self.head.weight), and are gathered with what is around them"
             )
         order = {module: number for number, module in enumerate(model.modules())}  # parents come first
         kept = units.keys() - {*torn, *apart}
         return sorted(kept, key=order.__getitem__, reverse=True)
 
-    def autocast(self) -> AbstractContextManager:
-        return nullcontext()  # the mixed precision policy casts parameters and inputs
+    @contextmanager
+    def autocast(self) -> Iterator[None]:  # the mixed precision policy casts parameters and inputs
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(
+                f"strategy=fsdp: {where.filename}:{where.lineno} ({where.line}) uses a parameter of a unit, "
+                "which is whole only while the unit itself is called; name as one of the model's fsdp_units "
+                "a module that holds this line's and all that it uses, or name fewer; without fsdp_units, "
+                "take strategy.unit_min_params above the size of that unit; or take strategy=ddp"
+            ) from error
 
     def grad_scaler(self) -> torch.amp.GradScaler:
         # Sharded: an overflow in one rank's shard must skip the step on all. Its flag is a plain tensor
@@ -130,6 +153,38 @@ class Fsdp(Strategy):
     def equal_ranks(self) -> list[tuple[int, ...]]:
         # Hybrid: those that hold the same shard, which is a column of the mesh.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
+
+
+class _WholeParameters:
+    """The parameters that sharding takes the place of, lest somebody goes on with them.
+
+    Who holds one otherwise than as a module's attribute, in a list or a closure, would compute with its first
+    value for ever, and it would get a gradient that no optimizer sees.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._held: dict[str, weakref.ref[nn.Parameter]] = {}
+
+    def note(self, unit: nn.Module) -> None:
+        """Remember, without holding them, those that `unit` is about to have sharded."""
+        for name, parameter in unit.named_parameters():
+            if not isinstance(parameter, DTensor):
+                self._held[self._prefixes[unit] + name] = weakref.ref(parameter)
+
+    def guard(self) -> None:
+        """Let the first gradient of one that is held still end the run; who only keeps it may."""
+        for name, reference in self._held.items():
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(_refuse_held, name))
+
+
+def _refuse_held(name: str, parameter: Tensor) -> None:
+    raise UserError(
+        f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
+        "which sharding cannot follow; take it from its module where it is used; or take strategy=ddp"
+    )
 
 
 def _mesh(shard_group: str, dist: Dist) -> DeviceMesh:
@@ -161,18 +216,18 @@ def _is_closed(module: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) ->
 
 
 def _units_by_size(
-    module: nn.Module, min_params: int, owners: dict[nn.Parameter, set[nn.Module]]
+    module: nn.Module, min_params: int, can_be_gathered: Callable[[nn.Module], bool]
 ) -> Iterator[nn.Module]:
     """The smallest submodules of at least `min_params` parameters: each is gathered and freed as one.
 
-    Containers are passed through, since they are never called; modules whose children are never called are
-    taken whole. One that shares a parameter with modules outside is none: a parent that holds both may be.
+    Containers are passed through, since they are never called. One that shares a parameter with modules
+    outside, or whose parameters are read there, is none: a parent that holds both may be.
     """
     for child in module.children():
         if parameter_count(child.parameters()) < min_params:
             continue
-        within = [] if isinstance(child, _WHOLE) else list(_units_by_size(child, min_params, owners))
-        if within or isinstance(child, _CONTAINERS) or not _is_closed(child, owners):
+        within = list(_units_by_size(child, min_params, can_be_gathered))
+        if within or isinstance(child, _CONTAINERS) or not can_be_gathered(child):
             yield from within
         else:
             yield child
@@ -191,12 +246,18 @@ def _refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module])
         "gaps or another order in memory; call .contiguous() before nn.Parameter": lambda parameter: (
             not parameter.is_contiguous()
         ),
+        "a hook on the gradient, which comes in shards": has_gradient_hook,
     }
     for reason, applies in reasons.items():
         if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
             raise UserError(
                 f"strategy=fsdp cannot shard {', '.join(found[:5])}: parameters with {reason}; or take "
                 "strategy=ddp"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"strategy=fsdp cannot shard {name or 'the model'}, a ScriptModule; take strategy=ddp"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()
