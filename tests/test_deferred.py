@@ -130,6 +130,26 @@ class WritesNumPy(nn.Linear):
         self.weight.data.numpy()[:] = 3
 
 
+class SeedsApart(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.fixed = nn.Parameter(torch.randn(3))
+
+
+class Hooked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.bias.register_hook(lambda grad: grad * 2)
+
+
+class HookedAfter(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 class Seeds(nn.Linear):
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -142,6 +162,10 @@ class Seeds(nn.Linear):
         (Generator, "draws from a generator of its own"),
         (WritesNumPy, "read-only"),
         (Seeds, "seeds torch itself"),
+        (SeedsApart, "seeds torch itself"),
+        (Hooked, "bias has a hook on its gradient"),
+        (HookedAfter, "bias has a hook on its gradient"),
+        (lambda: parametrizations.orthogonal(nn.Linear(3, 3)), "uses aten.geqrf"),
         (lambda: nn.LazyLinear(3), "is a UninitializedParameter"),
     ],
 )

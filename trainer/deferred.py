@@ -54,8 +54,8 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNWRITTEN = {2: 0x7FE5, 4: 0x7FE5A5A5, 8: 0x7FF9A5A5A5A5A5A5}
 
 
-class _NotRecordable(Exception):  # noqa: N818
-    """The constructor did what no tape can hold."""
+class _NotRecordable(BaseException):
+    """The constructor did what no tape can hold; none of its own `except Exception` is to take it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
+        self._torch_seed = torch.initial_seed()
         self._operations: list[_Operation] = []
         self._num_draws = 0
         # Held, so that no address comes twice; meta storages are empty.
@@ -136,18 +137,27 @@ class Tape(TorchDispatchMode):
         arguments, options = _mapped((args, kwargs), self._noted)
         reads = {self.place(tensor).storage for tensor in inputs if self.holds(tensor)}
         writes = {self.place(tensor).storage for tensor in written}
-        result = func(*_mapped(args, self._on_meta), **_mapped(kwargs, self._on_meta))
+        try:
+            result = func(*_mapped(args, self._on_meta), **_mapped(kwargs, self._on_meta))
+        except Exception as error:  # torch's own orthogonal() takes a NotImplementedError, and goes on
+            raise _NotRecordable(f"it uses {func}, which fails where there is no memory") from error
         outputs = [self._new(value) for value in _leaves(result) if isinstance(value, Tensor)]
         writes |= {place.storage for place in outputs if place is not None}
         if writes:  # else it has made a view, whose place says all
             seed = None
             if torch.Tag.nondeterministic_seeded in func.tags:
+                self.check_seed()
                 seed, self._num_draws = mixed_seed(self._seed, self._num_draws), self._num_draws + 1
             if func in _OVERWRITES and not (len(inputs) > 1 and inputs[0] is inputs[1]):
                 reads -= {self.place(inputs[0]).storage}
                 reads |= {self.place(tensor).storage for tensor in inputs[1:] if self.holds(tensor)}
             self._operations.append(_Operation(func, arguments, options, outputs, reads, writes, seed))
         return result
+
+    def check_seed(self) -> None:
+        """What the constructor seeds itself, be it for one tensor (fork_rng), are its own numbers to draw."""
+        if torch.initial_seed() != self._torch_seed:
+            raise _NotRecordable("it seeds torch itself")
 
     def _new(self, tensor: Tensor) -> _Place | None:
         if tensor.layout != torch.strided or tensor.untyped_storage().device.type != "meta":
@@ -331,24 +341,29 @@ def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
         build: called once or twice; deterministic but for random generators.
         seed: decides, with the order of the random operations, all numbers that are drawn.
     """
-    tape = Tape(seed)
     seed_everything(seed, 0)
-    before = torch.random.initial_seed()
+    tape = Tape(seed)
     try:
         with _Illusion(tape), tape:
             model = build()
-        if torch.random.initial_seed() != before:
-            raise _NotRecordable("it seeds torch itself")
+        tape.check_seed()
         for name, tensor in _named_tensors(model):
             if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise _NotRecordable(f"{name} is a {type(tensor).__name__}")
             if tensor.is_meta and not tape.holds(tensor):
                 raise _NotRecordable(f"{name} lies on the meta device")
+            if has_gradient_hook(tensor):  # it would stay with the tensor that a real one replaces
+                raise _NotRecordable(f"{name} has a hook on its gradient")
         return Deferred(model, tape)
-    except Exception as error:  # of whatever kind: a real mistake comes again, and is reported there
+    except (Exception, _NotRecordable) as error:  # a real mistake comes again, and is reported there
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     seed_everything(seed, 0)
     return Deferred(build(), None, f"the model is built whole on every rank: {reason}")
+
+
+def has_gradient_hook(tensor: Tensor) -> bool:
+    """Whether register_hook or register_post_accumulate_grad_hook was called; torch has no public answer."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
