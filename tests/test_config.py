@@ -65,6 +65,14 @@ def test_groups_are_not_empty() -> None:
         ("seed=18446744073709551616", "seed is 18446744073709551616, but must be from 0 to 2**64 - 1"),
         ("run_dir=", "run_dir is empty, but must be a path, or null"),
         ("resume=", "resume is empty, but must be auto, the path of a checkpoint, or null"),
+        (
+            "strategy.bucket_cap_mb=1e300",
+            "strategy.bucket_cap_mb is 1e+300, but must be greater than 0, and at",
+        ),
+        (
+            "comm=ring comm.segment_mb=1e300",
+            "comm.segment_mb is 1e+300, but must be at least 0.01, and at most",
+        ),
         ("train=5", "train is 5, but must hold settings, as train.NAME=VALUE"),
         ("distributed=null", "distributed is None, but must hold settings"),
         (

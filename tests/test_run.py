@@ -125,10 +125,18 @@ def test_compiled_training_is_the_same_training(strategy: str, tmp_path: Path) -
     assert compiled == pytest.approx(eager, rel=1e-3)
 
 
+BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["+model._partial_=true"], "which is no torch.nn.Module"),
+        ([*BARE, "model._target_=torch.nn.Identity"], "Identity has nothing to train: none of its 0 par"),
+        (
+            [*BARE, "model._target_=torch.nn.LazyLinear", "+model.out_features=10"],
+            "the shape of weight, bias",
+        ),
         (["+model._recursive_=x"], "cannot be built: .*_recursive_"),
         (["optim._target_=nowhere.SGD"], r"nowhere.SGD cannot be built: Error loading 'nowhere.SGD': .*\?$"),
         (

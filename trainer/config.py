@@ -117,7 +117,7 @@ class NativeCommConfig(CommConfig):
 @dataclass
 class ScheduleCommConfig(CommConfig):
     wire_dtype: str = one_of(*_PRECISIONS)
-    segment_mb: float = at_least(0.01)
+    segment_mb: float = _limited(lambda value: 0.01 <= value <= 1e6, "at least 0.01, and at most 1e6 (1 TB)")
 
 
 @dataclass
@@ -154,8 +154,10 @@ class StrategyConfig:
 
 @dataclass
 class DdpConfig(StrategyConfig):
-    bucket_cap_mb: float = above(0)
-    first_bucket_mb: float = above(0)
+    bucket_cap_mb: float = _limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
+    first_bucket_mb: float = _limited(
+        lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)"
+    )
     gradient_as_bucket_view: bool = MISSING
     static_graph: bool = MISSING
     find_unused_parameters: bool = MISSING

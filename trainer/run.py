@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from trainer import fingerprint
 from trainer.build import build
@@ -228,6 +229,17 @@ def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model: {node['_target_']} makes a {type(model).__name__}, which is no torch.nn.Module"
+        )
+    parameters = dict(model.named_parameters())
+    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+        raise UserError(
+            f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch; ranks and "
+            "optimizer need it before: name the sizes, as in torch.nn.Linear for LazyLinear"
+        )
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(
+            f"model: {node['_target_']} has nothing to train: none of its {len(parameters)} parameters "
+            "requires a gradient"
         )
     return model
 
