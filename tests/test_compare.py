@@ -51,7 +51,7 @@ def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["c"].split()[-4:] == ["bbbbbbbbbbbb", "step", "30", "0.25"]
     assert rows["c"].split()[8:11] == ["3.00", "2.00", "1.00"]
     assert rows["verdict:"] == (
-        "verdict: b is fastest, 2.00 x as fast as the next, a; the model of a is that of b, to the last bit; "
+        "verdict: b is fastest, 2.00 x as fast as the next, a; equal to the last bit: the models of a, b; "
         "loss of the others is at most 0.25 away"
     )
     assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -5,6 +5,7 @@ Reads config.yaml, result.json and metrics.jsonl. The first run is what the othe
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,9 @@ from trainer.sweep.report import columns
 # What makes losses those of another task, and those of which another value makes another run of the same.
 _TASK = ("data.dataset", "data.task")
 _ALIKE = ("train.global_batch_size", "train.precision", "seed", "train.max_steps", "train.epochs")
-_FIGURES = ("train/loss", "train/grad_norm")  # what parameters show of themselves at each log step
+# What parameters show of themselves at each log step, and how far apart, relatively, equal ones may show it:
+# strategies add up a gradient's norm in different orders.
+_FIGURES = {"train/loss": 0.0, "train/grad_norm": 1e-5}
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
 
 
@@ -115,7 +118,10 @@ def verdict(runs: Sequence[Run], flagged: Mapping[str, Sequence[str]]) -> str:
     if not like:
         return words + "; no two runs are alike enough to compare their models"
     same = [run.name for run in like if run.result["param_sha256"] == base.result["param_sha256"]]
-    words += f"; the model of {base.name} is that of {', '.join(same) or 'no other'}, to the last bit"
+    if same:
+        words += f"; equal to the last bit: the models of {', '.join([base.name, *same])}"
+    else:
+        words += f"; no other model equals that of {base.name} to the last bit"
     parted = [run for run in like if run.name not in same]
     if parted:
         gap = max((abs(gap) for run in parted for gap in loss_gaps(base, run).values()), default=float("nan"))
@@ -130,11 +136,11 @@ def loss_gaps(base: Run, run: Run) -> dict[int, float]:
 
 
 def parts_at(base: Run, run: Run) -> int | None:
-    """The first log step at which loss or gradient norm differ in any bit; None: they never do."""
+    """The first log step at which losses differ in any bit, or gradients in their norm; None: they never do."""
     for step in sorted(run.scalars.get("train/loss", {})):
-        for name in _FIGURES:
+        for name, rounding in _FIGURES.items():
             mine, theirs = run.scalars.get(name, {}).get(step), base.scalars.get(name, {}).get(step)
-            if mine is not None and theirs is not None and mine != theirs:
+            if mine is not None and theirs is not None and not math.isclose(mine, theirs, rel_tol=rounding):
                 return step
     return None
 
@@ -169,7 +175,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     comm.barh(places, hidden, label="hidden")
     comm.barh(places, exposed, left=hidden, label="exposed")
     comm.set_yticks(places, [run.name for run in told])
-    for axes, title in ((loss, "train/loss"), (gap, f"train/loss less that of {runs[0].name}")):
+    for axes, title in ((loss, "train/loss"), (gap, "train/loss less the first run's")):
         axes.set(title=title, xlabel="step")
     speed.set(title="ms/step, by log window")
     comm.set(title="communication, ms/step")

@@ -122,7 +122,8 @@ def test_tensorboard_is_told_once_in_the_trials_own_folder(tmp_path: Path) -> No
     for trial, expected in zip(trials, ("1.5", "null"), strict=True):
         (file,) = (tmp_path / trial.folder / "tensorboard").iterdir()
         values = [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
-        assert [value.tag for value in values] == [metadata.EXPERIMENT_TAG, metadata.SESSION_START_INFO_TAG]
+        expected_tags = [metadata.EXPERIMENT_TAG, metadata.SESSION_START_INFO_TAG, "sweep/eval/loss"]
+        assert [value.tag for value in values] == expected_tags
         told = metadata.parse_session_start_info_plugin_data(values[1].metadata.plugin_data.content)
         assert told.hparams["optim.clip"].string_value == expected
         assert told.group_name == trial.folder

@@ -124,11 +124,11 @@ def test_sweeps_of_the_same_second_have_folders_of_their_own(sweep: Sweep) -> No
     with ExitStack() as stack:
         programs = [
             stack.enter_context(sweep.started("optim.lr=0.1", "hydra.sweep.dir=s/${now:%Y}"))
-            for _ in range(4)
+            for _ in range(10)
         ]
-        assert [program.wait(60).code for program in programs] == [0] * 4
-    assert len(list((sweep.tmp_path / "s").iterdir())) == 4
-    assert len(list((sweep.tmp_path / "s").glob("*/trials.jsonl"))) == 4
+        assert [program.wait(60).code for program in programs] == [0] * 10
+    assert len(list((sweep.tmp_path / "s").iterdir())) == 10
+    assert len(list((sweep.tmp_path / "s").glob("*/trials.jsonl"))) == 10
 
 
 def test_what_contradicts_only_together_is_left_out(sweep: Sweep) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import summary_v2 as api
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -24,10 +25,11 @@ def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
     keys = swept_keys(trials)
     columns = {key: one_type([typed(trial.swept.get(key, "null")) for trial in trials]) for key in keys}
     seeds = one_type([trial.seed for trial in trials])
-    names = list(dict.fromkeys([metric, "train/loss"]))
+    # A tag of its own: a run may end before its first log step, and its figures are not all scalars.
+    tag = f"sweep/{metric}"
     described = api.hparams_config_pb(
         hparams=[api.HParam(key) for key in (*keys, *(["seed"] if "seed" not in keys else []))],
-        metrics=[api.Metric(name) for name in names],
+        metrics=[api.Metric(tag, display_name=metric)],
     )
     for index, trial in enumerate(trials):
         events = folder / trial.folder / "tensorboard"
@@ -40,6 +42,9 @@ def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         writer = EventFileWriter(str(events), filename_suffix=_SUFFIX)
         for summary in (described, api.hparams_pb(values, trial_id=trial.folder)):
             writer.add_event(Event(summary=summary))
+        if trial.value is not None:
+            figure = Summary(value=[Summary.Value(tag=tag, simple_value=trial.value)])
+            writer.add_event(Event(summary=figure))
         writer.close()
 
 

@@ -99,7 +99,7 @@ def _parallel(
             axes.annotate(text, (place, height), xytext=(4, 2), textcoords="offset points", fontsize=8)
     axes.set_xticks(range(len(columns)), [*keys, settings.metric])
     axes.set_yticks([])
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
 
 
 def _colours(settings: SweepConfig) -> str:
