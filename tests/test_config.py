@@ -9,7 +9,7 @@ from tests.runs import CONF, composed, settings
 from trainer.command import compose
 from trainer.config import flatten, load
 from trainer.errors import UserError
-from trainer.overrides import in_words
+from trainer.overrides import for_hydra, in_words
 
 OPTIONS = sorted(
     f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "experiment"
@@ -142,6 +142,10 @@ def test_what_hydra_trips_over_is_a_mistake_in_the_settings(
     monkeypatch.setattr("sys.argv", ["train.py", override])
     with pytest.raises(UserError, match=f"^{override} cannot be composed: .+$"):
         compose()
+
+
+def test_nan_is_a_fault_also_among_others() -> None:
+    assert for_hydra(["fault=none,nan,kill", "fault=nan"]) == ["fault=none,'nan',kill", "fault='nan'"]
 
 
 def test_zero_and_null_are_values() -> None:

@@ -136,7 +136,7 @@ def loss_gaps(base: Run, run: Run) -> dict[int, float]:
 
 
 def parts_at(base: Run, run: Run) -> int | None:
-    """The first log step at which losses differ in any bit, or gradients in their norm; None: they never do."""
+    """The first log step at which losses differ in any bit, or gradients in their norm; None: never."""
     for step in sorted(run.scalars.get("train/loss", {})):
         for name, rounding in _FIGURES.items():
             mine, theirs = run.scalars.get(name, {}).get(step), base.scalars.get(name, {}).get(step)

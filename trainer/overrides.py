@@ -38,7 +38,10 @@ def in_words(error: Exception) -> str:
 
 def for_hydra(arguments: Iterable[str]) -> list[str]:
     """A command line as Hydra takes it: to its grammar a plain nan is a number, and no option of a group."""
-    return ["fault='nan'" if argument == "fault=nan" else argument for argument in arguments]
+    return [
+        re.sub(r"(?<=[=,])nan(?=,|$)", "'nan'", word) if word.startswith("fault=") else word
+        for word in arguments
+    ]
 
 
 def set_to(name: str, text: str) -> str:
