@@ -41,22 +41,49 @@ def test_two_hosts_make_one_run(tmp_path: Path) -> None:
     assert_one_run(tmp_path, ranks[0].output, "".join(rank.output for rank in ranks[1:]))
 
 
-def test_a_cut_link_is_named_on_both_sides_and_no_rank_outlives_it(tmp_path: Path) -> None:
-    timeout_s = 5
-    command = ["train.py", "train.epochs=100000", f"distributed.timeout_s={timeout_s}", f"run_dir={tmp_path}"]
-    command += ["model.hidden=[32]", "checkpoint.every_epochs=null"]
-    with hosts(2) as (one, other), started_ranks([one, one, other, other], *command) as ranks:
-        log = tmp_path / "train.log"
-        deadline = time.monotonic() + 60
-        while not (log.exists() and " step 50/" in log.read_text()):
-            assert time.monotonic() < deadline, "it never trained"
-            time.sleep(0.1)
-        other.link_down()
-        # The verdict comes timeout_s after the last sign of progress; the rest is for a busy machine.
-        deadline = time.monotonic() + timeout_s + 15
-        ended = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+TIMEOUT_S = 6
+LONG = (
+    "train.epochs=100000",
+    "model.hidden=[32]",
+    "checkpoint.every_epochs=null",
+    "train.eval_every_epochs=0",
+)
+CUTS = {
+    "training": ["fault.phase=backward"],
+    "evaluation": ["fault.phase=evaluate", "train.epochs=1", "train.eval_every_epochs=1"],
+    "a full save": ["fault.phase=checkpoint", "checkpoint.every_steps=10"],
+    "a sharded save": ["fault.phase=checkpoint", "checkpoint.every_steps=10", "checkpoint=sharded", "strategy=fsdp"],
+    "set-up": ["data.dataset._target_=tests.user_parts.CutsTheLink"],
+}  # fmt: skip
+
+
+def cutting(where: str, run_dir: Path, command: str) -> list[str]:
+    options = [*LONG, f"run_dir={run_dir}", f"distributed.timeout_s={TIMEOUT_S}", *CUTS[where]]
+    if where == "set-up":
+        return [*options, f"+data.dataset.command='{command}'", f"+data.dataset.mark={run_dir}/fault.json"]
+    return [*options, "fault=cut", "fault.host=1", "fault.step=10", f"fault.command='{command}'"]
+
+
+@pytest.mark.parametrize("where", CUTS)
+def test_a_cut_link_is_named_on_both_sides_and_no_rank_outlives_it(where: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with hosts(2) as (one, other):
+        command = f"ip -n {other.switch} link set {other.port} down"
+        options = cutting(where, run_dir, command)
+        with started_ranks([one, one, other, other], "train.py", *options) as ranks:
+            deadline = time.monotonic() + 60
+            while not (run_dir / "fault.json").exists():
+                assert time.monotonic() < deadline, "\n".join(rank.stdout + rank.stderr for rank in ranks)
+                time.sleep(0.05)
+            # The verdict comes TIMEOUT_S after the last sign of progress; the rest is for a busy machine.
+            deadline = time.monotonic() + TIMEOUT_S + 15
+            ended = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+            gone = time.time()
+    cut = json.loads((run_dir / "fault.json").read_text())["time"]
+    verdict_s = (run_dir / "failure.json").stat().st_mtime - cut
+    print(f"{where}: verdict after {verdict_s:.1f} s, all gone after {gone - cut:.1f} s")
     assert [rank.code for rank in ended] == [1] * 4
     for side, far, lost in ((ended[:2], 1, "rank 2, rank 3"), (ended[2:], 0, "rank 0, rank 1")):
         output = "".join(rank.output for rank in side)
         assert len(re.findall(rf"host {far} \(.*\) with {lost}: not heard of for .* s", output)) == 1, output
-    assert json.loads((tmp_path / "failure.json").read_text())["kind"] == "lost"
+    assert json.loads((run_dir / "failure.json").read_text())["kind"] == "lost"

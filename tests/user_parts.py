@@ -1,17 +1,21 @@
 """What a user would bring: a model, a dataset and a task of their own, and faulty ones among them."""
 
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from trainer.data.digits import Digits
 from trainer.tasks import Classification
 
 
@@ -65,6 +69,16 @@ class StuckAt(Stripes):
         if index == self.index:
             _act(self.how)
         return super().__getitem__(index)
+
+
+class CutsTheLink(Digits):
+    """Runs a command, on rank 2, when it is made: long after the ranks have met, long before the first step."""
+
+    def __init__(self, split: str, command: str, mark: str) -> None:
+        super().__init__(split)
+        if split == "train" and os.environ["RANK"] == "2":
+            subprocess.run(command, shell=True, check=True)
+            Path(mark).write_text(json.dumps({"time": time.time()}))
 
 
 class Tiny(nn.Module):

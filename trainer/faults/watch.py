@@ -324,7 +324,7 @@ class Watch:
         texts = stacks.ask([(neighbour.member.pid, neighbour.stacks) for neighbour, _ in wanted])
         for (neighbour, position), text in zip(wanted, texts, strict=True):
             neighbour.frames = (position, stacks.frames_of(text) if text else [])
-            neighbour.worker_words = _stuck_worker(neighbour)
+            neighbour.worker_words = _stuck_worker(neighbour, self._memory_kills)
         return True
 
     def _give(self, verdict: Verdict, everyone: Sequence[Observed]) -> None:
@@ -429,7 +429,8 @@ class Watch:
 
     def _worker_of_its_own(self) -> str | None:
         own = self._here[self._rank]
-        return _stuck_worker(own) if own.records.main().phase in ("data", "evaluate", "set_up") else None
+        waits = own.records.main().phase in ("data", "evaluate", "set_up")
+        return _stuck_worker(own, self._memory_kills) if waits else None
 
 
 def _print(line: str) -> None:
@@ -438,7 +439,7 @@ def _print(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-def _stuck_worker(neighbour: _Neighbour) -> str | None:
+def _stuck_worker(neighbour: _Neighbour, memory_kills: processes.MemoryKills) -> str | None:
     """The data worker that a rank waits for, in words: the one that is dead, or has read the longest."""
     busy = neighbour.busy_workers(neighbour.records.main())
     if not busy:
@@ -446,7 +447,8 @@ def _stuck_worker(neighbour: _Neighbour) -> str | None:
     dead = [worker for worker in busy if processes.state(worker.pid) == "dead"]
     if dead:
         how = processes.ending(dead[0].pid) or "is gone without a word"
-        return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}"
+        because = f", {words}" if (words := memory_kills.words()) else ""
+        return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}{because}"
     worker = min(busy, key=lambda beat: beat.progress_ns)
     (text,) = stacks.ask([(worker.pid, neighbour.stacks)])
     seconds = (time.monotonic_ns() - worker.progress_ns) / 1e9
