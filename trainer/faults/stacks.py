@@ -8,6 +8,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ _WAITS: tuple[tuple[str, ...], ...] = (
 _OWN = ("trainer", "faults", "watch.py")
 
 Frame = tuple[str, str, str]  # file, line, function
+_asking = threading.Lock()
 
 
 class Stacks:
@@ -81,7 +83,15 @@ class StackReader:
 
 
 def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> list[str]:
-    """Have each process, by pid, write its stacks now, and return them; empty where one does not answer."""
+    """Have each process, by pid, write its stacks now, and return them; empty where one does not answer.
+
+    A rank and its data workers write into one file: one question at a time.
+    """
+    with _asking:
+        return _ask(readers, timeout_s)
+
+
+def _ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float) -> list[str]:
     begins = [reader.size() for _, reader in readers]
     for pid, _ in readers:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -96,9 +106,15 @@ def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> l
     return texts
 
 
-def frames_of(text: str) -> list[Frame]:
-    """The frames of the main thread in the last stacks that faulthandler wrote, innermost first."""
+def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
+    """The frames of the main thread in the last stacks that faulthandler wrote, innermost first.
+
+    Args:
+        of_worker: in the last that a data worker wrote; its rank may have been asked by somebody else, too.
+    """
     threads = re.split(r"^(?=Thread 0x|Current thread )", text, flags=re.MULTILINE)
+    if of_worker:
+        threads = [thread for thread in threads if " in _worker_loop\n" in thread] or [""]
     # The kernel gives a signal to the main thread, if it can; and the main thread is always written last.
     chosen = [thread for thread in threads if thread.startswith("Current")] or threads
     return [(file, line, function) for file, line, function in _FRAME.findall(chosen[-1])]

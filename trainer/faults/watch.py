@@ -453,7 +453,7 @@ def _stuck_worker(neighbour: _Neighbour, memory_kills: processes.MemoryKills) ->
     (text,) = stacks.ask([(worker.pid, neighbour.stacks)])
     seconds = (time.monotonic_ns() - worker.progress_ns) / 1e9
     words = f"its data worker {worker.pid} has been reading sample {worker.index} for {seconds:.1f} s"
-    where = stacks.where(stacks.frames_of(text)) if text else None
+    where = stacks.where(stacks.frames_of(text, of_worker=True)) if text else None
     return f"{words}, at {where}" if where else words
 
 
