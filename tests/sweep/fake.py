@@ -22,7 +22,7 @@ os.makedirs(run_dir + "/checkpoints", exist_ok=True)
 open(run_dir + "/run.json", "w").close()
 starts = len([name for name in os.listdir(run_dir) if name.startswith("start-")])
 with open(f"{run_dir}/start-{starts}", "w") as file:
-    about = {"argv": sys.argv[1:], "pid": os.getpid(), "sid": os.getsid(0), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    about = {"argv": sys.argv[1:], "pid": os.getpid(), "sid": os.getsid(0), "full_error": os.environ.get("HYDRA_FULL_ERROR")}
     json.dump(about, file)
 acts = next((acts for word, acts in json.loads(os.environ["ACTS"]).items() if word in sys.argv), ["done"])
 act = acts[min(starts, len(acts) - 1)]

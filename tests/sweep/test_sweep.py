@@ -39,6 +39,7 @@ def test_a_grid_is_run_once_in_launches_of_its_own_and_the_same_command_skips_it
         assert start["sid"] == start["pid"], "not a session of its own"
         assert start["argv"][-1] == f"run_dir={sweep.folder / folder}"
         assert start["argv"][0] == "train.max_steps=3"
+        assert start["full_error"] == "0", "a mistake would end as a fault, with a traceback"
     assert [line.split()[0] for line in ended.stdout.partition("\ntrial ")[2].splitlines()[1:3]] == [
         "002_lr-0.01_hidden-8",  # the best first: 0.01 is nearer to 0.03
         "003_lr-0.01_hidden-16-16",

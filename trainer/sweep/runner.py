@@ -197,7 +197,14 @@ class Runner:
         trial.state, trial.status = ledger.RUNNING, None
         self._ledger.write(trial)
         with (folder / OUTPUT).open("ab") as output:
-            process = fresh.start(argv, devices=gpus or None, stdout=output, stderr=subprocess.STDOUT)
+            process = fresh.start(
+                argv,
+                devices=gpus or None,
+                # Set to 1 while Hydra has this process: a trial would end with a traceback, not its status.
+                environment={"HYDRA_FULL_ERROR": "0"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         now = time.monotonic()
         self._running.append(Running(planned, process, gpus, folder, now, now))
 
