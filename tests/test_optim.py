@@ -13,7 +13,7 @@ from tests.ranks import RankFailure, run_ranks
 from tests.runs import job_of, train
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
-from trainer.optim import check_optimizer
+from trainer.optim import check_optimizer, check_schedule
 from trainer.state import Progress, TrainState
 
 PLATEAU = (
@@ -83,6 +83,41 @@ class CountsSteps(torch.optim.SGD):
         own["steps"] = own.get("steps", 0) + 1
         own["mean"] = torch.full((2,), float(own["steps"]))
         return super().step(closure)
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps slow weights where no checkpoint finds them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.fast = self.param_groups[0]["params"]
+        self.slow = [parameter.detach().clone() for parameter in self.fast]
+
+
+class Wraps(torch.optim.SGD):
+    """Leaves the step to an optimizer with a state of its own, or with its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, shared: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.inner = torch.optim.AdamW(self.param_groups, lr=lr)
+        if shared:
+            self.state = self.inner.state
+
+
+def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused() -> None:
+    model = _model(sparse=False)
+    for optimizer, name in ((Lookahead, "slow"), (Wraps, "inner")):
+        with pytest.raises(UserError, match=f"keeps tensors as its attribute {name}, which no checkpoint"):
+            check_optimizer(optimizer(model.parameters()), model)
+    check_optimizer(Wraps(model.parameters(), shared=True), model)
+
+
+def test_what_is_no_optimizer_and_no_schedule_is_named() -> None:
+    model = _model(sparse=False)
+    with pytest.raises(UserError, match=r"optim is a NoneType; it must be a torch\.optim\.Optimizer"):
+        check_optimizer(None, model)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="schedule is a NoneType; it must be"):
+        check_schedule(None, evaluates=True)  # type: ignore[arg-type]
 
 
 def test_what_an_optimizer_keeps_under_a_name_goes_into_the_state() -> None:

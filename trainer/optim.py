@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
@@ -86,6 +86,8 @@ def after_evaluation(schedule: LRScheduler, figures: Mapping[str, float]) -> Non
 
 def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
     """Raise UserError for a schedule that this run cannot serve."""
+    if not isinstance(schedule, LRScheduler):
+        raise UserError(f"schedule is a {type(schedule).__name__}; it must be a torch.optim.lr_scheduler")
     if not isinstance(schedule, ReduceLROnPlateau):
         return
     if not evaluates:
@@ -98,15 +100,25 @@ def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise UserError for an optimizer that would fail at its first step of `model`, naming the way out."""
+    """Raise UserError, naming the way out, for an optimizer that would fail at its first step of `model`.
+
+    Or would go on otherwise than it stopped.
+    """
     name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"optim is a {name}; it must be a torch.optim.Optimizer")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UserError(
             f"optim: {name} evaluates the loss several times within a step, and this trainer once; take "
             "optim=adamw, or any optimizer whose step() needs no closure"
         )
-    optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    optimized: set[Tensor] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if (kept := _outside_of_state(optimizer, optimized)) is not None:
+        raise UserError(
+            f"optim: {name} keeps tensors as its attribute {kept}, which no checkpoint holds; let it keep "
+            "them in self.state, under a parameter or a name"
+        )
     sparse = {
         module.weight
         for module in model.modules()
@@ -133,6 +145,26 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             "optim: Adafactor keeps sums over rows and columns, which torch cannot compute of sharded "
             "parameters; take strategy=ddp, or optim=adamw"
         )
+
+
+def _outside_of_state(optimizer: Optimizer, optimized: set[Tensor]) -> str | None:
+    """The attribute with tensors, or with an optimizer and its state, that `state_dict` knows nothing of."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return None
+
+    def is_kept(value: object) -> bool:
+        if isinstance(value, list | tuple):
+            return any(map(is_kept, value))
+        if isinstance(value, dict):
+            return any(map(is_kept, value.values()))
+        if isinstance(value, Optimizer):
+            return value.state is not optimizer.state
+        return isinstance(value, Tensor) and value not in optimized
+
+    known = {"state", "param_groups", "defaults"}
+    return next(
+        (name for name, value in vars(optimizer).items() if name not in known and is_kept(value)), None
+    )
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
