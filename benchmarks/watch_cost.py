@@ -32,7 +32,7 @@ def train(out: Path, overrides: list[str]) -> None:
     from trainer.faults.heartbeat import Heartbeat
     from trainer.faults.watch import Watch
 
-    enter, look, step = Heartbeat.enter, Watch._look, Heartbeat.step
+    enter, step, look, close = Heartbeat.enter, Heartbeat.step, Watch._look, Watch.close
     is_on, begins = threading.Event(), []
     is_on.set()
 
@@ -49,14 +49,16 @@ def train(out: Path, overrides: list[str]) -> None:
         is_on.wait()
         look(self)
 
-    Heartbeat.enter, Watch._look = enter_if_on, look_if_on  # type: ignore[method-assign]
+    def close_awake(self: Watch) -> None:
+        is_on.set()
+        close(self)
+
+    Heartbeat.enter, Watch._look, Watch.close = enter_if_on, look_if_on, close_awake  # type: ignore[method-assign]
     Heartbeat.step = property(step.fget, set_step)  # type: ignore[attr-defined, assignment]
     if os.environ.get("RANK", "0") == "0":
         atexit.register(lambda: out.write_text(json.dumps(blocks(begins))))
-    atexit.register(is_on.set)
     sys.argv = ["train.py", *overrides]
     main()
-    is_on.set()
 
 
 def blocks(begins: list[float]) -> list[tuple[float, float]]:
@@ -71,7 +73,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=400)
+    parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--train", type=Path, metavar="OUT", help="be one rank, and write to OUT")
     arguments, overrides = parser.parse_known_args()
     if arguments.train:
