@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.programs import finish
+from tests.programs import finish, finish_ranks
 from tests.ranks import ROOT, RankFailure, place, run_ranks
 from tests.runs import job_of, train
 
@@ -204,22 +205,41 @@ def test_disagreeing_settings_are_refused(theirs: str, named: str, tmp_path: Pat
     assert len(failure.value.reports) == 2
 
 
-def with_other_model(run_dir: Path) -> None:
+def with_other(part: str, run_dir: Path) -> None:
     import tests.user_parts as parts
 
     if os.environ["RANK"] == "1":
-        wide = parts.Tiny.__init__
-        parts.Tiny.__init__ = lambda self: wide(self, width=9)  # type: ignore[method-assign, misc]
+        model, data = parts.Tiny.__init__, parts.Stripes.__init__
+        if part == "model":
+            parts.Tiny.__init__ = lambda self: model(self, width=9)  # type: ignore[method-assign, misc]
+        else:
+            parts.Stripes.__init__ = lambda self, split: data(self, split, 120)  # type: ignore[method-assign, misc]
     train(f"run_dir={run_dir}", *TINY)
 
 
-def test_disagreeing_models_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("model", "parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"),
+        ("data", "the length of the evaluation data: 120 against 128"),
+    ],
+)
+def test_disagreeing_parts_are_refused(part: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(with_other_model, 2, tmp_path, init=False)
-    named = (
-        "differs from rank 0 in parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"
+        run_ranks(with_other, 2, part, tmp_path, init=False)
+    assert len(failure.value.reports) == 2
+    assert all(f"differs from rank 0 in {named}" in report for report in failure.value.reports.values())
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        by_hand = ("distributed.rank=0", "distributed.world_size=2", f"distributed.init_method={address}")
+        ended = finish("train.py", *by_hand)
+    assert ended.code == 2
+    assert (
+        f"the port of {address} is taken on this host, by another run perhaps; give another" in ended.output
     )
-    assert all(named in report for report in failure.value.reports.values())
 
 
 # ---- losses that are not finite
@@ -324,3 +344,18 @@ def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> Non
     assert ("does not let go of the interpreter" in verdict["message"]) == (how == "loop in C")
     if not how.startswith("SIG"):
         assert re.fullmatch(r"tests/user_parts.py:\d+ in _act", verdict["where"]), verdict
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_and_changes_no_bit(tmp_path: Path) -> None:
+    def hash_of(name: str, *fault: str) -> tuple[str, str]:
+        run_dir = tmp_path / name
+        ranks = finish_ranks(2, "train.py", *TINY, f"run_dir={run_dir}", "distributed.timeout_s=10", *fault)
+        assert [rank.code for rank in ranks] == [0, 0], ranks
+        output = "".join(rank.output for rank in ranks)
+        return json.loads((run_dir / "result.json").read_text())["param_sha256"], output
+
+    undisturbed, _ = hash_of("undisturbed")
+    slow, output = hash_of("slow", "fault=slow", "fault.seconds=3", "fault.step=4")
+    assert slow == undisturbed
+    assert re.search(r"rank 1 \(.*\) has been in forward of step 4 for [\d.]+ s.*; the others wait", output)

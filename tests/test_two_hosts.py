@@ -41,6 +41,18 @@ def test_two_hosts_make_one_run(tmp_path: Path) -> None:
     assert_one_run(tmp_path, ranks[0].output, "".join(rank.output for rank in ranks[1:]))
 
 
+def test_a_slow_link_changes_no_bit(tmp_path: Path) -> None:
+    hashes = []
+    for rate in ("10mbit", None):
+        run_dir = tmp_path / str(rate)
+        options = ["train.max_steps=8", "train.eval_every_epochs=0", "comm=ring", f"run_dir={run_dir}"]
+        with hosts(2, rate) as pair:
+            ranks = finish_ranks(pair, "train.py", *options, "distributed.timeout_s=20", timeout_s=100)
+        assert [rank.code for rank in ranks] == [0, 0], ranks
+        hashes.append(json.loads((run_dir / "result.json").read_text())["param_sha256"])
+    assert hashes[0] == hashes[1]
+
+
 TIMEOUT_S = 6
 LONG = (
     "train.epochs=100000",
