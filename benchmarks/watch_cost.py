@@ -1,9 +1,10 @@
 """What the watch costs: milliseconds per step with heartbeats and watch, and without, in turn.
 
 One run of the MLP on the digits, the setting of harness_cost.py, in which both are switched off and on every
-150 steps, on all ranks at once: whatever else the machine does meanwhile hits both alike. Prints medians over
-the blocks, and over the ratios of neighbours: of a block's mean step, and of its median step, which a busy
-machine disturbs less, but which the watch's own looks, five a second, do not show in.
+60 steps, on all ranks at once: whatever else the machine does meanwhile hits both alike. Prints medians over
+the blocks, and over the ratios of neighbours: of a block's mean step; of its median step, which a busy
+machine disturbs less, but which the watch's own looks, five a second, do not show in; and of the processor
+time that all threads of rank 0 took, which others disturb least.
 
     python -m benchmarks.watch_cost [--processes 2] [--epochs 60]
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 from benchmarks.harness_cost import BATCH, ROOT, launch
 
-BLOCK = 150
+BLOCK = 60
 
 
 def train(out: Path, overrides: list[str]) -> None:
@@ -37,7 +38,7 @@ def train(out: Path, overrides: list[str]) -> None:
     is_on.set()
 
     def set_step(self: Heartbeat, value: int) -> None:
-        begins.append(time.perf_counter())
+        begins.append((time.perf_counter(), time.process_time()))
         is_on.set() if len(begins) // BLOCK % 2 == 0 else is_on.clear()
         step.fset(self, value)  # type: ignore[attr-defined]
 
@@ -61,11 +62,12 @@ def train(out: Path, overrides: list[str]) -> None:
     main()
 
 
-def blocks(begins: list[float]) -> list[tuple[float, float]]:
-    """Mean and median step of each, but for the two around the switch."""
-    ms = [1e3 * (end - begin) for begin, end in pairwise(begins)]
+def blocks(begins: list[tuple[float, float]]) -> list[tuple[float, ...]]:
+    """Mean and median step of each, but for those around the switch, and its processor time; in ms."""
+    ms = [[1e3 * (b - a) for a, b in zip(*step, strict=True)] for step in pairwise(begins)]
     whole = [ms[at + 1 : at + BLOCK - 1] for at in range(0, len(ms) - BLOCK, BLOCK)]
-    return [(statistics.fmean(block), statistics.median(block)) for block in whole]
+    columns = [list(zip(*block, strict=True)) for block in whole]
+    return [(statistics.fmean(wall), statistics.median(wall), statistics.fmean(cpu)) for wall, cpu in columns]
 
 
 def main() -> None:
@@ -87,7 +89,7 @@ def main() -> None:
         os.environ["PYTHONPATH"] = str(ROOT)
         launch(arguments.processes, str(Path(__file__)), "--train", str(out), *settings)
         found = json.loads(out.read_text())[2:]  # the first two are warmer and warmer
-    for name, values in zip(("mean", "median"), zip(*found, strict=True), strict=True):
+    for name, values in zip(("mean", "median", "processor's"), zip(*found, strict=True), strict=True):
         on, off = values[0::2], values[1::2]
         pairs = [*zip(on, off, strict=False), *zip(on[1:], off, strict=False)]
         print(
