@@ -180,9 +180,15 @@ def test_a_wrong_interface_is_named() -> None:
 def test_a_link_that_goes_down_is_named(tmp_path: Path) -> None:
     with hosts(2) as (a, b):
         # The store is on host 0: host 1 can only speak for itself, and host 0 only see it silent.
-        cut = threading.Timer(0.5, b.link_down)
+        out, begun = tmp_path / "rank1", tmp_path / "rank1.begun"
+
+        def cut_when_begun() -> None:
+            while not begun.exists():
+                time.sleep(0.02)
+            b.link_down()
+
+        cut = threading.Thread(target=cut_when_begun, daemon=True)
         cut.start()
-        out = tmp_path / "rank1"
         with pytest.raises(RankFailure, match="rank 1: died with exit code 1") as failure:
             run_ranks(_slow_preflight, 2, str(out), "--timeout-s", "1", init=False, hosts=[a, b])
         cut.join()
@@ -203,6 +209,7 @@ def _slow_preflight(out: str, *argv: str) -> tuple[int, str]:
     right = CHECKS[first]
 
     def slow(me: Any) -> Any:
+        Path(f"{out}.begun").touch()
         time.sleep(1)
         return right(me)
 
