@@ -6,6 +6,7 @@ it needs: a record that inflates a thousandfold, a tensor of 10^9 elements that 
 pickle within are looked through first, and the tensors that come out are compared with what the file holds.
 """
 
+import functools
 import pickletools
 import struct
 import sys
@@ -111,7 +112,8 @@ def _check_container(part: FilePart, ours: bool) -> None:
     byteorder = records.get(name.removesuffix("data.pkl") + "byteorder")
     if byteorder is not None and _data(part, *byteorder) != sys.byteorder.encode():
         raise UserError("it was written on a machine of another byte order")
-    asked_for = check_pickle(_data(part, offset, size), part.length)
+    data = _data(part, offset, size)
+    asked_for = (_asked_for if len(data) < 4096 else check_pickle)(data, part.length)
     refused = asked_for & _REFUSED_ALWAYS
     if ours:
         refused |= {
@@ -123,6 +125,12 @@ def _check_container(part: FilePart, ours: bool) -> None:
         raise UserError(
             f"it asks for {printable(min(refused).replace(' ', '.'))}, which no plain tensor needs"
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _asked_for(data: bytes, held_bytes: int) -> set[str]:
+    """`check_pickle`, once for the thousands of tensors of one shape in a sharded checkpoint."""
+    return check_pickle(data, held_bytes)
 
 
 def _records(part: FilePart) -> dict[str, tuple[int, int]]:

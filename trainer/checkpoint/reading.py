@@ -23,6 +23,7 @@ MAX_JSON_BYTES = 1 << 25  # parsed, JSON takes up to 25 times its size
 _MAX_JSON_DEPTH = 60
 _MAX_SHOWN = 300  # characters
 _SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 16
+_SMALL_PART_BYTES = 1 << 18
 
 
 class MissingFileError(UserError):
@@ -116,17 +117,24 @@ class PlainFile:
 
 
 class FilePart(io.RawIOBase):
-    """Some bytes of a file as a file of their own, for torch to read."""
+    """Some bytes of a file as a file of their own, for torch to read.
+
+    A small part is read at once: torch and our own checks take some thirty pieces of it, each of which would
+    be a system call otherwise.
+    """
 
     def __init__(self, file: PlainFile, offset: int, length: int) -> None:
         if not 0 <= offset <= offset + length <= file.size:
             raise UserError(f"{printable(file.path)} has no {length} bytes from {offset} on")
         self.file, self.offset, self.length = file, offset, length
         self._position = 0
+        self._whole = file.read_at(offset, length) if length <= _SMALL_PART_BYTES else None
 
     def read_at(self, offset: int, count: int) -> bytes:
         if not 0 <= offset <= offset + count <= self.length:
             raise UserError(f"{printable(self.file.path)} has a part that reaches beyond its end")
+        if self._whole is not None:
+            return self._whole[offset : offset + count]
         return self.file.read_at(self.offset + offset, count)
 
     def readable(self) -> bool:
