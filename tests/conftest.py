@@ -20,6 +20,10 @@ _MARK = f"RINGMASTER_TESTS_OF={os.getpid()}".encode()
 os.environ["RINGMASTER_TESTS_OF"] = str(os.getpid())
 _GRACE_S = 5.0
 
+# A shell starts what goes into the background deaf to Ctrl-C, and all that pytest starts would inherit it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def _processes() -> dict[int, str]:
     """Command line by pid of what this session started, but for multiprocessing's own two servants."""
