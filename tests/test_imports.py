@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Room to the rooms it may use besides itself; a room is a module or package right under trainer/ or models/.
-LEAVES = {"errors", "seeding", "signals", "state", "comm", "pieces", "scalars"}
+LEAVES = {"errors", "new_directory", "seeding", "signals", "state", "comm", "pieces", "scalars"}
 MAY_USE = {
     **{room: set() for room in LEAVES},
     "overrides": set(),
     "tasks": {"errors"},
     "config": {"errors", "overrides"},
     "launch": {"config", "errors", "overrides"},
-    "sweep": {"config", "errors", "launch", "overrides", "scalars"},
+    "sweep": {"config", "errors", "launch", "new_directory", "overrides", "scalars"},
     "compare": {"errors", "overrides", "scalars", "sweep"},
     "build": {"errors"},
     "optim": {"errors"},
@@ -33,7 +33,7 @@ MAY_USE = {
     "replicas": {"distributed", "errors", "state"},
     "strategies": {"comm", "config", "deferred", "distributed", "errors"},
     "checkpoint": {"config", "distributed", "errors", "faults", "pieces", "seeding", "state"},
-    "run_dir": {"checkpoint", "errors"},
+    "run_dir": {"checkpoint", "errors", "new_directory"},
     "loop": {"checkpoint", "config", "data", "distributed", "errors", "guard", "loggers", "metrics"}
     | {"optim", "replicas", "seeding", "signals", "state", "strategies", "tasks"},
 }

@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.checkpoint import newest_run_id, read_manifest
 from trainer.errors import UserError, writing
+from trainer.new_directory import new_directory
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +47,11 @@ def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wa
             written.
     """
     with writing(wanted or "null"):
-        path = _new() if wanted is None else Path(wanted)
+        base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+        path = new_directory(base) if wanted is None else Path(wanted)
         path.mkdir(parents=True, exist_ok=True)
         held.enter_context(_locked(path, min(wait_s, _LEASE_S)))
         return RunDir(path, _identify(path, resume))
-
-
-def _new() -> Path:
-    """mkdir alone decides: two runs that start in the same second get two directories."""
-    base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
-    base.parent.mkdir(parents=True, exist_ok=True)
-    for n in itertools.count(1):
-        path = base if n == 1 else Path(f"{base}-{n}")
-        with contextlib.suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError("unreachable")
 
 
 def _identify(path: Path, resume: str | None) -> str:

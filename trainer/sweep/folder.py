@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.errors import UserError
+from trainer.new_directory import new_directory
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def sweep_folder(named: DictConfig) -> Iterator[Path]:
     folder = Path(named.dir)
     try:
         if "${now:" in unresolved["dir"]:
-            folder = _new(folder)
+            folder = new_directory(folder)
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -37,16 +37,6 @@ def sweep_folder(named: DictConfig) -> Iterator[Path]:
         yield folder
     finally:
         os.close(descriptor)
-
-
-def _new(base: Path) -> Path:
-    base.parent.mkdir(parents=True, exist_ok=True)
-    for n in itertools.count(1):
-        path = base if n == 1 else Path(f"{base}-{n}")
-        with contextlib.suppress(FileExistsError):
-            path.mkdir()
-            return path
-    raise AssertionError("unreachable")
 
 
 def _lock(descriptor: int, folder: Path) -> None:
