@@ -1,14 +1,19 @@
 """The command `ringmaster`; `python train.py` and `python -m trainer` are the same."""
 
+import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
     """Train as the command line says."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else who started us will not have it
+        signal.signal(signal.SIGINT, _interrupted)
     for name in ("trainer", "models"):
         found = import_module(name).__file__  # None: a folder without __init__.py
         if found is None or Path(found).resolve().parent != HERE / name:
@@ -22,6 +27,14 @@ def main() -> None:
     from trainer.command import main
 
     main()
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C before the run has taken over the signals: one line, where imports would end in tracebacks."""
+    if os.environ.get("RANK", "0") == "0":
+        print("interrupted before the run began: nothing was trained", file=sys.stderr, flush=True)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

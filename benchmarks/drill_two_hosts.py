@@ -6,10 +6,8 @@ Hosts are network namespaces, so this needs root. `fault.host=1` is cut off at t
 no error tells of it.
 """
 
-import argparse
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 from tests.hosts import Host, hosts, torchrun
 from trainer.faults import drill
+from trainer.faults.drilled_run import PROGRAM, Case, by_the_door
 
 FAULTS = (*drill.FAULTS, "cut")
 
@@ -35,7 +34,7 @@ def on(
         for host in members:
             host.link_up()
         for index, host in enumerate(members):
-            command = [*torchrun(members, index, per_host, conf), *options, str(drill.PROGRAM), *overrides]
+            command = [*torchrun(members, index, per_host, conf), *options, str(PROGRAM), *overrides]
             with (folder / f"output{index}").open("ab") as file:
                 launchers.append(
                     host.popen(
@@ -51,7 +50,7 @@ def on(
     return start
 
 
-def cutting(case: drill.Case, members: Sequence[Host]) -> drill.Case:
+def cutting(case: Case, members: Sequence[Host]) -> Case:
     if case.fault != "cut":
         return case
     command = f"ip -n {members[1].switch} link set {members[1].port} down"
@@ -59,25 +58,12 @@ def cutting(case: drill.Case, members: Sequence[Host]) -> drill.Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--strategies", default="ddp,fsdp")
-    parser.add_argument("--comm", default="native,ring,hierarchical", help="for ddp")
-    parser.add_argument("--faults", default=",".join(FAULTS))
-    parser.add_argument("--phase", default="forward")
-    parser.add_argument("--timeout-s", type=float, default=10.0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    folder = arguments.out or Path(tempfile.mkdtemp(prefix="drill-"))
-    strategies, comms = arguments.strategies.split(","), arguments.comm.split(",")
-    with hosts(2) as pair:
-        todo = [
-            cutting(case, pair)
-            for case in drill.cases(strategies, comms, arguments.faults.split(","), arguments.phase)
-        ]
-        wrong = drill.drill(todo, on(pair, 2, "--max-restarts=1"), folder, arguments.timeout_s)
-    sys.exit(1 if wrong else 0)
+    arguments = drill.parser(__doc__, FAULTS).parse_args()
+    with by_the_door(), hosts(2) as pair:
+        todo = drill.cases(arguments.strategies, arguments.comm, arguments.faults, arguments.phase)
+        todo = [cutting(case, pair) for case in todo]
+        status = drill.main(todo, on(pair, 2, "--max-restarts=1"), arguments)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

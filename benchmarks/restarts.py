@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from benchmarks.drill_two_hosts import on
 from tests.hosts import Host, hosts
-from trainer.faults import drill
+from trainer.faults import drilled_run
 
 STEPS, SAVED, RESTARTS = 240, 20, 3
 _DEADLINE_S = 300.0  # for a run as a whole
@@ -48,7 +48,7 @@ def overrides(run_dir: Path, steps: int, timeout_s: float, *more: str) -> list[s
 
 
 def run(
-    start: drill.Start,
+    start: drilled_run.Start,
     folder: Path,
     kills: Sequence[int],
     draw: random.Random,
@@ -65,14 +65,14 @@ def run(
     """
     run_dir, mark = folder / "run", f"{os.getpid()}-{folder.parent.name}-{folder.name}"
     folder.mkdir(parents=True)
-    environment = {drill.MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {drilled_run.MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     rows = []
     launchers = start(overrides(run_dir, steps, timeout_s, *more), environment, folder)
-    with drill.ended(launchers):
+    with drilled_run.ended(launchers):
         _wait(launchers, folder, lambda: True)
         for number, step in enumerate(kills):
             _wait(launchers, folder, lambda n=number, s=step: _step(run_dir, n) >= s)  # type: ignore[misc]
-            ranks = sorted(drill.processes(mark))  # of this attempt: those before had ended when it began
+            ranks = sorted(drilled_run.ranks_of(mark))  # of this attempt: those before are gone
             at, begin = _step(run_dir, number), time.monotonic()
             if kill is None:
                 pid = draw.choice(ranks)
@@ -93,7 +93,7 @@ def problems_of_logs(run_dir: Path, steps: int) -> list[str]:
     expected, found = list(range(1, steps + 1)), []
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    for tag in ("train/loss", "train/lr", "speed/samples_per_second"):
+    for tag in ("1_loss/train", "3_train/lr", "4_speed/samples_per_second"):
         if (seen := [event.step for event in events.Scalars(tag)]) != expected:
             found.append(f"{tag}: {_difference(seen, expected)}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -144,7 +144,7 @@ def steps_to_kill_at(draw: random.Random, count: int) -> list[int]:
     return sorted(draw.sample(range(SAVED + 2, STEPS - 5), count))
 
 
-def many(start: drill.Start, folder: Path, num_kills: int, seed: int) -> bool:
+def many(start: drilled_run.Start, folder: Path, num_kills: int, seed: int) -> bool:
     draw = random.Random(seed)
     expected, _ = run(start, folder / "undisturbed", [], draw)
     print(f"undisturbed: {expected['param_sha256'][:12]}, {expected['steps']} steps", flush=True)
@@ -186,10 +186,10 @@ def main() -> None:
     parser.add_argument("--lose", choices=("kill", "cut"), help="how the second host is lost")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with contextlib.ExitStack() as stack:
+    with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-")))
         if arguments.hosts == 1 and arguments.lose is None:
-            start = drill.torchrun(2, f"--max-restarts={RESTARTS}")
+            start = drilled_run.torchrun(2, f"--max-restarts={RESTARTS}")
             sys.exit(0 if many(start, folder, arguments.kills, arguments.seed) else 1)
         pair = stack.enter_context(hosts(2))
         if arguments.lose is None:

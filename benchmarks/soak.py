@@ -27,12 +27,13 @@ from typing import Any
 
 from benchmarks.drill_two_hosts import on
 from tests.hosts import Host, hosts
-from trainer.faults import drill
+from trainer.faults import drilled_run
 from trainer.faults.rehearsal import MARKER
 
 PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint")
 KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
 EVERY_S, TIMEOUT_S, RANKS = 30.0, 8.0, 4
+PICTURE_S = 75.0  # by then the first picture has been drawn: matplotlib is imported once, for some 33 MiB
 SHARE = 1 / 3  # of the time under faults that brings new steps; the rest goes into ends and starts
 
 
@@ -67,27 +68,29 @@ def settings(run_dir: Path, steps: int) -> list[str]:
 class Soak:
     def __init__(self, members: list[Host], folder: Path) -> None:
         self.members, self.folder = members, folder
-        self.start = on(members, 2) if members else drill.torchrun(RANKS)
+        self.start = on(members, 2) if members else drilled_run.torchrun(RANKS)
 
     @contextlib.contextmanager
     def launched(self, overrides: list[str], name: str) -> Iterator[list[subprocess.Popen[Any]]]:
         """A launch that is over afterwards, whatever happened; what it prints is kept under `name`."""
         scratch = self.folder / name
         (scratch / "tmp").mkdir(parents=True, exist_ok=True)
-        environment = {drill.MARK: marked(name), "TMPDIR": str(scratch / "tmp"), "OMP_NUM_THREADS": "1"}
+        environment = {drilled_run.MARK: marked(name), "TMPDIR": str(scratch / "tmp"), "OMP_NUM_THREADS": "1"}
         launchers = self.start(overrides, environment, scratch)
-        with drill.ended(launchers):
+        with drilled_run.ended(launchers):
             yield launchers
 
     def undisturbed(self, name: str, steps: int) -> tuple[dict[str, Any], list[Sample]]:
-        """The result of a run, and what its ranks held, every two seconds."""
-        run_dir, samples = self.folder / name / "run", []
+        """The result of a run, and what its ranks held every two seconds, once all is loaded."""
+        run_dir, samples, since = self.folder / name / "run", list[Sample](), float("inf")
         with self.launched(settings(run_dir, steps), name) as launchers:
             while any(launcher.poll() is None for launcher in launchers):
                 time.sleep(2)
                 if (run_dir / "train.log").exists() and "step 20/" in (run_dir / "train.log").read_text():
+                    since = min(since, time.monotonic())
+                if time.monotonic() - since > PICTURE_S:
                     with contextlib.suppress(OSError, ValueError):
-                        samples.append(sample(drill.processes(marked(name))))
+                        samples.append(sample(drilled_run.ranks_of(marked(name))))
         return json.loads((run_dir / "result.json").read_text()), samples
 
     def disturbed(self, steps: int, ms_per_step: float, seed: int) -> tuple[dict[str, Any], list[str]]:
@@ -108,9 +111,9 @@ class Soak:
                     for launcher in launchers:
                         launcher.terminate()  # and the ranks save and end
                 gone = time.monotonic() + 2 * TIMEOUT_S
-                while drill.processes(marked(name)) and time.monotonic() < gone:
+                while drilled_run.ranks_of(marked(name)) and time.monotonic() < gone:
                     time.sleep(0.2)
-                left = len(drill.processes(marked(name)))
+                left = len(drilled_run.ranks_of(marked(name)))
             done.append(words)
             print(
                 f"  {words:<62} {time.monotonic() - begin:5.1f} s  saved to step {saved_step(run_dir)}"
@@ -164,7 +167,7 @@ def sample(pids: Iterator[int] | dict[int, int]) -> Sample:
 
 
 def growth(samples: list[Sample]) -> list[str]:
-    """What grew from the second fifth to the last, in words; each fifth is printed."""
+    """What grew from the first fifth to the last, in words; each fifth is printed."""
     size = len(samples) // 5
     if not size:
         return ["too few samples to say"]
@@ -173,7 +176,7 @@ def growth(samples: list[Sample]) -> list[str]:
     rows = [[statistics.median(getattr(one, name) for one in fifth) for name in names] for fifth in fifths]
     for memory, descriptors, threads in rows:
         print(f"  {memory:8.1f} MiB  {descriptors:4.0f} descriptors  {threads:4.0f} threads", flush=True)
-    (memory, descriptors, threads), last = rows[1], rows[-1]
+    (memory, descriptors, threads), last = rows[0], rows[-1]
     found = [f"memory by {last[0] - memory:.1f} MiB"] if last[0] > memory * 1.03 + 5 else []
     found += ["descriptors"] if last[1] > descriptors + 2 else []
     return found + (["threads"] if last[2] > threads else [])
@@ -186,7 +189,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20, help="of training under faults, about")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     arguments = parser.parse_args()
-    with contextlib.ExitStack() as stack:
+    with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         members = stack.enter_context(hosts(2)) if os.geteuid() == 0 else []
         soak = Soak(members, folder)

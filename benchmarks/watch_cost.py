@@ -33,7 +33,7 @@ def train(out: Path, overrides: list[str]) -> None:
     from trainer.faults.heartbeat import Heartbeat
     from trainer.faults.watch import Watch
 
-    enter, step, look, close = Heartbeat.enter, Heartbeat.step, Watch._look, Watch.close
+    enter, step, look, stop = Heartbeat.enter, Heartbeat.step, Watch._look, Watch._stop_looking
     is_on, begins = threading.Event(), []
     is_on.set()
 
@@ -50,11 +50,11 @@ def train(out: Path, overrides: list[str]) -> None:
         is_on.wait()
         look(self)
 
-    def close_awake(self: Watch) -> None:
+    def stop_awake(self: Watch) -> None:
         is_on.set()
-        close(self)
+        stop(self)
 
-    Heartbeat.enter, Watch._look, Watch.close = enter_if_on, look_if_on, close_awake  # type: ignore[method-assign]
+    Heartbeat.enter, Watch._look, Watch._stop_looking = enter_if_on, look_if_on, stop_awake  # type: ignore[method-assign]
     Heartbeat.step = property(step.fget, set_step)  # type: ignore[attr-defined, assignment]
     if os.environ.get("RANK", "0") == "0":
         atexit.register(lambda: out.write_text(json.dumps(blocks(begins))))

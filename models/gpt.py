@@ -1,10 +1,12 @@
 """A decoder-only transformer after GPT-2, with tied token embeddings."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.transformer import Block, check_sizes, initialise
+from models.transformer import Block, Past, check_sizes, initialise
 
 SIZES = {  # width, depth, heads
     "gpt-micro": (128, 4, 4),
@@ -65,14 +67,20 @@ class GPT(nn.Module):
     def fsdp_units(self) -> list[nn.Module]:
         return list(self.blocks)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        if length > self.block_size:
-            raise ValueError(f"a sequence of {length} tokens is longer than block_size={self.block_size}")
-        positions = torch.arange(length, device=tokens.device)
+    def empty_cache(self) -> list[Past]:
+        """What to give to ``forward`` with each part of a sequence, so that no token is looked at twice."""
+        return [Past(self.block_size) for _ in self.blocks]
+
+    def forward(self, tokens: Tensor, cache: Sequence[Past] = ()) -> Tensor:
+        """With a ``cache``, ``tokens`` go on where the last call ended: a prompt, then one at a time."""
+        begin = cache[0].length if cache else 0
+        end = begin + tokens.shape[1]
+        if end > self.block_size:
+            raise ValueError(f"a sequence of {end} tokens is longer than block_size={self.block_size}")
+        positions = torch.arange(begin, end, device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        for block in self.blocks:
-            x = block(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, cache[number] if cache else None)
         # Tied: the embedding read backwards. Sharing the tensor in use, not in a second module, keeps one
         # entry in the state dict and one owner under FSDP.
         return F.linear(self.norm(x), self.token_embedding.weight)

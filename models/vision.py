@@ -2,8 +2,11 @@
 
 import difflib
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 # Families whose stem, a convolution of stride 2, can as well have stride 1; and the max-pool behind it.
@@ -21,15 +24,24 @@ SMALL_STEMS = {
 SMALL_BELOW = 64  # pixels on the shorter side
 
 
-def vision(name: str, input_shape: Sequence[int], num_classes: int) -> nn.Module:
+def vision(
+    name: str,
+    input_shape: Sequence[int],
+    num_classes: int,
+    weights: str | None = None,
+    download: bool = False,
+) -> nn.Module:
     """Return torchvision's classifier ``name``, untrained: (B, *input_shape) -> (B, num_classes).
+
+    With ``weights``, one of torchvision's names for them, its attribute ``pretrained`` says which file holds
+    them: the trainer begins from that. None are read here.
 
     Below 64 pixels the stem keeps the resolution: its convolution becomes 3x3 with stride 1 and the max-pool
     goes (K. He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2, for CIFAR-10). With
     other than three channels only that convolution changes. Parameter names stay torchvision's.
 
     Raises:
-        ValueError: not a classifier of torchvision, or one for larger images.
+        ValueError: not a classifier of torchvision, one for larger images, or no weights of it.
     """
     import torchvision.models as zoo  # seconds, which runs with other models need not spend
 
@@ -58,7 +70,32 @@ def vision(name: str, input_shape: Sequence[int], num_classes: int) -> nn.Module
         model.set_submodule(stem, new)
     if small and family is not None and (pool := SMALL_STEMS[family]) is not None:
         model.set_submodule(pool, nn.Identity())
+    if weights is not None:
+        known = zoo.get_model_weights(name).__members__
+        if weights not in known:
+            raise ValueError(f"weights={weights} are not known of {name}; there is {', '.join(known)}")
+        model.pretrained = partial(_pretrained, known[weights].url, download)  # type: ignore[assignment]
     return model
+
+
+def _pretrained(url: str, download: bool) -> Path:
+    """The file of weights in torch's cache, or fetched into it.
+
+    Raises:
+        ValueError: it is not there, and cannot or may not be fetched.
+    """
+    folder = Path(torch.hub.get_dir()) / "checkpoints"
+    file = folder / url.rpartition("/")[2]
+    if file.exists():
+        return file
+    if not download:
+        raise ValueError(f"{file} is not there; model.download=true fetches it from {url}")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.hub.download_url_to_file(url, str(file), file.stem.rpartition("-")[2], progress=False)
+    except (OSError, RuntimeError) as error:  # RuntimeError: another hash than the name says
+        raise ValueError(f"{url} could not be fetched: {error}") from error
+    return file
 
 
 def _shape(convolution: nn.Conv2d) -> dict[str, Any]:

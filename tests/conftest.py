@@ -1,4 +1,5 @@
-"""Leak guards: a test that leaves a process or a network namespace behind fails; what it left is ended."""
+"""How many tests run side by side; and leak guards: a test that leaves a process or a network namespace behind
+fails, and what it left is ended."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # while all is imported: collections that find nothing are a quarter of it
 # Several ranks share the cores of the machine, and a single process reduces in the same order as they do.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inherited by all that the tests start, also through a parent that has died since.
 _MARK = f"RINGMASTER_TESTS_OF={os.getpid()}".encode()
 os.environ["RINGMASTER_TESTS_OF"] = str(os.getpid())
-_GRACE_S = 5.0
+_GRACE_S = 20.0
 
 # A shell starts what goes into the background deaf to Ctrl-C, and all that pytest starts would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -48,8 +50,25 @@ def _namespaces() -> set[str]:
     return {name for name in names if name.startswith(f"rm{os.getpid()}-")}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Slow tests wait half their time, fast ones do not. Where a part is named all run in this process: to load
+    what tests need takes a worker longer than most of them."""
+    if config.args != config.getini("testpaths"):
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    return min(cores if config.option.markexpr == "not slow" else 2 * cores, 12)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones first, or at the end some worker would be busy with them alone."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_collection_finish() -> None:
     """Take what is loaded by now out of the sight of the garbage collector: torch alone is 0.3 s a round."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

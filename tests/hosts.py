@@ -140,7 +140,7 @@ class Launch:
         """What each host has printed so far, stdout and stderr together."""
         return [file.read_text(errors="replace") for file in self.files]
 
-    def wait(self, timeout_s: float = 60.0) -> list[int]:
+    def wait(self, timeout_s: float = 200.0) -> list[int]:
         """Exit codes by host. Raises AssertionError with all output when some host is not done in time."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -151,7 +151,7 @@ class Launch:
                 f"torchrun on hosts {running} still runs after {timeout_s} s\n" + "\n".join(self.outputs())
             ) from None
 
-    def succeed(self, timeout_s: float = 60.0) -> list[str]:
+    def succeed(self, timeout_s: float = 200.0) -> list[str]:
         """Outputs by host of a job that must end with exit code 0 everywhere."""
         codes = self.wait(timeout_s)
         assert codes == [0] * len(codes), f"exit codes {codes}\n" + "\n".join(self.outputs())

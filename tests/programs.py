@@ -63,7 +63,7 @@ class Program:
     def stderr(self) -> str:
         return (self._streams / "stderr").read_text(errors="replace")
 
-    def wait(self, timeout_s: float = 60.0) -> Ended:
+    def wait(self, timeout_s: float = 200.0) -> Ended:
         """Wait for its end. Raises AssertionError with its output and stacks when it is not done in time."""
         self._process.join(timeout_s)
         if (code := self.poll()) is None:
@@ -100,11 +100,17 @@ def started(
 
 
 def finish(
-    *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 60.0
+    *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 200.0
 ) -> Ended:
     """Run `python ARGV` to its end, as `started`."""
     with started(*argv, env=env, cwd=cwd) as program:
         return program.wait(timeout_s)
+
+
+def torchrun(ranks: int, *options: str) -> tuple[str, ...]:
+    """What starts train.py under torchrun; its overrides follow. Torchrun itself forks the ranks, too."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options)
+    return (*launcher, "--run-path", "--start-method=fork", str(ROOT / "train.py"))
 
 
 @contextlib.contextmanager
@@ -132,7 +138,7 @@ def finish_ranks(
     *argv: str,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
-    timeout_s: float = 60.0,
+    timeout_s: float = 200.0,
 ) -> list[Ended]:
     """Run ranks to the end of each, as `started_ranks`."""
     with started_ranks(where, *argv, env=env, cwd=cwd) as programs:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from tests.hosts import Host
 
 ROOT = Path(__file__).parents[1]
-_GRACE_S = 10.0  # how long the others may take to notice that a rank has failed
+_GRACE_S = 15.0  # how long the others may take to notice that a rank has failed
 _CLONE_NEWNET = 0x40000000
 
 
@@ -67,7 +67,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 200.0,
     init: bool = True,
     hosts: Sequence[int | Host] | None = None,
     env: dict[str, str] | None = None,

@@ -17,7 +17,7 @@ from trainer import config
 from trainer.overrides import for_hydra
 
 if TYPE_CHECKING:
-    from trainer.loop import Job
+    from trainer.job import Job
 
 CONF = Path(__file__).parents[1] / "conf"
 

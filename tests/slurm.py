@@ -63,7 +63,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         stack.enter_context(_servant("slurmctld", "-D", "-c", "-f", str(conf), env=everything))
         for node in ("n0", "n1"):
             stack.enter_context(_servant("slurmd", "-D", "-N", node, "-f", str(conf), env=everything))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         idle = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
         while (
             subprocess.run(idle, env=everything, capture_output=True, text=True, timeout=30).stdout.strip()

@@ -37,6 +37,7 @@ def write(
     return str(folder)
 
 
+@pytest.mark.slow
 def test_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [
         write(tmp_path / "a"),
@@ -66,6 +67,14 @@ def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
     assert parts_at(*runs) is None
 
 
+def test_runs_too_short_for_a_log_step_say_nothing_of_their_losses(tmp_path: Path) -> None:
+    folders = [write(tmp_path / "a"), write(tmp_path / "b", sha="bb")]
+    for folder in folders:
+        Path(folder, "metrics.jsonl").write_text('{"step": 9, "eval/loss": 0.5}\n')
+    said = compare(read_runs(folders))
+    assert "never" not in said and "nan" not in said and "no other model equals that of a" in said
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -87,6 +96,31 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "a and b cannot be compared: data.dataset._target_ trainer.data.digits.Digits and"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config.yaml", "a: [", "cannot be read"),
+        ("config.yaml", "[1]", "holds no settings"),
+        ("result.json", "{}", "its result.json has no comm"),
+        ("result.json", "7", "its result.json has no comm"),
+    ],
+)
+def test_what_is_no_run_is_one_message(file: str, text: str, words: str, tmp_path: Path) -> None:
+    runs = [write(tmp_path / "a"), write(tmp_path / "b")]
+    Path(runs[1], file).write_text(text)
+    with pytest.raises(UserError, match=words):
+        read_runs(runs)
+
+
+def test_a_file_or_a_picture_nowhere_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write(tmp_path / "a"), write(tmp_path / "b")]
+    assert main([runs[0], f"{runs[1]}/result.json"]) == 2
+    assert main([*runs, "--plot", str(tmp_path / "x.nothing")]) == 2
+    assert "--plot" in capsys.readouterr().err
 
 
 def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 NEEDS = {
     "model=vision": ["model.name=resnet18"],
     "data=imagefolder": ["data.dataset.root=/data"],
+    **{f"data={kind}": ["data.dataset.path=/data"] for kind in ("text_stream", "tokens", "hugging_face")},
     "experiment=imagefolder_resnet50": ["data.dataset.root=/data"],
 }
 
@@ -47,8 +48,8 @@ def test_groups_are_not_empty() -> None:
         ("+foo=1", "foo is not a setting"),
         ("+train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
         (
-            "+strategy.bucket_mb=1",
-            "strategy.bucket_mb is not a setting; did you mean strategy.bucket_cap_mb?",
+            "+strategy.bucket_cap=1",
+            "strategy.bucket_cap is not a setting; did you mean strategy.bucket_cap_mb?",
         ),
         ("+data.root=x", "data.root is not a setting"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
@@ -116,9 +117,12 @@ def test_refuses(override: str, words: str) -> None:
         ("experimint=digits_mlp", "experimint is not a setting; did you mean experiment?"),
         ("checkpoints=sharded", "checkpoints is not a setting; did you mean checkpoint?"),
         ("qqq=1", "qqq is not a setting; `python train.py --cfg job` prints all settings"),
-        ("experiment=digits_mpl", "experiment is digits_mpl, but must be one of digits_mlp, digits_resnet"),
+        (
+            "experiment=digits_mpl",
+            "experiment is digits_mpl, but must be one of digits_mlp, digits_multi_label",
+        ),
         ("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
-        ("strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, single"),
+        ("strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single"),
         ("strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
         ("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
         ("+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"),

@@ -106,6 +106,7 @@ def test_a_part_alone_has_the_values_it_has_in_the_whole() -> None:
         assert value.equal(model.module.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_torchvisions_models() -> None:
     import torchvision.models as zoo
 
@@ -246,6 +247,7 @@ def _memory_to_start() -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole_to_start() -> None:
     whole_mb = DEPTH * WIDTH**2 * 4 / 1e6
     assert max(run_ranks(_memory_to_start, 4)) < 0.6 * whole_mb

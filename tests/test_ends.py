@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.programs import finish, finish_ranks
+from tests.programs import finish, finish_ranks, torchrun
 from tests.ranks import ROOT, RankFailure, place, run_ranks
 from tests.runs import job_of, train
 
@@ -41,13 +41,8 @@ def failing(rank: int, call: int, how: str) -> tuple[str, ...]:
 
 def really(*argv: str) -> tuple[int, str]:
     """Exit code and output of `python ARGV`, not forked: for what the interpreter or torchrun does."""
-    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
-
-
-def torchrun(ranks: int, *overrides: str) -> tuple[int, str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
-    return really(*launcher, "train.py", *overrides)
 
 
 # ---- mistakes
@@ -70,7 +65,7 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("world_size", "mistakes"),
     [
-        (
+        pytest.param(
             1,
             {
                 ("train.micro_batch_size=30",): r"micro_batch_size is 30.*nearest that does: 32",
@@ -99,6 +94,7 @@ def refusals(*mistakes: tuple[str, ...]) -> list[str]:
                 ("resume=/nowhere",): r"/nowhere",
                 ("model.init_from=/nowhere",): r"/nowhere",
             },
+            marks=pytest.mark.slow,
         ),
         (
             2,
@@ -124,7 +120,7 @@ def test_mistakes_are_refused_with_a_way_out(
     if torch.cuda.is_available():
         pytest.skip("these are the refusals of a machine without a GPU")
     options = [(*mistake, f"run_dir={tmp_path}") for mistake in mistakes]
-    for rank in run_ranks(refusals, world_size, *options, init=False, timeout_s=100):
+    for rank in run_ranks(refusals, world_size, *options, init=False):
         for message, pattern in zip(rank, mistakes.values(), strict=True):
             assert message.startswith("UserError: ")
             assert re.search(pattern, message), message
@@ -138,9 +134,9 @@ def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mistake_is_printed_once_under_torchrun(tmp_path: Path) -> None:
-    code, output = torchrun(2, "train.global_batch_size=2001", f"run_dir={tmp_path}")
-    assert code != 0
-    assert output.count("train.global_batch_size") == 1
+    ended = finish(*torchrun(2), "train.global_batch_size=2001", f"run_dir={tmp_path}")
+    assert ended.code != 0
+    assert ended.output.count("train.global_batch_size") == 1
 
 
 def test_what_another_rank_has_said_rank_0_does_not_repeat(
@@ -280,7 +276,8 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(value: str,
 @pytest.mark.slow
 def test_torchrun_shows_the_root_cause_and_ends_all(tmp_path: Path) -> None:
     raising = "data.dataset._target_=tests.user_parts.Raises"
-    code, output = torchrun(3, *TINY, raising, f"run_dir={tmp_path}")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
+    code, output = really(*launcher, "train.py", *TINY, raising, f"run_dir={tmp_path}")
     gone = time.time()
     root_cause = output.partition("Root Cause")[2]
     assert code != 0
@@ -311,6 +308,7 @@ def ends_of(*runs: tuple[str, ...]) -> list[str]:
     return ends
 
 
+@pytest.mark.slow
 def test_what_users_code_does_is_told_with_its_line_and_its_sample(tmp_path: Path) -> None:
     runs = {"exit": failing(0, 2, "exit"), "loop": stuck_at(7, "loop"), "killed": stuck_at(7, "SIGKILL")}
     options = [(*overrides, f"run_dir={tmp_path}/{name}") for name, overrides in runs.items()]
@@ -344,6 +342,18 @@ def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> Non
     assert ("does not let go of the interpreter" in verdict["message"]) == (how == "loop in C")
     if not how.startswith("SIG"):
         assert re.fullmatch(r"tests/user_parts.py:\d+ in _act", verdict["where"]), verdict
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_the_set_up_is_named(tmp_path: Path) -> None:
+    """Not after checkpoint.timeout_s, an hour, for which its group waits for a disk."""
+    made = "data.dataset._target_=tests.user_parts.StuckWhenMade"
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(quiet, 3, tmp_path, made, "distributed.timeout_s=2", init=False, timeout_s=40)
+    assert [failure.value.reports[rank] for rank in (0, 2)] == ["died with exit code 1"] * 2
+    verdict = json.loads((tmp_path / "failure.json").read_text())
+    assert (verdict["rank"], verdict["phase"], verdict["kind"]) == (1, "set_up", "hangs")
+    assert re.fullmatch(r"tests/user_parts.py:\d+ in __init__", verdict["where"]), verdict
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ def _plateau(run_dir: Path) -> list[Any]:
     return [whole["param_sha256"], resumed["param_sha256"], restored]
 
 
+@pytest.mark.slow
 def test_plateau_follows_the_evaluation_and_is_in_the_checkpoint(tmp_path: Path) -> None:
     whole, resumed, restored = run_ranks(_plateau, 1, tmp_path, init=False)[0]
     assert restored["last_epoch"] == 2, "two evaluations in two epochs, not one step for each of 44 steps"

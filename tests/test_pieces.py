@@ -4,6 +4,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -70,6 +71,7 @@ def _all(run_dir: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_no_rank_holds_what_is_sharded(tmp_path: Path) -> None:
     first, *others = run_ranks(_all, 4, tmp_path)
     whole_mb, more_mb = first["memory"]

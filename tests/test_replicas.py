@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.runs import job_of
 from trainer.errors import ReplicasDifferError
 from trainer.faults.rehearsal import flip
-from trainer.loop import Job
+from trainer.job import Job
 
 QUICK = (
     "data.dataset._target_=tests.user_parts.Stripes",
@@ -66,6 +66,7 @@ def flips(overrides: tuple[str, ...], seed: int, count: int) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     for rank in run_ranks(flips, 3, (f"run_dir={tmp_path}",), 1, 20, init=False):
         assert rank["trained"] is rank["buffers"] is rank["mended"] is None
@@ -81,6 +82,7 @@ def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
             assert verdict["status"] == 1
 
 
+@pytest.mark.slow
 def test_two_replicas_are_both_named_and_none_is_blamed(tmp_path: Path) -> None:
     hybrid = ("strategy=fsdp", "strategy.shard_group=2", f"run_dir={tmp_path}")
     for rank in run_ranks(flips, 4, hybrid, 2, 6, init=False):
@@ -132,7 +134,7 @@ def test_every_all_reduce_leaves_replicas_equal(tmp_path: Path) -> None:
     algorithms = ("native", "ring", "tree", "halving_doubling", "hierarchical", "master_worker")
     options = [(f"comm={algorithm}", "comm.wire_dtype=bf16") for algorithm in algorithms]
     options += [("comm=powersgd",), ("comm=hierarchical", "train.precision=fp16")]
-    for rank in run_ranks(trained_alike, 4, tmp_path, options, hosts=[0, 0, 1, 1], init=False, timeout_s=100):
+    for rank in run_ranks(trained_alike, 4, tmp_path, options, hosts=[0, 0, 1, 1], init=False):
         assert rank == [None] * len(options)
 
 

@@ -68,7 +68,7 @@ def _for_ever(run_dir: Path, workers: int) -> list[str]:
 
 
 def _wait_for_ten_steps(run_dir: Path, alive: Callable[[], bool], output: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while _last_step(run_dir) < 10:
         assert alive() and time.monotonic() < deadline, output()
         time.sleep(0.05)
@@ -86,6 +86,7 @@ def _assert_saved(run_dir: Path) -> None:
     assert manifest.step == _last_step(run_dir)
     facts = json.loads((run_dir / "checkpoints" / "latest" / "state.json").read_text())
     assert facts["state"]["progress"]["samples_seen"] == 12 * manifest.step
+    assert "Traceback" not in (run_dir / "train.log").read_text(), "a stop is no fault"
 
 
 CASES = {
@@ -110,7 +111,7 @@ def test_a_signal_to_any_process_saves_and_ends_all_ranks(tmp_path: Path, name: 
         )
         for rank in targets:
             os.killpg(ranks[rank].pid, number)  # with its workers, as torchrun does
-        ended = [rank.wait(30) for rank in ranks]
+        ended = [rank.wait() for rank in ranks]
     assert [rank.code for rank in ended] == [StoppedBySignal.exit_code] * 2, ended
     assert sum(rank.output.count("stopped by a signal after step") for rank in ended) == 1, ended
     _assert_saved(run_dir)
@@ -127,7 +128,7 @@ def test_a_signal_to_torchrun_saves_and_ends_all_ranks(tmp_path: Path) -> None:
     try:
         _wait_for_ten_steps(run_dir, lambda: torchrun.poll() is None, log.read_text)
         torchrun.send_signal(signal.SIGTERM)
-        assert torchrun.wait(60) != 0
+        assert torchrun.wait(200) != 0
     finally:
         torchrun.kill()
         torchrun.wait()

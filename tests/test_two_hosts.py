@@ -28,7 +28,7 @@ def assert_one_run(run_dir: Path, first: str, second: str) -> None:
 
 def test_torchrun_on_two_hosts_makes_one_run(tmp_path: Path) -> None:
     with hosts(2) as pair, torchrun_on(pair, 2, "train.py", *options("host", tmp_path / "run")) as job:
-        first, second = job.succeed(timeout_s=100)
+        first, second = job.succeed()
     assert_one_run(tmp_path / "run", first, second)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -36,7 +36,7 @@ def test_torchrun_on_two_hosts_makes_one_run(tmp_path: Path) -> None:
 def test_two_hosts_make_one_run(tmp_path: Path) -> None:
     with hosts(2) as (one, other):
         where = [one, one, other, other]
-        ranks = finish_ranks(where, "train.py", *options("world", tmp_path), timeout_s=100)
+        ranks = finish_ranks(where, "train.py", *options("world", tmp_path))
     assert [rank.code for rank in ranks] == [0] * 4, ranks
     assert_one_run(tmp_path, ranks[0].output, "".join(rank.output for rank in ranks[1:]))
 
@@ -47,7 +47,7 @@ def test_a_slow_link_changes_no_bit(tmp_path: Path) -> None:
         run_dir = tmp_path / str(rate)
         options = ["train.max_steps=8", "train.eval_every_epochs=0", "comm=ring", f"run_dir={run_dir}"]
         with hosts(2, rate) as pair:
-            ranks = finish_ranks(pair, "train.py", *options, "distributed.timeout_s=20", timeout_s=100)
+            ranks = finish_ranks(pair, "train.py", *options, "distributed.timeout_s=20")
         assert [rank.code for rank in ranks] == [0, 0], ranks
         hashes.append(json.loads((run_dir / "result.json").read_text())["param_sha256"])
     assert hashes[0] == hashes[1]
@@ -83,12 +83,12 @@ def test_a_cut_link_is_named_on_both_sides_and_no_rank_outlives_it(where: str, t
         command = f"ip -n {other.switch} link set {other.port} down"
         options = cutting(where, run_dir, command)
         with started_ranks([one, one, other, other], "train.py", *options) as ranks:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 200
             while not (run_dir / "fault.json").exists():
                 assert time.monotonic() < deadline, "\n".join(rank.stdout + rank.stderr for rank in ranks)
                 time.sleep(0.05)
             # The verdict comes TIMEOUT_S after the last sign of progress; the rest is for a busy machine.
-            deadline = time.monotonic() + TIMEOUT_S + 15
+            deadline = time.monotonic() + TIMEOUT_S + 60
             ended = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
             gone = time.time()
     cut = json.loads((run_dir / "fault.json").read_text())["time"]

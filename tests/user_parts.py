@@ -71,6 +71,15 @@ class StuckAt(Stripes):
         return super().__getitem__(index)
 
 
+class StuckWhenMade(Stripes):
+    """On rank 1, when it is made: after the ranks have met, before the first step."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        while os.environ["RANK"] == "1":
+            time.sleep(0.1)
+
+
 class CutsTheLink(Digits):
     """Runs a command, on rank 2, when it is made: long after the ranks have met, long before the first step."""
 
@@ -96,6 +105,20 @@ class Normed(Tiny):
     def __init__(self) -> None:
         super().__init__()
         self.layers.insert(1, nn.BatchNorm1d(8))
+
+
+class HalfFrozen(nn.Module):
+    """Digits; a frozen layer, running statistics, and a head that is used without being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 32).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.tanh(self.norm(self.first(images.flatten(1))))
+        return nn.functional.linear(hidden, self.head.weight, self.head.bias)
 
 
 class FailsAt(Classification):
@@ -124,3 +147,40 @@ def _act(how: str) -> str:
     if how == "loop in C":
         re.match(r"(a+)+$", "a" * 64 + "b")  # it holds the interpreter for years
     return how
+
+
+class Noted:
+    """A logger that inherits nothing, and writes down each call it gets."""
+
+    def __init__(self, run_dir: Path, word: str, **told: Any) -> None:
+        self._file = (run_dir / "noted.jsonl").open("a")
+        self._note("begin", word, sorted(told))
+
+    def _note(self, *call: object) -> None:
+        print(json.dumps(call), file=self._file, flush=True)
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        self._note("scalars", values, step)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._note("text", name, step)
+
+    def image(self, name: str, image: Tensor, step: int) -> None:
+        self._note("image", name, step)
+
+    def figure(self, name: str, figure: Any, step: int) -> None:
+        self._note("figure", name, step)
+
+    def histogram(self, name: str, counts: Tensor, edges: Tensor, step: int) -> None:
+        self._note("histogram", name, counts.tolist(), edges.tolist(), step)
+
+    def close(self) -> None:
+        self._note("close")
+
+
+class Deaf:
+    """No logger."""
+
+    def __init__(self, **told: Any) -> None: ...
+
+    def scalars(self, values: dict[str, float], step: int) -> None: ...

@@ -30,6 +30,8 @@ def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[s
 def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> "nn.Module":
     """Return the model of a run with the weights of a checkpoint, on the CPU and in evaluation mode.
 
+    Where the run evaluates moving averages in their stead (`ema.evaluate=instead`), with those.
+
     Args:
         run_dir: what `run_dir` was, or the run chose; it is built from the config.yaml there.
         checkpoint: newest (that verifies), best (by the run's `checkpoint.keep_best`), or the path of one.

@@ -13,7 +13,8 @@ from trainer.errors import UserError
 def build(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
     """Call the node's `_target_` with its other keys, `args` and `kwargs`.
 
-    A key whose value is the word `auto` is taken from the attribute of that name of `facts`.
+    A key whose value is the word `auto` is taken from the attribute of that name of `facts`, also in nodes
+    within.
 
     Args:
         name: how a person finds the node in the config, for messages.
@@ -22,7 +23,7 @@ def build(name: str, node: dict[str, Any], *args: Any, facts: object = None, **k
         UserError: the target does not exist, has no such argument or refuses a value; or `auto` asks for
             a fact that `facts` does not have.
     """
-    filled = {key: _fact(name, key, facts) if value == "auto" else value for key, value in node.items()}
+    filled = _filled(name, node, facts)
     try:
         return hydra.utils.instantiate(filled, *args, **kwargs, _convert_="all")
     except InstantiationException as error:
@@ -51,10 +52,17 @@ def _hidden(target: str) -> str:
     return "" if ours == theirs else f"; {name} is {ours} here and hides {theirs}: give yours another name"
 
 
+def _filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
+    filled = {}
+    for key, value in node.items():
+        if isinstance(value, dict) and "_target_" in value:
+            value = _filled(f"{name}.{key}", value, facts)
+        filled[key] = _fact(name, key, facts) if value == "auto" else value
+    return filled
+
+
 def _fact(name: str, key: str, facts: object) -> Any:
-    try:
-        return getattr(facts, key)
-    except AttributeError:
-        raise UserError(
-            f"{name}.{key} is auto, but {type(facts).__name__} has no attribute {key}; give it a value"
-        ) from None
+    fact = getattr(facts, key, None)
+    if fact is None:
+        raise UserError(f"{name}.{key} is auto, but {type(facts).__name__} has no {key}; give it a value")
+    return fact

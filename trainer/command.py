@@ -1,5 +1,6 @@
 """From a command line to a run: compose the settings, then launch the run or be one of its processes."""
 
+import gc
 import os
 import sys
 import traceback
@@ -83,6 +84,10 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
             sys.exit(status)
         return None
     publish(place(settings.distributed))
+    # What is imported stays: to look through it for garbage, again and again, is a fifth of the start-up.
+    gc.disable()
     from trainer.run import run  # torch is loaded only once the settings are good
 
+    gc.freeze()
+    gc.enable()
     return run(settings)

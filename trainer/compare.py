@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from trainer.errors import UserError
 from trainer.overrides import leaves
@@ -28,6 +29,9 @@ _ALIKE = ("train.global_batch_size", "train.precision", "seed", "train.max_steps
 # strategies add up a gradient's norm in different orders.
 _FIGURES = {"train/loss": 0.0, "train/grad_norm": 1e-5}
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
+
+_RESULT = {"strategy", "comm", "world_size", "samples_per_second", "ms_per_step"}
+_RESULT |= {"peak_memory_bytes", "param_sha256"}
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,16 @@ def read_run(folder: Path, name: str) -> Run:
     try:
         settings = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
         result = json.loads((folder / "result.json").read_text())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
             f"{folder} is no run that came to its end: it has no {Path(str(error.filename)).name}"
         ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} cannot be read: {error}") from error
+    except (OSError, ValueError, YAMLError) as error:
+        raise UserError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise UserError(f"{folder} is no run: its config.yaml holds no settings")
+    if missing := _RESULT - set(result if isinstance(result, dict) else ()):
+        raise UserError(f"{folder} is no run: its result.json has no {', '.join(sorted(missing))}")
     return Run(name, dict(leaves(settings)), result, read_scalars(folder))
 
 
@@ -122,10 +130,9 @@ def verdict(runs: Sequence[Run], flagged: Mapping[str, Sequence[str]]) -> str:
         words += f"; equal to the last bit: the models of {', '.join([base.name, *same])}"
     else:
         words += f"; no other model equals that of {base.name} to the last bit"
-    parted = [run for run in like if run.name not in same]
-    if parted:
-        gap = max((abs(gap) for run in parted for gap in loss_gaps(base, run).values()), default=float("nan"))
-        words += f"; loss of the others is at most {gap:.2g} away"
+    gaps = [abs(gap) for run in like if run.name not in same for gap in loss_gaps(base, run).values()]
+    if gaps:
+        words += f"; loss of the others is at most {max(gaps):.2g} away"
     return words
 
 
@@ -201,7 +208,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = read_runs(given.runs)
         print(compare(runs))
         if given.plot is not None:
-            plot(runs, given.plot)
+            try:
+                plot(runs, given.plot)
+            except (OSError, ValueError) as error:  # a folder that is not there, an ending that says nothing
+                raise UserError(f"--plot {given.plot}: {error}") from error
             print(given.plot)
     except UserError as error:
         print(error, file=sys.stderr)
@@ -219,8 +229,10 @@ def _row(run: Run, base: Run) -> list[str]:
     if run is base:
         return [*row, "", ""]
     gaps, parts = loss_gaps(base, run), parts_at(base, run)
+    if not gaps:  # no step that both have logged
+        return [*row, "", ""]
     row.append("never" if parts is None else f"step {parts}")
-    return [*row, f"{max(map(abs, gaps.values())):.2g}" if gaps else ""]
+    return [*row, f"{max(map(abs, gaps.values())):.2g}"]
 
 
 def _spread(run: Run) -> float:

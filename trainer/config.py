@@ -46,12 +46,27 @@ def above(limit: float) -> Any:
     return _limited(lambda value: value > limit, f"greater than {limit}")
 
 
+def each_above(limit: float) -> Any:
+    return _limited(lambda values: values and min(values) > limit, f"numbers, each greater than {limit}")
+
+
 def one_of(*values: str, default: str = MISSING) -> Any:
     return _limited(lambda value: value in values, f"one of {', '.join(values)}", default)
 
 
-def like(pattern: str, words: str) -> Any:
-    return _limited(lambda value: re.fullmatch(pattern, value) is not None, words)
+def like(pattern: str, words: str, default: Any = MISSING) -> Any:
+    return _limited(lambda value: re.fullmatch(pattern, value) is not None, words, default)
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
+
+
+_PATTERN = Limit(_is_pattern, "a regular expression of parameter names")
 
 
 def _seconds() -> Any:
@@ -60,6 +75,14 @@ def _seconds() -> Any:
 
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass
+class ProfileConfig:
+    """Steps `start` to `start + steps - 1`, counted from 1."""
+
+    start: int = at_least(1)
+    steps: int = at_least(1)
 
 
 @dataclass
@@ -74,7 +97,31 @@ class TrainConfig:
     clip_grad_norm: float | None = above(0)
     log_every_steps: int = at_least(1)
     eval_every_epochs: int = at_least(0)
+    eval_every_steps: int | None = at_least(1)
     check_replicas_every: int | None = at_least(1)
+    histograms_every: int | None = at_least(1)
+    peak_tflops: float | None = above(0)
+    profile: ProfileConfig | None = MISSING
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_every_epochs > 0 or self.eval_every_steps is not None
+
+
+@dataclass
+class EmaConfig:
+    """A moving average of the weights; without a decay none is kept."""
+
+    decay: float | None = _limited(lambda value: 0 <= value < 1, "from 0 to below 1")
+    warmup: bool = MISSING
+    evaluate: str = one_of("beside", "instead")
+
+
+@dataclass
+class ImagesConfig:
+    mean: list[float] | None = MISSING
+    std: list[float] | None = each_above(0)  # noqa: RUF009, it makes a field
+    flip: bool = MISSING
 
 
 @dataclass
@@ -82,11 +129,15 @@ class DataConfig:
     dataset: dict[str, Any] = MISSING
     task: dict[str, Any] = MISSING
     download: bool = MISSING
+    train_transforms: list[Any] = MISSING
+    eval_transforms: list[Any] = MISSING
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     on_bad_sample: str = one_of("raise", "skip")
     num_workers: int = at_least(0)
     prefetch_factor: int = at_least(1)
     pin_memory: bool | None = MISSING
     persistent_workers: bool = MISSING
+    sharded: bool = MISSING
 
 
 @dataclass
@@ -151,6 +202,23 @@ class CheckpointConfig:
 class StrategyConfig:
     name: str = MISSING
 
+    @property
+    def devices_each(self) -> int:
+        """Devices that each process needs for itself; those it is told to take are not counted."""
+        return 1
+
+
+@dataclass
+class SingleConfig(StrategyConfig):
+    activation_checkpointing: bool = MISSING
+    unit_min_params: int = at_least(1)
+    devices_per_replica: int = at_least(1)
+    devices: list[str] | None = MISSING
+
+    @property
+    def devices_each(self) -> int:
+        return self.devices_per_replica if self.devices is None else 1
+
 
 @dataclass
 class DdpConfig(StrategyConfig):
@@ -162,6 +230,14 @@ class DdpConfig(StrategyConfig):
     static_graph: bool = MISSING
     find_unused_parameters: bool = MISSING
     sync_batchnorm: bool = MISSING
+    activation_checkpointing: bool = False
+    unit_min_params: int = _limited(lambda value: value >= 1, "at least 1", 1_000_000)
+    devices_per_replica: int = _limited(lambda value: value >= 1, "at least 1", 1)
+    devices: list[str] | None = None
+
+    @property
+    def devices_each(self) -> int:
+        return self.devices_per_replica if self.devices is None else 1
 
 
 @dataclass
@@ -173,6 +249,34 @@ class FsdpConfig(StrategyConfig):
     activation_checkpointing: bool = MISSING
     param_dtype: str | None = one_of(*_PRECISIONS)
     reduce_dtype: str = one_of(*_PRECISIONS)
+
+
+@dataclass
+class ParameterServerConfig(StrategyConfig):
+    servers: str = like(r"all|0*[1-9][0-9]*", "a number of ranks, 1 or more, or all")
+    max_staleness: str = like(r"inf|\d+", "a number of steps, 0 or more, or inf")
+    replay: str | None = _limited(bool, "a file that an asynchronous run has left, or null")
+    bucket_mb: float = _limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
+    activation_checkpointing: bool = MISSING
+    unit_min_params: int = at_least(1)
+
+
+@dataclass
+class ParameterGroup:
+    """An entry of optim.groups: parameters by their names, and what differs for them; null: as for others."""
+
+    match: str = field(default=MISSING, metadata={"limit": _PATTERN})
+    name: str | None = like(r"[\w.-]+", "of letters, digits and _.-: it names a curve", default=None)
+    weight_decay: float | None = _limited(lambda value: 0 <= value < math.inf, "at least 0", None)
+    lr_scale: float | None = _limited(lambda value: 0 <= value < math.inf, "at least 0", None)
+
+
+@dataclass
+class Undecayed:
+    """optim.undecayed: which parameters have no weight decay, unless a group gives them one."""
+
+    below_dims: int = _limited(lambda value: value >= 0, "at least 0", 0)
+    match: str | None = field(default=None, metadata={"limit": _PATTERN})
 
 
 FAULT_PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint", "evaluate")
@@ -245,10 +349,11 @@ class SlurmLaunchConfig(LaunchConfig):
 
 
 STRATEGIES: dict[str, type[StrategyConfig]] = {
-    "single": StrategyConfig,
+    "single": SingleConfig,
     "dp": StrategyConfig,
     "ddp": DdpConfig,
     "fsdp": FsdpConfig,
+    "parameter_server": ParameterServerConfig,
 }
 
 COMMS: dict[str, type[CommConfig]] = {
@@ -291,9 +396,10 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
-
+    logger: dict[str, Any] = MISSING
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
@@ -389,8 +495,12 @@ def _check_nodes(config: Config) -> None:
     """The little that is known of a node whose class validates the rest."""
     nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
     nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
+    nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
+    for split in ("train_transforms", "eval_transforms"):
+        for number, node in enumerate(getattr(config.data, split)):
+            nodes[f"data.{split}[{number}]"] = node
     for name, node in nodes.items():
-        if "_target_" not in node:
+        if not isinstance(node, dict) or "_target_" not in node:
             raise UserError(f"{name} has no _target_; it must name the class or function to call")
     lr = config.optim.get("lr")
     if not isinstance(lr, int | float | None):
@@ -398,10 +508,72 @@ def _check_nodes(config: Config) -> None:
     if lr is not None and lr < 0:
         raise UserError(f"optim.lr is {lr}, but must be at least 0")
 
+    parameter_groups(config.optim)
+    for pattern in patterns("model.freeze", config.model.get("freeze")):
+        _PATTERN.check("model.freeze", pattern)
+
+
+def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], Undecayed]:
+    """The trainer's own part of `optim`, which no optimizer is given: `groups` and `undecayed`.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a value outside its limits.
+    """
+    nodes = optim.get("groups") or []
+    if not isinstance(nodes, list):
+        raise UserError(f"optim.groups is {nodes}, but must be a list: [{{match: REGEX, weight_decay: 0}}]")
+    groups = [_typed(ParameterGroup, f"optim.groups.{n}", node) for n, node in enumerate(nodes)]
+    return groups, _typed(Undecayed, "optim.undecayed", optim.get("undecayed") or {})
+
+
+def model_settings(model: dict[str, Any]) -> dict[str, Any]:
+    """What of `model` its class is given: without that which is the trainer's own."""
+    own = ("init_from", "init_ignore", "freeze")
+    return {key: value for key, value in model.items() if key not in own}
+
+
+def patterns(name: str, value: Any) -> list[str]:
+    """A setting that is null, a regular expression, or a list of them."""
+    listed = [value] if isinstance(value, str) else value or []
+    if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+        raise UserError(f"{name} is {value}, but must be a list of regular expressions")
+    return listed
+
+
+def _typed(kind: type[Any], name: str, node: Any) -> Any:
+    """What stands at ``name`` in a `_target_` node, though it is the trainer's, as a ``kind``."""
+    keys = [a.name for a in dataclasses.fields(kind)]
+    if not isinstance(node, dict):
+        raise UserError(f"{name} is {node}, but must hold settings: {', '.join(keys)}")
+    try:
+        value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), node))
+    except ConfigKeyError as error:
+        raise UserError(f"{name}.{error.key} is not a setting; there is {', '.join(keys)}") from error
+    except MissingMandatoryValue as error:
+        raise UserError(f"{name}.{error.full_key} has no value; give it one") from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"{name}.{error.full_key}: {str(error).splitlines()[0]}") from error
+    check_limits(value, f"{name}.")
+    return value
+
+
+def _check_images(images: ImagesConfig) -> None:
+    if len(images.mean or ()) != len(images.std or ()):
+        raise UserError(
+            f"data.images.mean is {images.mean}, but data.images.std is {images.std}; give both, with a "
+            "number for each channel, or neither"
+        )
+
 
 def _check_contradictions(config: Config) -> None:
-    strategy, comm = config.strategy, config.comm
-    if config.checkpoint.keep_best is not None and config.train.eval_every_epochs == 0:
+    _check_images(config.data.images)
+    strategy, comm, train = config.strategy, config.comm, config.train
+    if train.histograms_every is not None and train.histograms_every % train.log_every_steps:
+        raise UserError(
+            f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
+            f"train.log_every_steps, {train.log_every_steps}: histograms are taken at log steps"
+        )
+    if config.checkpoint.keep_best is not None and not train.evaluates:
         raise UserError(
             "checkpoint.keep_best needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, "
             "or checkpoint.keep_best=null"
@@ -422,8 +594,35 @@ def _check_contradictions(config: Config) -> None:
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; take strategy=ddp, or comm.wire_dtype=fp32"
         )
+    if isinstance(strategy, ParameterServerConfig):
+        _check_parameter_server(config, strategy)
+    if isinstance(strategy, SingleConfig | DdpConfig):
+        named = strategy.devices
+        if named is not None and len(named) != strategy.devices_per_replica:
+            raise UserError(
+                f"strategy.devices names {len(named)} devices, but strategy.devices_per_replica is "
+                f"{strategy.devices_per_replica}; set it to {len(named)}"
+            )
     if isinstance(config.fault, TimedFaultConfig):
         _check_phase_comes(config, config.fault)
+
+
+def _check_parameter_server(config: Config, strategy: ParameterServerConfig) -> None:
+    if config.train.precision == "fp16":
+        raise UserError(
+            "train.precision=fp16 scales the loss by what its gradients were, and with "
+            "strategy=parameter_server those never meet in one place; take train.precision=bf16"
+        )
+    if strategy.max_staleness != "0" and config.train.profile is not None:
+        raise UserError(
+            f"train.profile records steps one by one, and strategy.max_staleness={strategy.max_staleness} "
+            "leaves workers none in common; take strategy.max_staleness=0"
+        )
+    if strategy.max_staleness == "0" and strategy.replay is not None:
+        raise UserError(
+            f"strategy.replay={strategy.replay} repeats an asynchronous run, but strategy.max_staleness is "
+            "0; give the one that run had"
+        )
 
 
 def _check_phase_comes(config: Config, fault: TimedFaultConfig) -> None:
@@ -431,7 +630,7 @@ def _check_phase_comes(config: Config, fault: TimedFaultConfig) -> None:
     comm, train = config.comm, config.train
     if train.max_steps is not None and fault.step > train.max_steps:
         raise UserError(f"fault.step is {fault.step}, but the run has train.max_steps={train.max_steps}")
-    if fault.phase == "evaluate" and train.eval_every_epochs == 0:
+    if fault.phase == "evaluate" and not train.evaluates:
         raise UserError("fault.phase=evaluate never comes with train.eval_every_epochs=0")
     if fault.phase == "all_reduce":
         if not isinstance(config.strategy, DdpConfig):

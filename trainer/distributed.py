@@ -14,8 +14,9 @@ import torch.distributed as dist
 from trainer.config import DistributedConfig
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.neighbour import Member, introduction
 from trainer.faults.stacks import Stacks
-from trainer.faults.watch import Member, Watch, introduction
+from trainer.faults.watch import Watch
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import Place, place
 from trainer.rendezvous import leave, meet, on_this_host
@@ -53,8 +54,8 @@ class Dist:
 
 
 @contextmanager
-def process_group(settings: DistributedConfig) -> Iterator[Dist]:
-    """Join the other processes, and leave them again when all went well.
+def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterator[Dist]:
+    """Join the other processes, each with so many devices, and leave them again when all went well.
 
     The group is the one that `place` finds; where there is no other process, one that needs no port. After an
     exception among several nothing is torn down: the peers may be gone, and a collective would wait for them
@@ -85,7 +86,7 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
     watch.start()
     try:
         local_rank, local_world_size = on_this_host(here, hosts)
-        device = _device(settings.device, local_rank, here)
+        device = _device(settings.device, local_rank, here, devices_each)
         backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         _check_backend(backend, device)
         if device.type == "cuda":
@@ -107,7 +108,7 @@ def process_group(settings: DistributedConfig) -> Iterator[Dist]:
             )
         here_and_there = (rank, local_rank, world_size, local_world_size, tuple(hosts))
         yield Dist(*here_and_there, device, backend, heartbeat, watch)
-        leave(here)
+        leave(here, watch.let_go_of_store)
     except GeneratorExit:
         raise
     except BaseException as caught:
@@ -188,20 +189,24 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
+def _device(wanted: str, local_rank: int, here: Place, each: int) -> torch.device:
+    """The first of this process's devices."""
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
         raise UserError("distributed.device=cuda, but torch sees no GPU here; take distributed.device=cpu")
-    if num_gpus == 1 and not here.under_torchrun:
+    if num_gpus == each and not here.under_torchrun:
         return torch.device("cuda", 0)  # srun --gpus-per-task and the like show each process its own alone
-    if local_rank >= num_gpus:
+    if (local_rank + 1) * each > num_gpus:
+        own = "GPU of its own" if each == 1 else f"{each} GPUs of its own (strategy.devices_per_replica)"
         raise UserError(
-            f"local rank {local_rank} has no GPU of its own: this host has {num_gpus}; start with "
-            f"--nproc_per_node={num_gpus} or less, or take distributed.device=cpu"
+            f"local rank {local_rank} has no {own}: this host has {num_gpus}; start with "
+            f"--nproc_per_node={num_gpus // each} or less, or take distributed.device=cpu"
+            if num_gpus >= each
+            else f"strategy.devices_per_replica={each}, but this host has {num_gpus} GPUs; take {num_gpus}"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", local_rank * each)
 
 
 def _check_backend(backend: str, device: torch.device) -> None:

@@ -44,7 +44,7 @@ class ReplicasDifferError(RunEndError):
 
 
 class StoppedBySignal(RunEndError):  # noqa: N818, it is no error
-    """A signal asked for a stop; the run was saved at `step` and can be resumed there.
+    """A signal asked for a stop; the run was saved at `step`, or had not begun (None), and can be resumed.
 
     The exit status is 75, EX_TEMPFAIL of sysexits.h, "try again later": a job script can requeue on it, and
     cannot take it for a crash (1), a mistake (2) or a kill that saved nothing (128 + signal number).
@@ -52,8 +52,12 @@ class StoppedBySignal(RunEndError):  # noqa: N818, it is no error
 
     exit_code = 75
 
-    def __init__(self, step: int) -> None:
-        super().__init__(f"stopped by a signal after step {step}; resume=auto goes on from there")
+    def __init__(self, step: int | None) -> None:
+        super().__init__(
+            "stopped by a signal before all ranks had met: no step was made"
+            if step is None
+            else f"stopped by a signal after step {step}; resume=auto goes on from there"
+        )
         self.step = step
 
 
@@ -71,7 +75,7 @@ def writing(run_dir: Path | str) -> Iterator[None]:
 
 
 class EndedBefore(RunEndError):  # noqa: N818, it is no error
-    """torchrun has restarted a run that came to an end which a restart cannot help: the same end again."""
+    """torchrun has restarted a launch that came to an end which a restart cannot help: the same end again."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

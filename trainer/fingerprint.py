@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.faults.heartbeat import progress
 from trainer.pieces import as_bytes, pieces
 
 
@@ -44,4 +45,5 @@ def parameters_sha256(model: nn.Module) -> str:
         # CPU offload leaves shards where the mesh's backend does not reach.
         for piece in pieces(tensor, tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"):
             digest.update(as_bytes(piece))
+            progress()
     return digest.hexdigest()

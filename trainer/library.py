@@ -5,22 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from trainer.build import build
-from trainer.checkpoint import best_checkpoint, model_state
 from trainer.command import LAUNCHERS
-from trainer.config import Config, flatten, load
+from trainer.config import Config, SlurmLaunchConfig, flatten, load
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
 from trainer.launch.fresh import launched_by
 from trainer.launch.local import unused_run_dir
-from trainer.overrides import CONF, for_hydra, in_words
+from trainer.overrides import CONF, for_hydra, in_words, set_to
 from trainer.run import run
+from trainer.saved_settings import saved_settings
+from trainer.trained import trained_alone
 
 
 def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
@@ -37,8 +35,16 @@ def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
     if launcher is None or launched_by() is not None:
         return run(settings)
     _refuse_classes_of_main(settings)
-    run_dir = Path(settings.run_dir or unused_run_dir())
-    status = launcher(settings, [*overrides, f"run_dir={run_dir}"])
+    if isinstance(settings.launch, SlurmLaunchConfig) and (
+        settings.launch.dry_run or not settings.launch.wait
+    ):
+        raise UserError(
+            "launch.dry_run=true and launch.wait=false leave no result to return; give them on a command "
+            "line: ringmaster launch=slurm ..."
+        )
+    settings.run_dir = settings.run_dir or str(unused_run_dir())  # the launcher would choose another
+    run_dir = Path(settings.run_dir)
+    status = launcher(settings, [*overrides, set_to("run_dir", settings.run_dir)])
     if status:
         raise _end(status, run_dir)
     result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
@@ -47,32 +53,7 @@ def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
 
 def load_model(run_dir: str | Path, checkpoint: str | Path) -> nn.Module:
     """See `trainer.load_model`."""
-    run_dir = Path(run_dir)
-    try:
-        settings = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"), resolve=True)
-    except OSError as error:
-        raise UserError(f"{run_dir} is no run: it has no config.yaml ({error.strerror})") from error
-    assert isinstance(settings, dict)
-    node = {key: value for key, value in settings["model"].items() if not key.startswith("init_")}
-    facts = None
-    if "auto" in node.values():
-        facts = build("data.dataset", settings["data"]["dataset"], split="train")
-    with torch.random.fork_rng(devices=[]):  # what the constructor draws is overwritten anyway
-        model: nn.Module = build("model", node, facts=facts)
-    if checkpoint == "newest":
-        path = run_dir
-    elif checkpoint == "best":
-        wanted = settings["checkpoint"]["keep_best"]
-        if wanted is None:
-            raise UserError(f"{run_dir} was not told what is best: its checkpoint.keep_best is null")
-        path = best_checkpoint(run_dir, wanted["metric"], wanted["mode"])
-    else:
-        path = Path(checkpoint)
-    try:
-        model.load_state_dict(model_state(path))
-    except RuntimeError as error:
-        raise UserError(f"{path} is not of {node['_target_']} as it is now: {error}") from error
-    return model.eval()
+    return trained_alone(saved_settings(Path(run_dir)), str(checkpoint))
 
 
 def _settings(overrides: list[str]) -> Config:

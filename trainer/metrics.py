@@ -3,11 +3,14 @@
 import resource
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.distributed import Dist, sum_over_ranks
+from trainer.flops import ModelFlops
+from trainer.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,8 @@ class Mark:
 
     steps: int
     loss: Tensor
+    plain_loss: Tensor
+    tokens: int
     total_s: float
     data_s: float
     rest_s: float
@@ -29,12 +34,17 @@ class Meter:
     whose loss was read at its end.
     """
 
-    def __init__(self, dist: Dist) -> None:
-        self._dist = dist
+    def __init__(self, dist: Dist, flops: ModelFlops | None = None, num_replicas: int | None = None) -> None:
+        """`num_replicas` ranks compute losses; None: all."""
+        self._dist, self._flops = dist, flops
+        self._num_replicas = num_replicas or dist.world_size
         self.steps = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
+        self.tokens = 0  # of this rank
         self._loss = torch.zeros((), device=dist.device, dtype=torch.float64)
+        self._plain_loss = torch.zeros_like(self._loss)  # as evaluation computes it
+        self._has_plain = False
         self._total_s = 0.0
         self._running_since: float | None = None
 
@@ -47,19 +57,50 @@ class Meter:
         self._total_s = self._now_s()
         self._running_since = None
 
-    def count_step(self, loss: Tensor) -> None:
-        """Add one step of `loss`, a detached scalar on the device: this rank's mean."""
+    def count_batch(self, task: Task, batch: Any, share: float) -> None:
+        """Add what the task says of a micro-batch whose loss it has just computed: `share` of a step."""
+        plain = getattr(task, "plain_loss", None)
+        if plain is not None:
+            self._has_plain = True
+            self._plain_loss.add_(plain, alpha=share)
+        if (num_tokens := getattr(task, "num_tokens", None)) is not None:
+            self.tokens += num_tokens(batch)
+        if self._flops is not None:
+            self._flops.see(batch)
+
+    def count_step(self, loss: Tensor, steps: int = 1) -> None:
+        """Add a step of `loss`, a detached scalar on the device: this rank's mean; of several, their sum."""
         self._loss += loss
-        self.steps += 1
+        self.steps += steps
 
     def mark(self) -> Mark:
-        return Mark(self.steps, self._loss.clone(), self._now_s(), self.data_s, self.rest_s)
+        now = (self._now_s(), self.data_s, self.rest_s)
+        return Mark(self.steps, self._loss.clone(), self._plain_loss.clone(), self.tokens, *now)
 
     def mean_loss(self, since: Mark) -> float:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""
-        total = sum_over_ranks(self._loss - since.loss).item()
+        return self._mean_losses(since)[0]
+
+    def figures(self, since: Mark, global_batch_size: int) -> dict[str, float]:
+        """Losses and speed since a mark, by their names in the log (a collective)."""
+        loss, plain = self._mean_losses(since)  # waits for the device, so that the times are complete
+        ms = self.ms_per_step(since)
+        step_s = ms["step"] / 1e3
+        values = {"train/loss": loss, "speed/samples_per_second": global_batch_size / step_s}
+        if self._has_plain:
+            values["train/plain_loss"] = plain
+        if tokens := self.tokens - since.tokens:
+            per_step = tokens * self._num_replicas / (self.steps - since.steps)
+            values["speed/tokens_per_second"] = per_step / step_s
+        if self._flops is not None and (mfu := self._flops.utilisation(step_s)) is not None:
+            values["speed/mfu"] = mfu
+        return values | {f"speed/ms_per_step/{part}": value for part, value in ms.items()}
+
+    def _mean_losses(self, since: Mark) -> list[float]:
+        own = torch.stack([self._loss - since.loss, self._plain_loss - since.plain_loss])
+        total = sum_over_ranks(own).tolist()
         steps = self.steps - since.steps
-        return total / (steps * self._dist.world_size) if steps else float("nan")
+        return [loss / (steps * self._num_replicas) if steps else float("nan") for loss in total]
 
     def ms_per_step(self, since: Mark) -> dict[str, float]:
         """Milliseconds per step, and the parts they are made of; NaN when no step was made."""

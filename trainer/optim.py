@@ -7,12 +7,15 @@ Optimizers are torch's own, named in conf/optim.
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from trainer.build import build
 from trainer.errors import UserError
 
 WATCHED = "eval/loss"  # what ReduceLROnPlateau is told
@@ -32,9 +35,60 @@ def cosine(
     optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.0
 ) -> LambdaLR:
     """Half a cosine from 1 to `final_fraction` (Loshchilov & Hutter, SGDR, 2017, without restarts)."""
+    return _decay(optimizer, total_steps, warmup_steps, final_fraction, lambda done: _half_cosine(1, 0, done))
+
+
+def wsd(
+    optimizer: Optimizer,
+    total_steps: int,
+    warmup_steps: int = 0,
+    decay_fraction: float = 0.2,
+    final_fraction: float = 0.0,
+) -> LambdaLR:
+    """Warm-up, stable, decay: 1 up to the last `decay_fraction` of the run, then straight down.
+
+    What lies before the decay does not depend on `total_steps`: a run made longer goes on from there as if it
+    had been so from the beginning (S. Hu et al., "MiniCPM", 2024, section 4).
+    """
+    if not 0 < decay_fraction <= 1:
+        raise ValueError(f"decay_fraction is {decay_fraction}, but must lie above 0, up to 1")
     return _decay(
-        optimizer, total_steps, warmup_steps, final_fraction, lambda done: (1 + math.cos(math.pi * done)) / 2
+        optimizer,
+        total_steps,
+        warmup_steps,
+        final_fraction,
+        lambda done: min(1.0, (1 - done) / decay_fraction),
     )
+
+
+def one_cycle(
+    optimizer: Optimizer,
+    total_steps: int,
+    rise_fraction: float = 0.3,
+    initial_fraction: float = 0.04,
+    final_fraction: float = 4e-6,
+) -> LambdaLR:
+    """Half a cosine up from `initial_fraction` to 1 in the first `rise_fraction` of the run, and one down.
+
+    The numbers are those of torch's OneCycleLR, which also moves the momentum, and ends with an error where a
+    run is made longer. Source: L. Smith and N. Topin, "Super-Convergence", 2018.
+    """
+    fractions = {"initial_fraction": initial_fraction, "final_fraction": final_fraction}
+    for name, value in {**fractions, "rise_fraction": rise_fraction}.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}, but must lie in 0..1")
+    last, peak = total_steps - 1, rise_fraction * total_steps - 1
+
+    def factor(step: int) -> float:
+        if step < peak:
+            return _half_cosine(initial_fraction, 1, step / peak)
+        return _half_cosine(1, final_fraction, min(1.0, (step - peak) / (last - peak)) if peak < last else 1)
+
+    return LambdaLR(optimizer, factor)
+
+
+def _half_cosine(begin: float, end: float, done: float) -> float:
+    return end + (begin - end) * (1 + math.cos(math.pi * done)) / 2
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
@@ -66,10 +120,47 @@ def _decay(
     return LambdaLR(optimizer, factor)
 
 
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What `auto` can stand for in a schedule's settings, by the names that schedules have for it."""
+
+    total_steps: int
+    steps_per_epoch: int | None  # None: a stream's, which nobody knows
+
+    @property
+    def T_max(self) -> int:  # noqa: N802, CosineAnnealingLR's
+        return self.total_steps
+
+    @property
+    def total_iters(self) -> int:  # LinearLR's, PolynomialLR's
+        return self.total_steps
+
+
+def build_schedule(node: dict[str, Any], optimizer: Optimizer, facts: ScheduleFacts) -> LRScheduler:
+    """The schedule that `node` names, and those that it consists of (SequentialLR, ChainedScheduler)."""
+    if not isinstance(nodes := node.get("schedulers"), list):
+        return build("schedule", node, optimizer, facts=facts)
+    parts = [build_schedule(part, optimizer, facts) for part in nodes]
+    if any(isinstance(part, ReduceLROnPlateau) for part in parts):
+        raise UserError(
+            "schedule.schedulers: ReduceLROnPlateau counts evaluations, and can be no part of another"
+        )
+    rest = {key: value for key, value in node.items() if key != "schedulers"}
+    return build("schedule", rest, facts=facts, optimizer=optimizer, schedulers=parts)
+
+
 def after_step(schedule: LRScheduler) -> None:
-    """Move `schedule` on by an optimizer step; ReduceLROnPlateau counts evaluations instead."""
-    if not isinstance(schedule, ReduceLROnPlateau):
+    """Move `schedule` on by an optimizer step; ReduceLROnPlateau counts evaluations instead.
+
+    Raises:
+        UserError: it has no further step, as torch's OneCycleLR after its total_steps.
+    """
+    if isinstance(schedule, ReduceLROnPlateau):
+        return
+    try:
         schedule.step()
+    except ValueError as error:
+        raise UserError(f"schedule: {type(schedule).__name__} cannot go on: {error}") from error
 
 
 def after_evaluation(schedule: LRScheduler, figures: Mapping[str, float]) -> None:

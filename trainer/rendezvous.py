@@ -17,8 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 import torch.distributed as dist
 
-from trainer.errors import UserError
+from trainer.errors import StoppedBySignal, UserError
 from trainer.launch.place import LISTENING, Place
+from trainer.signals import stop_signals_to
 
 _runs = itertools.count()
 _T = TypeVar("_T")
@@ -35,6 +36,7 @@ def meet(
 
     Raises:
         UserError: a port that is taken, a file that cannot be written or that an earlier run left.
+        StoppedBySignal: by one that asks for a stop meanwhile.
         TimeoutError: ranks that did not arrive within `timeout`, named; or a store that does not answer.
     """
     if here.init_method is None:
@@ -54,7 +56,8 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
 
     threading.Thread(target=run, name="rendezvous", daemon=True).start()
     try:
-        value, error = results.get(timeout=timeout.total_seconds() + 2)
+        with stop_signals_to(_give_up):  # no step boundary comes at which a stop would be heard
+            value, error = results.get(timeout=timeout.total_seconds() + 2)
     except Empty:
         raise TimeoutError(
             f"the store at {here.init_method} (MASTER_ADDR={os.environ.get('MASTER_ADDR')}) has not answered "
@@ -63,6 +66,10 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
     if error is not None:
         raise error
     return cast(_T, value)
+
+
+def _give_up(number: int) -> None:
+    raise StoppedBySignal(None)
 
 
 def _meet(
@@ -148,9 +155,14 @@ def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:
     return beside.index(here.rank), len(beside)
 
 
-def leave(here: Place) -> None:
-    """Before the ranks part, clear the file in which they met, for the next run to meet in (a collective)."""
+def leave(here: Place, let_go: Callable[[], None]) -> None:
+    """Before the ranks part, clear the file in which they met, for the next run to meet in (a collective).
+
+    Args:
+        let_go: ends whatever else of this process uses the store: writing to it would make the file anew.
+    """
     if here.init_method is not None and here.init_method.startswith("file:"):
+        let_go()
         dist.barrier()  # nobody needs it any more ...
         if here.rank == 0:
             _file(here.init_method).unlink(missing_ok=True)

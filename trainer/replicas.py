@@ -10,7 +10,7 @@ the model wherever it is evaluated or saved.
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,20 @@ class ReplicaGuard:
     from each rank. What differs is looked for only once something does.
     """
 
-    def __init__(self, dist_: Dist, groups: Sequence[tuple[int, ...]], every: int | None) -> None:
+    def __init__(
+        self,
+        dist_: Dist,
+        groups: Sequence[tuple[int, ...]],
+        every: int | None,
+        replicated: Callable[[TrainState], Iterable[tuple[str, Tensor]]] = TrainState.replicated,
+    ) -> None:
         """
         Args:
             groups: ranks that hold the same, group by group; no two groups share a rank.
             every: steps from one check to the next; None never checks.
+            replicated: what it is that they hold the same of, by name.
         """
-        self._dist, self._every = dist_, every
+        self._dist, self._every, self._replicated = dist_, every, replicated
         self._groups = groups
         self._weights: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._checked_at: int | None = None  # the last step at which all was equal
@@ -77,7 +84,7 @@ class ReplicaGuard:
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
         """The hash of each tensor that this rank holds in common with others, by name."""
-        tensors = {name: _local(tensor) for name, tensor in state.replicated()}
+        tensors = {name: _local(tensor) for name, tensor in self._replicated(state)}
         hashes = {name: self._hash(tensor) for name, tensor in tensors.items()}
         values: dict[str, int] = {}
         for device in {

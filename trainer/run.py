@@ -5,29 +5,42 @@ import json
 import logging
 import secrets
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from trainer import fingerprint
-from trainer.build import build
-from trainer.checkpoint import Agreement, Checkpointer, saved_seed, weights_for
-from trainer.config import Config, KeepBest, TrainConfig, flatten, to_yaml
-from trainer.data.batch import BatchSplit, split_batch
-from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.checkpoint import Agreement, Checkpointer, saved_seed
+from trainer.config import (
+    Config,
+    DdpConfig,
+    FsdpConfig,
+    ParameterServerConfig,
+    SingleConfig,
+    TrainConfig,
+    flatten,
+    to_yaml,
+)
+from trainer.data.batch import split_batch
 from trainer.deferred import Deferred, deferred
 from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
-from trainer.errors import EndedBefore, UserError, writing
+from trainer.errors import UserError, writing
 from trainer.faults import failure
 from trainer.faults.rehearsal import Rehearsal
+from trainer.flops import model_flops
+from trainer.groups import build_optimizer, described, freeze, keep_frozen_statistics
+from trainer.job import Job
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import place
-from trainer.loggers import RunLog, messages, table
-from trainer.loop import Job, fit
-from trainer.optim import check_optimizer, check_schedule
+from trainer.learning import Learning
+from trainer.loggers import RunLog
+from trainer.loop import fit
+from trainer.optim import ScheduleFacts, build_schedule, check_schedule
+from trainer.parts import build_model, build_task, build_to_device, load_data, start_from
+from trainer.profiling import Profile
 from trainer.replicas import ReplicaGuard
 from trainer.run_dir import claim
 from trainer.seeding import seed_everything
@@ -35,7 +48,9 @@ from trainer.signals import StopRequest
 from trainer.state import Progress, TrainState
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import parameter_count
+from trainer.strategies.units import checkpoint_activations
 from trainer.tasks import Task
+from trainer.terminal import messages, table
 
 log = logging.getLogger(__name__)
 
@@ -48,21 +63,19 @@ def run(config: Config) -> dict[str, Any]:
     """
     with (
         StopRequest(is_watched(place(config.distributed))) as stop_request,
-        process_group(config.distributed) as dist,
+        process_group(config.distributed, config.strategy.devices_each) as dist,
         ExitStack() as held,
     ):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks(shared, dist)
-        assert dist.watch is not None
-        attempt = dist.watch.attempt
-        if ended := on_main(lambda: failure.last_word(config.run_dir, attempt), dist):
-            raise EndedBefore(ended["status"], ended["message"])
         run_id, chosen = on_main(lambda: _settle(config, held), dist)
         config = dataclasses.replace(config, **chosen)
         run_dir = Path(chosen["run_dir"])
+        assert dist.watch is not None
         dist.watch.writes_to(run_dir)
         with messages(dist, run_dir):
             job = assemble(config, run_id, dist, stop_request)
+            held.callback(job.run_log.leave_terminal)
             figures = fit(job)
             job.run_log.figures(job.strategy.figures, job.state.progress.step, at_end=True)
             result = {
@@ -77,10 +90,11 @@ def run(config: Config) -> dict[str, Any]:
                 log.info("%s", summary)
             job.strategy.close()
             job.run_log.close()
-            if dist.is_main and job.first_step < job.total_steps:  # else what the run left before stands
+            made_steps = job.state.progress.step > job.first_step
+            if dist.is_main and made_steps:  # else what the run left before stands
                 with writing(run_dir):
                     (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-            log.info("%s  ->  tensorboard --logdir %s", run_dir, run_dir / "tensorboard")
+            log.info("%s  ->  %s", run_dir, job.run_log.look)
     return result
 
 
@@ -96,9 +110,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     strategy = build_strategy(config, dist)
     batch = split_batch(train.global_batch_size, train.micro_batch_size, strategy.num_replicas)
 
-    task = _build_task(config)
-    _check_keep_best(config.checkpoint.keep_best, task)
-    train_set, train_loader, eval_loader = _load_data(config, batch, strategy, dist)
+    task = build_task(config)
+    _check_keep_best(config, task)
+    train_set, train_loader, eval_loader = load_data(config, batch, strategy, dist)
     checkpointer = Checkpointer(
         config.checkpoint,
         run_dir,
@@ -112,68 +126,88 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     begin = source.progress if source else Progress()
     total_steps = _last_step(begin, train, train_loader.num_samples)
 
-    model = deferred(lambda: _build_model(config.model, train_set), seed)
-    _start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s))
+    model = deferred(lambda: build_model(config.model, train_set), seed)
+    start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s), dist)
     compare_across_ranks(fingerprint.inputs(model.module, train_loader, eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())
-    wrapped = strategy.wrap(model.module, model.fill)
-    strategy.notes += model.notes
+    freeze(model.module, config.model)
+    flops = model_flops(model.module, task, train, batch, strategy.devices, dist)
+    wrapped = _wrapped(config, model, strategy)
     del model  # and with it the weights that it was to start from
     seed_everything(seed, strategy.replica)  # each rank drops out units of its own
 
-    optimizer = build("optim", config.optim, wrapped.parameters())
-    check_optimizer(optimizer, strategy.unwrap(wrapped))
     facts = ScheduleFacts(total_steps, train_loader.steps_per_epoch)
-    schedule = build("schedule", config.schedule, optimizer, facts=facts)
-    check_schedule(schedule, evaluates=eval_loader is not None)
-    state = TrainState(strategy.unwrap(wrapped), optimizer, schedule, strategy.grad_scaler(), Progress())
+    state = _state(config, strategy.owned(wrapped), strategy.grad_scaler(), facts)
     if source is not None:
         checkpointer.restore(state, source)
-        state.progress.settle(train.global_batch_size, train_loader.num_samples)
-    rehearsal.meet(state, total_steps, replicated=bool(strategy.equal_ranks()))
+        train_loader.resume(checkpointer.restored_places)
+        if train_loader.num_samples is not None:
+            state.progress.settle(train.global_batch_size, train_loader.num_samples)
+    strategy.begin(state)
+    replicated = partial(strategy.replicated, state) if strategy.equal_ranks() else None
+    rehearsal.meet(strategy.unwrap(wrapped), state.progress, total_steps, replicated)
 
     job = Job(
         dist=dist,
         strategy=strategy,
         task=task,
         model=wrapped,
+        to_device=build_to_device(config, dist.device, train_set),
         state=state,
         train_loader=train_loader,
         eval_loader=eval_loader,
         settings=train,
+        ema=config.ema,
         batch=batch,
         first_step=state.progress.step,
         total_steps=total_steps,
         checkpointer=checkpointer,
-        replicas=ReplicaGuard(dist, strategy.equal_ranks(), train.check_replicas_every),
-        run_log=RunLog(dist, run_dir, total_steps, state.progress.step),
+        replicas=ReplicaGuard(dist, strategy.equal_ranks(), train.check_replicas_every, strategy.replicated),
+        run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
+        learning=Learning(state.model, dist, train.histograms_every),
+        flops=flops,
+        profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
     )
     _introduce(config, job, num_parameters)
     return job
 
 
-def _load_data(
-    config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist
-) -> tuple[Any, TrainLoader, EvalLoader | None]:
-    """The training data, and the loaders of this process's share of both kinds."""
-    share: dict[str, Any] = {
-        "replica": strategy.replica,
-        "seed": config.seed,
-        "device": dist.device,
-        "timeout_s": config.distributed.timeout_s,
-        "heartbeat": dist.heartbeat,
-    }
-    train_set = build("data.dataset", config.data.dataset, split="train")
-    train_loader = TrainLoader(train_set, config.data, batch, **share)
-    if not config.train.eval_every_epochs:
-        return train_set, train_loader, None
-    eval_set = build("data.dataset", config.data.dataset, split="eval")
-    return train_set, train_loader, EvalLoader(eval_set, config.data, batch, **share)
+def _wrapped(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
+    settings, units = config.strategy, (SingleConfig, DdpConfig, FsdpConfig, ParameterServerConfig)
+    if isinstance(settings, units) and settings.activation_checkpointing:
+        strategy.notes.append(checkpoint_activations(model.module, settings.unit_min_params))
+    wrapped = strategy.wrap(model.module, model.fill)
+    keep_frozen_statistics(strategy.unwrap(wrapped))
+    strategy.notes += model.notes
+    return wrapped
 
 
-def _last_step(begin: Progress, train: TrainConfig, num_samples: int) -> int:
-    """The number of the run's last step; `begin` may stem from a run with another batch size."""
+def _state(
+    config: Config, model: nn.Module, scaler: torch.amp.GradScaler, facts: ScheduleFacts
+) -> TrainState:
+    """What training changes, as it is before the first step; `model` is what the strategy owns."""
+    optimizer = build_optimizer(model, config.optim)
+    schedule = build_schedule(config.schedule, optimizer, facts)
+    check_schedule(schedule, evaluates=config.train.evaluates)
+    state = TrainState(model, optimizer, schedule, scaler, Progress())
+    if config.ema.decay is not None:
+        state.keep_average(config.ema.decay, config.ema.warmup)
+    return state
+
+
+def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
+    """The number of the run's last step; `begin` may stem from a run with another batch size.
+
+    A stream of unknown length may end before, with its last epoch.
+    """
+    if num_samples is None:
+        if train.max_steps is None:
+            raise UserError(
+                "train.max_steps is null, but the training data is a stream of unknown length: set "
+                "train.max_steps=N, to which the schedule and the time left are counted"
+            )
+        return train.max_steps
     begin = dataclasses.replace(begin)
     begin.settle(train.global_batch_size, num_samples)
     full_epochs = begin.step + begin.steps_to_go(train.epochs, train.global_batch_size, num_samples)
@@ -181,7 +215,7 @@ def _last_step(begin: Progress, train: TrainConfig, num_samples: int) -> int:
 
 
 def _introduce(config: Config, job: Job, num_parameters: int) -> None:
-    job.run_log.text("config", f"```yaml\n{to_yaml(config)}\n```")
+    job.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, job.first_step)
     log.info("%s", start_table(config, job, num_parameters))
     for note in job.strategy.notes:
         log.info("%s", note)
@@ -189,7 +223,7 @@ def _introduce(config: Config, job: Job, num_parameters: int) -> None:
 
 def start_table(config: Config, job: Job, num_parameters: int) -> str:
     dist, train_loader, held_out = job.dist, job.train_loader, job.eval_loader
-    steps_per_epoch = train_loader.steps_per_epoch
+    steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
     processes = f"{dist.num_hosts} x {dist.local_world_size} processes"
     return table(
         {
@@ -197,73 +231,33 @@ def start_table(config: Config, job: Job, num_parameters: int) -> str:
             "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
             "precision": config.train.precision + (", compiled" if config.train.compile else ""),
             "model": f"{config.model['_target_']}, {num_parameters:,} parameters",
-            "data": f"{config.data.dataset['_target_']}, {train_loader.num_samples:,} samples"
-            + (f", {held_out.num_samples:,} held out" if held_out else ""),
+            "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
+            + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
+            "optim": _optimizer_words(config, job, num_parameters),
+            **described(job.state.optimizer),
             "batch": str(job.batch),
-            "steps": f"{job.total_steps:,}, {steps_per_epoch:,} an epoch, from {job.first_step:,}",
+            "steps": f"{job.total_steps:,}, {steps_per_epoch} an epoch, from {job.first_step:,}",
             "seed": str(config.seed),
             "run": str(config.run_dir),
         }
     )
 
 
-@dataclass(frozen=True)
-class ScheduleFacts:
-    """What `auto` can stand for in a schedule's settings."""
-
-    total_steps: int
-    steps_per_epoch: int
+def _optimizer_words(config: Config, job: Job, num_parameters: int) -> str:
+    trained = parameter_count(p for group in job.state.optimizer.param_groups for p in group["params"])
+    frozen = f", {num_parameters - trained:,} parameters frozen" * (trained < num_parameters)
+    return f"{config.optim['_target_']}{frozen}"
 
 
-def _build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
-    """Build the model; `auto` settings come from the training data, and `init_from` is ours to load."""
-    settings = {key: value for key, value in node.items() if key not in ("init_from", "init_ignore")}
-    for name, things in (("num_classes", "classes"), ("vocab_size", "tokens")):
-        given, there = node.get(name), getattr(train_set, name, None)
-        if isinstance(given, int) and isinstance(there, int) and given < there:
-            raise UserError(
-                f"model.{name} is {given}, but the data has {there} {things}: its largest label is "
-                f"{there - 1}; set model.{name}={there}, or auto"
-            )
-    model = build("model", settings, facts=train_set)
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"model: {node['_target_']} makes a {type(model).__name__}, which is no torch.nn.Module"
-        )
-    parameters = dict(model.named_parameters())
-    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
-        raise UserError(
-            f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch; ranks and "
-            "optimizer need it before: name the sizes, as in torch.nn.Linear for LazyLinear"
-        )
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError(
-            f"model: {node['_target_']} has nothing to train: none of its {len(parameters)} parameters "
-            "requires a gradient"
-        )
-    return model
+def _samples(number: int | None) -> str:
+    return "a stream" if number is None else f"{number:,} samples"
 
 
-def _build_task(config: Config) -> Task:
-    task: Task = build("data.task", config.data.task)
-    needed = ("loss", "num_samples") + (("eval_sums", "summarise") if config.train.eval_every_epochs else ())
-    if lacking := [name for name in needed if not callable(getattr(task, name, None))]:
-        raise UserError(
-            f"data.task: {config.data.task['_target_']} makes a {type(task).__name__} without "
-            f"{', '.join(lacking)}; a task has the methods of trainer.tasks.Task"
-        )
-    return task
-
-
-def _start_from(node: dict[str, Any], model: Deferred, agreement: Agreement) -> None:
-    source, ignore = node.get("init_from"), node.get("init_ignore") or ()
-    if source is not None:  # a file that one host does not see ends all ranks, in one message
-        model.load(agreement.everywhere(lambda: weights_for(model.module, source, ignore)))
-
-
-def _check_keep_best(best: KeepBest | None, task: Task) -> None:
+def _check_keep_best(config: Config, task: Task) -> None:
     """Refuse a metric that no evaluation will yield, where the task says which figures it gives."""
-    figures = [f"eval/{name}" for name in getattr(task, "figures", ())]
+    best, own = config.checkpoint.keep_best, list(getattr(task, "figures", ()))
+    averages = own if config.ema.decay is not None and config.ema.evaluate == "beside" else []
+    figures = [f"eval/{name}" for name in own] + [f"eval/ema/{name}" for name in averages]
     if best is not None and figures and best.metric not in figures:
         raise UserError(
             f"checkpoint.keep_best.metric is {best.metric}, but must be one that evaluation yields: "

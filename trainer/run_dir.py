@@ -56,7 +56,7 @@ def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wa
 
 def _identify(path: Path, resume: str | None) -> str:
     """The id of the run that goes on here, or begins."""
-    known = _run_id_of(path)
+    known = run_id_of(path)
     if used := _traces(path):
         if resume is None:
             raise UserError(
@@ -89,7 +89,7 @@ def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
     return run_id is not None and read_manifest(Path(resume)).run_id == run_id
 
 
-def _run_id_of(path: Path) -> str | None:
+def run_id_of(path: Path) -> str | None:
     """As recorded; where that is lost, that of the newest checkpoint; None before runs had ids."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads((path / RUN).read_text())["run_id"])

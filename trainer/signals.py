@@ -3,7 +3,10 @@
 import ctypes
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -71,3 +74,20 @@ class StopRequest:
         # The kernel tells of the end of the thread that started this process, too.
         if os.getppid() != self._parent and self.signal is None:
             self.signal, self._first_at_s = signal.SIGTERM, time.monotonic()
+
+
+@contextmanager
+def stop_signals_to(act: Callable[[int], None]) -> Iterator[None]:
+    """Call `act` with the number of each signal that asks for a stop, while the ``with`` block runs.
+
+    Does nothing in another thread than the main one, the only one to which Python delivers signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, lambda got, _: act(got)) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

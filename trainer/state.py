@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from trainer.ema import MovingAverage
+
 # What torch.compile and activation checkpointing put into parameter names.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
@@ -25,20 +27,26 @@ class Progress:
     samples_in_epoch: int = 0
     samples_seen: int = 0
 
-    def advance(self, global_batch_size: int, num_samples: int) -> None:
-        """Count one optimizer step on data of ``num_samples`` samples."""
+    def advance(self, global_batch_size: int, data_left: bool) -> None:
+        """Count one optimizer step; without data left for another, the epoch ends with it."""
         self.step += 1
         self.samples_in_epoch += global_batch_size
         self.samples_seen += global_batch_size
-        self.settle(global_batch_size, num_samples)
+        if not data_left:
+            self.end_epoch()
+
+    def leaves_a_step(self, global_batch_size: int, num_samples: int) -> bool:
+        """Whether data is left for another step after the one to be made."""
+        return num_samples - self.samples_in_epoch >= 2 * global_batch_size
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch; what remains of this one, less than a batch, is not trained on."""
+        self.epoch, self.samples_in_epoch = self.epoch + 1, 0
 
     def settle(self, global_batch_size: int, num_samples: int) -> None:
-        """Go on to the next epoch where less than a batch is left of this one: the remainder is not read.
-
-        To be called, too, for a position that was reached with another batch size.
-        """
+        """End the epoch where less than a batch is left of it, after steps of another batch size."""
         if num_samples - self.samples_in_epoch < global_batch_size:
-            self.epoch, self.samples_in_epoch = self.epoch + 1, 0
+            self.end_epoch()
 
     def steps_to_go(self, epochs: int, global_batch_size: int, num_samples: int) -> int:
         """Steps from here to the end of ``epochs`` epochs, all of them of ``global_batch_size``."""
@@ -47,6 +55,10 @@ class Progress:
         in_this_epoch = (num_samples - self.samples_in_epoch) // global_batch_size
         return in_this_epoch + (epochs - self.epoch - 1) * (num_samples // global_batch_size)
 
+    def epochs(self, num_samples: int | None) -> float:
+        """Epochs done, of ``num_samples`` each; of unknown length, whole ones only."""
+        return self.epoch + (self.samples_in_epoch / num_samples if num_samples else 0.0)
+
 
 @dataclass
 class TrainState:
@@ -54,6 +66,7 @@ class TrainState:
 
     ``model`` is the plain module, without a wrapper; its parameters are tensors or, sharded, DTensors. All
     names in a state dict are those of the plain module, so that any strategy reads what any other wrote.
+    ``average`` is the moving average of the model's weights, where one is kept.
     """
 
     model: nn.Module
@@ -61,21 +74,39 @@ class TrainState:
     schedule: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
     progress: Progress
+    average: MovingAverage | None = None
+
+    def keep_average(self, decay: float, warmup: bool) -> None:
+        """Begin a moving average of the parameters that are trained, and of floating-point buffers."""
+        parameters = {name: p for name, p in _every_parameter(self.model) if p.requires_grad}
+        in_state = get_model_state_dict(self.model).keys()
+        buffers = {
+            _plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, buffer in self.model.named_buffers()
+            if _plain_name(name) in in_state and buffer.is_floating_point()
+        }
+        self.average = MovingAverage(parameters, buffers, decay, warmup)
+
+    def update_average(self) -> None:
+        """Count the weights in, if an average is kept; to be called after each step."""
+        if self.average is not None:
+            self.average.update()
 
     def state_dict(self) -> dict[str, Any]:
         """Nested dicts and lists of plain values and of the live tensors, not copied."""
         model = get_model_state_dict(self.model)
         return {
             "model": model,
-            "buffers": self._other_buffers(set(model)),
+            "buffers": buffers_outside(self.model, set(model)),
             "optimizer": self._optimizer_state(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
+            "ema": self.average.state_dict() if self.average is not None else {},
         }
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
-        """What replicas of a model have in common, live: parameters, then the optimizer's tensors.
+        """What replicas of a model have in common, live: parameters, the optimizer's tensors, averages.
 
         Sharded ones are DTensors. Buffers are not among them: running statistics are each rank's own.
         """
@@ -84,11 +115,13 @@ class TrainState:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     yield f"{key} of {name}", value
+        if self.average is not None:
+            yield from ((f"average of {name}", value) for name, value in self.average.named_parameters())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Make this state the saved one; sharded tensors must come sharded as they are here."""
         set_model_state_dict(self.model, saved["model"])
-        buffers = self._other_buffers(set(saved["model"]))
+        buffers = buffers_outside(self.model, set(saved["model"]))
         with torch.no_grad():
             for name, value in saved.get("buffers", {}).items():  # of which there may be fewer, or none
                 buffers[name].copy_(value)
@@ -99,11 +132,10 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
         for name, value in saved["progress"].items():
             setattr(self.progress, name, value)
-
-    def _other_buffers(self, in_model_state: set[str]) -> dict[str, Tensor]:
-        """Buffers that are no part of the model's own state, though forward may use and change them."""
-        named = ((_plain_name(name), buffer) for name, buffer in self.model.named_buffers())
-        return {name: buffer for name, buffer in named if name not in in_model_state}
+        if self.average is not None and saved.get("ema"):
+            self.average.load_state_dict(saved["ema"])
+        elif self.average is not None:
+            self.average.restart()
 
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state_dict with parameter names in place of their numbers.
@@ -162,10 +194,22 @@ def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield _plain_name(name), parameter
 
 
+def _every_parameter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """As `parameter_names`; what is tied comes under each of its names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield _plain_name(name), parameter
+
+
+def buffers_outside(model: nn.Module, in_model_state: set[str]) -> dict[str, Tensor]:
+    """Buffers that are no part of the model's own state, though forward may use and change them."""
+    named = ((_plain_name(name), buffer) for name, buffer in model.named_buffers())
+    return {name: buffer for name, buffer in named if name not in in_model_state}
+
+
 def buffer_names(model: nn.Module) -> set[str]:
     """The dotted paths in a state dict at which buffers may stand."""
     names = [_plain_name(name) for name, _ in model.named_buffers()]
-    return {f"{part}.{name}" for part in ("model", "buffers") for name in names}
+    return {f"{part}.{name}" for part in ("model", "buffers", "ema.weights") for name in names}
 
 
 def _plain_name(name: str) -> str:

@@ -132,6 +132,7 @@ def all_legs(run_dir: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_sample_exactly_once_over_batches_of_16_32_8_64(tmp_path: Path) -> None:
     ranks = run_ranks(all_legs, 2, tmp_path, init=False)
     steps = [sorted(flat(parts)) for parts in zip(*(rank["steps"] for rank in ranks), strict=True)]

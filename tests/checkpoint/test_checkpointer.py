@@ -88,6 +88,7 @@ def test_async_saves_what_was_when_it_was_asked(tmp_path: Path, format: str) -> 
     tiny.assert_same(results[0]["saved"], resumed[0]["saved"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_refuses_another_model_or_optimizer(tmp_path: Path, format: str) -> None:
     run_ranks(_save, 1, tmp_path, 1, format, False)
@@ -120,6 +121,7 @@ def _buffers_of_old_and_new(run_dir: Path) -> list[float]:
     return [*found, *wide.model.passes.tolist()]
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_not_persistent_is_saved_all_the_same(tmp_path: Path) -> None:
     """And a checkpoint from before, or of another size, leaves it as built."""
     for found in run_ranks(_buffers_of_old_and_new, 2, tmp_path):

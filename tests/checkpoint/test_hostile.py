@@ -147,14 +147,17 @@ def _meet(root: Path, names: list[str]) -> dict[str, str]:
 
 
 NAMES = [*hostile.KINDS, *(f"misfit {name}" for name in hostile.MISFITS)]
-EVERY = 5  # of them, in the fast part
+EVERY = 50  # of them, in the fast part
+MET_BY_ONE = 160  # process: each has a process group that stays, of 3 threads and 24 MiB of addresses
 
 
 def _check(root: Path, names: list[str]) -> Counter[str]:
     for format in ("full", "sharded"):
         run_ranks(_save, 1, root / format, format)
+    found: dict[str, str] = {}
     try:
-        found = run_ranks(_meet, 1, root, names, timeout_s=280)[0]
+        for first in range(0, len(names), MET_BY_ONE):
+            found |= run_ranks(_meet, 1, root, names[first : first + MET_BY_ONE], timeout_s=280)[0]
     finally:
         assert not list(root.rglob("ran")), "code was run"
     wrong = {name: outcome for name, outcome in found.items() if outcome.startswith("WRONG")}
@@ -165,13 +168,12 @@ def _check(root: Path, names: list[str]) -> Counter[str]:
 
 
 def test_hostile_checkpoints_do_no_harm(tmp_path: Path) -> None:
-    assert sum(_check(tmp_path, NAMES[::EVERY]).values()) >= 60
+    assert sum(_check(tmp_path, NAMES[::EVERY]).values()) >= 6
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_no_hostile_checkpoint_does_harm(tmp_path: Path) -> None:
-    assert sum(_check(tmp_path, [name for name in NAMES if name not in NAMES[::EVERY]]).values()) >= 200
+    assert sum(_check(tmp_path, [name for name in NAMES if name not in NAMES[::EVERY]]).values()) >= 250
 
 
 def _meet_weights(root: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from trainer.checkpoint.source import Source
 from trainer.errors import UserError
 
 OLD, NEW = 2, 3
+NUM_POINTS = 30 if os.environ.get("RINGMASTER_EVERY_STOP") else 14  # two of each kind
 
 
 class Points:
@@ -148,17 +149,10 @@ def _kill_everywhere(tmp_path: Path, format: str, num_points: int) -> None:
         assert leftovers == []
         shutil.rmtree(run_dir)
     assert len(outcomes) == len(places), f"{len(places) - len(outcomes)} mixtures"
-    assert num_points < 30 or set(outcomes) == {"old", "new"}
+    assert set(outcomes) == {"old", "new"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["full", "sharded"])
-def test_a_killed_save_tears_nothing(tmp_path: Path, format: str) -> None:
-    _kill_everywhere(tmp_path, format, num_points=3)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_a_killed_save_tears_nothing_at_any_point(tmp_path: Path, format: str) -> None:
-    _kill_everywhere(tmp_path, format, num_points=30)
+    _kill_everywhere(tmp_path, format, NUM_POINTS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import runs
-from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, SINGLE, differences, run
+from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, PS, SINGLE, differences, run
 from tests.ranks import run_ranks
 from trainer.checkpoint.source import Source
 from trainer.distributed import process_group
@@ -17,6 +17,7 @@ from trainer.distributed import process_group
 SHARDED = "checkpoint=sharded"
 STOP = 7  # the second epoch is half done
 HYBRID = (*FSDP, "strategy.shard_group=2")
+PS_2, PS_ALL = (*PS, "strategy.servers=2"), (*PS, "strategy.servers=all")
 CHANGES = {
     "fsdp 2 -> 4": (2, (*FSDP, SHARDED), 4, FSDP),
     "fsdp 4 -> 2": (4, (*FSDP, SHARDED), 2, FSDP),
@@ -28,6 +29,12 @@ CHANGES = {
     "fsdp 2, full -> ddp 3": (2, FSDP, 3, DDP),
     "fsdp 4, hybrid -> fsdp 3": (4, (*HYBRID, SHARDED), 3, FSDP),
     "ddp 3 -> fsdp 4, hybrid": (3, DDP, 4, HYBRID),
+    "ps 1+2 -> ddp 2": (3, PS, 2, DDP),
+    "ddp 2, sharded -> ps 1+2": (2, (*DDP, SHARDED), 3, PS),
+    "ps 1+2, sharded -> ps 2+2": (3, (*PS, SHARDED), 4, PS_2),
+    "ps 2+2 -> ps all 3": (4, PS_2, 3, PS_ALL),
+    "ps all 3, sharded -> fsdp 2": (3, (*PS_ALL, SHARDED), 2, FSDP),
+    "fsdp 2, sharded -> ps 1+2": (2, (*FSDP, SHARDED), 3, PS),
     "fsdp 4 -> single": (4, (*FSDP, SHARDED), 1, SINGLE),
 }
 ONCE = f"checkpoint.every_steps={STOP}"  # and at the end
@@ -42,6 +49,7 @@ def _run(run_dir: Path, overrides: tuple[str, ...], resume: str) -> dict[str, An
 def _samples_by_step(results: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
     """All samples that all ranks trained on in each of the last ``num_steps`` steps, in sorted order."""
     steps: list[list[str]] = [[] for _ in range(num_steps)]
+    results = [result for result in results if result["samples"]]  # a parameter server reads none
     per_rank = 12 // len(results)
     for result in results:
         samples = [sample for batch in result["samples"] for sample in batch][-per_rank * num_steps :]
@@ -64,6 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("changes of the world")  # `whole` is of this process
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_same_tensors_and_the_next_samples(
     tmp_path: Path, name: str, whole: Callable[..., tuple[list[dict[str, Any]], Path]]

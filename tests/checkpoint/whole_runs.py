@@ -35,6 +35,7 @@ SETTINGS = (
 )
 DDP = ("strategy=ddp", "strategy.first_bucket_mb=0.001", "strategy.bucket_cap_mb=0.001", *SETTINGS)
 FSDP = ("strategy=fsdp", *SETTINGS)
+PS = ("strategy=parameter_server", "strategy.bucket_mb=0.001", *SETTINGS)
 SINGLE = ("strategy=single", *SETTINGS)
 FP16 = ("train.precision=fp16", "+model.norm=false")
 

@@ -72,7 +72,7 @@ def _with_double(double: str, *argv: str) -> tuple[int, str]:
 
     def slow(self: CpuExecutor, bucket: torch.Tensor, divisor: int = 1) -> Any:
         waited = right(self, bucket, divisor)
-        time.sleep(0.1)
+        time.sleep(0.5)
         return waited
 
     def dead(self: CpuExecutor, bucket: torch.Tensor, divisor: int = 1) -> Any:
@@ -99,7 +99,7 @@ def test_the_time_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
     command = ["--sizes", "4000", "--rounds", "3", "--algorithms", "native,ring", "--json", str(file)]
     run_ranks(_with_double, 2, "slow", *command, init=False)
     native, ring = (row["seconds"] for row in json.loads(file.read_text())["rows"])
-    assert 0.1 <= ring > native
+    assert 0.5 <= ring > native
 
 
 def test_a_rank_that_dies_is_named() -> None:
@@ -133,7 +133,6 @@ def _preflight(*argv: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.netns
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("per_host", [2, 4])
 def test_the_cost_model_predicts_what_is_measured(per_host: int, tmp_path: Path) -> None:
     """Within 20 %, on links of 1 Gbit/s. What else the machine does only slows the measurement down: so the

@@ -77,7 +77,7 @@ def compare(hosts: list[int], batch_norm: bool, accumulate: int) -> dict[str, tu
     [([0], False, 1), ([0, 0], False, 1), ([0, 0, 1, 1], False, 1), ([0, 0, 1], True, 3)],
 )
 def test_training_equals_native(hosts: list[int], batch_norm: bool, accumulate: int) -> None:
-    for found in run_ranks(compare, len(hosts), hosts, batch_norm, accumulate, timeout_s=100):
+    for found in run_ranks(compare, len(hosts), hosts, batch_norm, accumulate):
         for algorithm, (difference, distance, num_passes) in found.items():
             assert difference < 2e-6 < 0.01 < distance, f"{algorithm}: {difference} off, {distance} trained"
             assert num_passes == 10, algorithm
@@ -102,7 +102,7 @@ def compare_compressed(hosts: list[int]) -> dict[str, tuple[float, float]]:
 
 
 def test_compressed_training_goes_the_same_way() -> None:
-    for found in run_ranks(compare_compressed, 2, [0, 1], timeout_s=60):
+    for found in run_ranks(compare_compressed, 2, [0, 1]):
         for algorithm, (difference, distance) in found.items():
             limit = 0.5 if algorithm == "powersgd" else 0.01  # PowerSGD keeps one rank of each matrix
             assert 0 < difference < limit * distance, f"{algorithm}: {difference} off, {distance} trained"
@@ -114,7 +114,7 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
     Who hangs does so until the others have told.
     """
     model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
-    hook = attach(model, "ring", hosts=hosts, timeout_s=1.0 if how == "hangs" else 300.0)
+    hook = attach(model, "ring", hosts=hosts, timeout_s=3.0 if how == "hangs" else 300.0)
     train(model, steps=3)
     if dist.get_rank() == lost:
         if how == "dies":
@@ -137,15 +137,15 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
 def test_a_rank_that_hangs_is_at_the_end_of_all_blame_after_the_deadline(
     hosts: list[int], tmp_path: Path
 ) -> None:
-    results = run_ranks(lose_a_peer, 4, hosts, 2, "hangs", tmp_path, timeout_s=60)
+    results = run_ranks(lose_a_peer, 4, hosts, 2, "hangs", tmp_path)
     blamed = {rank: results[rank][1] for rank in (0, 1, 3)}
     for rank in blamed:
         message, peer, seconds = results[rank]
         assert f": rank {peer} on host" in message and "bucket" in message, message
         assert end_of_blame(rank, blamed) == 2, blamed
-        assert seconds > 0.9
+        assert seconds > 2.9
     waiting_for_it = results[3][0]  # the others may see those go that gave up before them
-    assert "rank 2 on host" in waiting_for_it and "within 1 s: it was due to send a message" in waiting_for_it
+    assert "rank 2 on host" in waiting_for_it and "within 3 s: it was due to send a message" in waiting_for_it
 
 
 def end_of_blame(rank: int, blamed: dict[int, int]) -> int:
@@ -160,7 +160,7 @@ def test_a_rank_that_dies_is_at_the_end_of_all_blame_before_the_deadline(
     hosts: list[int], tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(lose_a_peer, 4, hosts, 2, "dies", tmp_path, timeout_s=60)
+        run_ranks(lose_a_peer, 4, hosts, 2, "dies", tmp_path)
     assert set(failure.value.reports) == {2}
     blamed = {rank: failure.value.results[rank][1] for rank in (0, 1, 3)}
     for rank, peer in blamed.items():

@@ -12,7 +12,10 @@ import pytest
 
 from trainer.comm import plan
 from trainer.comm.network.predict import Machine, Prediction, measured, predict
+from trainer.comm.schedules import formulas
 from trainer.comm.schedules.algorithms import ALGORITHMS, Kind, Op, Phase, Schedule, build
+from trainer.comm.schedules.exchange import exchange
+from trainer.comm.schedules.traffic import count_traffic
 
 _N = 64 << 20  # bytes: divides by every world size here
 _NETWORK = Machine(latency_s=20e-6, link_bytes_per_s=1e9, local_latency_s=5e-6, local_bytes_per_s=50e9)
@@ -141,6 +144,7 @@ def test_the_table_ends_with_the_best_choice(capsys: pytest.CaptureFixture[str])
     )  # 2 N (P-1) in all, half the bytes
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     file = tmp_path / "plan.svg"
     plan.main([*_on(6, 2), "--gbit", "1", "--latency-us", "50", *_LOCAL, "--plot", str(file)])
@@ -204,3 +208,44 @@ def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFix
         plan.main(command.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("servers", [1, 2, 4])
+def test_servers_share_the_load(servers: int) -> None:
+    hosts = list(range(servers + 4))
+    push, pull = (
+        predict(way, hosts, _NETWORK, _N) for way in exchange(range(servers), range(servers, len(hosts)))
+    )
+    assert push.traffic.received[:servers] == pull.traffic.sent[:servers] == [4 * _N // servers] * servers
+    assert push.traffic.sent[servers:] == pull.traffic.received[servers:] == [_N] * 4
+    assert push.seconds == pytest.approx(4 * _N / servers / 1e9, rel=0.05)
+
+
+def test_where_all_serve_each_sends_what_a_ring_sends() -> None:
+    push, pull = exchange(range(4), range(4))
+    sent = [predict(way, range(4), _NETWORK, _N).traffic.sent for way in (push, pull)]
+    assert sent == [[3 * _N // 4] * 4] * 2
+
+
+def test_formulas_are_what_the_schedules_count() -> None:
+    hosts = range(8)
+    for name, classic in formulas.CLASSIC.items():
+        traffic = count_traffic([build(name, rank, hosts) for rank in hosts], hosts, _N // 4, 4)
+        if classic.counted is not None:
+            assert classic.counted(traffic) == classic.value(8) * _N, name
+
+
+def test_formulas_and_servers_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--formulas", *_on(8, 1), "--servers", "2"]) == 0
+    table = capsys.readouterr().out
+    assert "(P-1)N" in table and "2 servers" in table and "N log2 P" in table
+    assert plan.main([*_on(4, 1), "--gbit", "1", "--latency-us", "50", "--servers", "1,2,all"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows if row and row[0] in ("1", "2", "all")] == [
+        ["1", "3"],
+        ["2", "2"],
+        ["all", "4"],
+    ]
+    with pytest.raises(SystemExit):
+        plan.main([*_on(4, 1), "--gbit", "1", "--latency-us", "50", "--servers", "4"])
+    assert "a number from 1 to 3" in capsys.readouterr().err

@@ -108,7 +108,7 @@ def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
     ],
 )
 def test_a_wrong_result_is_named(operation: str, row: str) -> None:
-    results = run_ranks(_zeros_from, 2, operation, "--timeout-s", "2", init=False)
+    results = run_ranks(_zeros_from, 2, operation, "--timeout-s", "20", init=False)
     assert [code for code, _ in results] == [1, 1]
     table = results[0][1]
     assert "FAIL on ranks [1]" in next(line for line in table.splitlines() if line.startswith(row))
@@ -130,7 +130,7 @@ def _stop_in(operation: str, *argv: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_rank_that_hangs_names_itself() -> None:
     with pytest.raises(RankFailure, match="rank 1: died") as failure:
-        run_ranks(_stop_in, 3, "scatter", "--timeout-s", "1", init=False)
+        run_ranks(_stop_in, 3, "scatter", "--timeout-s", "3", init=False)
     code, table = failure.value.results[0]
     assert code == 1
     assert "rank 1 (host 0" in table
@@ -147,7 +147,7 @@ def _freeze(*argv: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_rank_that_is_silent_is_named() -> None:
     with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
-        run_ranks(_freeze, 3, "--timeout-s", "1", init=False, timeout_s=12)
+        run_ranks(_freeze, 3, "--timeout-s", "3", init=False, timeout_s=25)
     assert failure.value.results.keys() == {0, 2}
     code, table = failure.value.results[0]
     assert code == 1
@@ -161,13 +161,13 @@ def _absent(*argv: str) -> tuple[int, str]:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    results = run_ranks(_absent, 3, "--timeout-s", "1", init=False)
+    results = run_ranks(_absent, 3, "--timeout-s", "3", init=False)
     assert [code for code, _ in results] == [1, 0, 1]
     assert "missing: [1]" in results[0][1]
 
 
 def test_a_wrong_interface_is_named() -> None:
-    results = run_ranks(_preflight, 2, "--timeout-s", "2", init=False, env={"GLOO_SOCKET_IFNAME": "nope0"})
+    results = run_ranks(_preflight, 2, "--timeout-s", "3", init=False, env={"GLOO_SOCKET_IFNAME": "nope0"})
     assert [code for code, _ in results] == [1, 1]
     table = results[0][1]
     assert "connect failed" in table
@@ -190,7 +190,7 @@ def test_a_link_that_goes_down_is_named(tmp_path: Path) -> None:
         cut = threading.Thread(target=cut_when_begun, daemon=True)
         cut.start()
         with pytest.raises(RankFailure, match="rank 1: died with exit code 1") as failure:
-            run_ranks(_slow_preflight, 2, str(out), "--timeout-s", "1", init=False, hosts=[a, b])
+            run_ranks(_slow_preflight, 2, str(out), "--timeout-s", "3", init=False, hosts=[a, b])
         cut.join()
     code, table = failure.value.results[0]
     assert code == 1
@@ -232,7 +232,7 @@ def test_every_pair_meets_once() -> None:
 @pytest.mark.netns
 def test_as_a_program() -> None:
     with hosts(2) as (one, other):
-        ranks = finish_ranks([one, one, other, other], "-m", "trainer.comm.preflight", timeout_s=90)
+        ranks = finish_ranks([one, one, other, other], "-m", "trainer.comm.preflight")
     assert [rank.code for rank in ranks] == [0] * 4, ranks
     assert "2 hosts, 4 processes" in ranks[0].stdout
     assert "all passed" in ranks[0].stdout

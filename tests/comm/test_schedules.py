@@ -117,8 +117,8 @@ def test_host_links_carry_what_the_formulas_say(num_hosts: int, per_host: int) -
 
 
 @pytest.mark.slow
-def test_thousands_of_ranks_are_counted_in_seconds() -> None:
-    hosts = [rank // 8 for rank in range(4096)]
+def test_a_thousand_ranks_are_counted() -> None:
+    hosts = [rank // 8 for rank in range(1024)]
     for algorithm in ALGORITHMS:
         traffic = count_traffic(family(algorithm, hosts), hosts, numel=1 << 20, itemsize=4)
         assert sum(traffic.sent) == sum(traffic.received)

@@ -85,6 +85,7 @@ def refuse(run_dir: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_run_trains_them_at_the_defaults_and_refuses_a_schedule_before_the_first_step(
     tmp_path: Any,
 ) -> None:

@@ -38,7 +38,7 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
         dist.barrier()
         began = time.perf_counter()
         if late and dist.get_rank() == sleeper:
-            time.sleep(0.3)
+            time.sleep(1.0)
         loss.backward()
         pass_ms = 1e3 * (time.perf_counter() - began)
         found.append(hook.timeline.metrics())
@@ -67,7 +67,7 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(
     for rank, found in enumerate(results):
         late = found["late"]
         assert late["comm/last_rank"] == sleeper
-        # Less than the 300 ms slept only by how late the others were themselves; no more than the pass took.
+        # Less than the second slept only by how late the others were themselves; no more than the pass took.
         assert 100 < late["comm/arrival_skew_ms"] < max(result["pass_ms"] for result in results) + 100
         assert (
             min(before["comm/arrival_skew_ms"] for before in found["before"]) < late["comm/arrival_skew_ms"]
@@ -98,7 +98,7 @@ def test_clocks_of_other_hosts_are_put_right_again_and_again() -> None:
     for rows in run_ranks(stamps_of, 4, [0, 0, 1, 1], 1234.5, 11.0):
         for stamps in rows:
             assert stamps.shape == (4, 1)
-            assert float(stamps.max() - stamps.min()) < 0.1
+            assert float(stamps.max() - stamps.min()) < 0.4
 
 
 def test_clocks_are_not_compared_at_every_look() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trainer.data import loaders
 from trainer.data.batch import split_batch
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.errors import UserError
@@ -20,6 +21,7 @@ class Settings:
     pin_memory: bool | None = None
     persistent_workers: bool = True
     on_bad_sample: str = "raise"
+    sharded: bool = False
 
 
 def train_loader(
@@ -33,7 +35,7 @@ def train_loader(
     timeout_s: float = 60,
     **settings: Any,
 ) -> TrainLoader:
-    return TrainLoader(
+    return loaders.train_loader(
         dataset,
         Settings(**settings),
         split_batch(global_batch_size, micro, num_replicas),
@@ -56,7 +58,7 @@ def message_of(batches: Iterable[Any]) -> str:
 def eval_loader(
     dataset: Any, batch_size: int, num_replicas: int = 1, replica: int = 0, **settings: Any
 ) -> EvalLoader:
-    return EvalLoader(
+    return loaders.eval_loader(
         dataset,
         Settings(**settings),
         split_batch(batch_size * num_replicas, None, num_replicas),

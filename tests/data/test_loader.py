@@ -137,8 +137,8 @@ def test_training_replaces_a_skipped_sample_by_the_next(workers: int) -> None:
 def test_evaluation_leaves_a_skipped_sample_out() -> None:
     loader = eval_loader(Noisy(10, broken=(3, 8, 9)), 2, on_bad_sample="skip")
     batches = list(loader)
-    assert indices(batch for batch, is_real in batches if is_real) == [0, 1, 2, 4, 5, 6, 7]
-    assert [is_real for _, is_real in batches] == [True, True, True, True, False]
+    assert indices(batch for batch, which in batches if which) == [0, 1, 2, 4, 5, 6, 7]
+    assert [which for _, which in batches] == [[0, 1], [2], [4, 5], [6, 7], []]
     assert loader.num_skipped == 3
 
 
@@ -165,10 +165,10 @@ def test_evaluation_counts_every_sample_once(
     ranks = [list(eval_loader(dataset, batch, replicas, replica)) for replica in range(replicas)]
     assert len({len(batches) for batches in ranks}) == 1
     assert all(len(labels) > 0 for batches in ranks for (_, labels), _ in batches)  # fillers have samples too
-    real = [labels for batches in ranks for (_, labels), is_real in batches if is_real]
+    real = [labels for batches in ranks for (_, labels), which in batches if which]
     assert sorted(torch.cat(real).tolist()) == sorted(dataset[i][1] for i in range(num_samples))
     if num_samples < replicas:
-        assert [is_real for _, is_real in ranks[-1]] == [False]
+        assert [which for _, which in ranks[-1]] == [[]]
 
 
 def test_an_empty_evaluation_set_is_refused() -> None:
@@ -230,7 +230,7 @@ def _killed_worker(report: Path) -> None:
 @pytest.mark.slow
 def test_the_main_process_hears_at_once_of_a_worker_that_was_killed(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="exit code 7"):
-        run_ranks(_killed_worker, 1, tmp_path / "report", init=False, timeout_s=30)
+        run_ranks(_killed_worker, 1, tmp_path / "report", init=False)
     report = (tmp_path / "report").read_text()
     assert re.search(r"worker \(pid.*\) (is killed by signal|exited unexpectedly)", report)
 
@@ -242,7 +242,7 @@ def _stuck_worker() -> None:
 @pytest.mark.slow  # DataLoader itself waits 5 s for a worker before it ends it
 def test_a_stuck_worker_is_an_error_after_the_deadline_and_can_be_ended() -> None:
     with pytest.raises(RankFailure, match="DataLoader timed out after 1 seconds"):
-        run_ranks(_stuck_worker, 1, init=False, timeout_s=30)
+        run_ranks(_stuck_worker, 1, init=False)
 
 
 def _abandoned_workers(pids: Path) -> None:
@@ -256,10 +256,10 @@ def _abandoned_workers(pids: Path) -> None:
 
 def test_workers_even_stuck_ones_end_with_a_main_process_that_was_killed(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
-        run_ranks(_abandoned_workers, 1, tmp_path / "pids", init=False, timeout_s=30)
+        run_ranks(_abandoned_workers, 1, tmp_path / "pids", init=False)
     workers = [Path("/proc", pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(workers) == 2
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(worker.exists() for worker in workers)

@@ -15,7 +15,9 @@ from torchvision import datasets
 
 from tests.data.settings import train_loader
 from trainer.data import vision
-from trainer.data.images import AugmentedImages, ImagesInMemory
+from trainer.data.device import Normalise, ToDevice
+from trainer.data.images import ImagesInMemory
+from trainer.data.transforms import Transformed
 from trainer.errors import UserError
 
 
@@ -58,6 +60,11 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     return images
 
 
+def normalised(dataset: ImagesInMemory, images: torch.Tensor) -> torch.Tensor:
+    cpu = torch.device("cpu")
+    return ToDevice(cpu, False, Normalise(dataset.mean, dataset.std, cpu))(images)
+
+
 @pytest.mark.parametrize(("build", "name"), [(vision.mnist, "MNIST"), (vision.fashion_mnist, "FashionMNIST")])
 def test_mnist(tmp_path: Path, build: Any, name: str) -> None:
     images = write_mnist(tmp_path, name)
@@ -66,8 +73,8 @@ def test_mnist(tmp_path: Path, build: Any, name: str) -> None:
     mean, std = {"MNIST": (0.1307, 0.3081), "FashionMNIST": (0.2860, 0.3530)}[name]
     batch, labels = held_out.__getitems__([0, 5])
     expected = (images[[16, 21]].astype(np.float32) / 255 - mean) / std
-    torch.testing.assert_close(batch, torch.from_numpy(expected).float().unsqueeze(1))
-    assert (batch.dtype, labels.tolist()) == (torch.float32, [6, 1])
+    assert (batch.dtype, labels.tolist()) == (torch.uint8, [6, 1])
+    torch.testing.assert_close(normalised(held_out, batch), torch.from_numpy(expected).float().unsqueeze(1))
 
 
 def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +84,8 @@ def test_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mean = np.array([0.4914, 0.4822, 0.4465]).reshape(3, 1, 1)
     std = np.array([0.2470, 0.2435, 0.2616]).reshape(3, 1, 1)
     image, label = train[3]
-    torch.testing.assert_close(image, torch.from_numpy((images[3] / 255 - mean) / std).float())
+    expected = torch.from_numpy((images[3] / 255 - mean) / std).float()
+    torch.testing.assert_close(normalised(train, image[None])[0], expected)
     assert label == 3
 
 
@@ -87,7 +95,7 @@ def test_augmentation_is_asked_for_and_for_training_alone(
     write_cifar(tmp_path, monkeypatch)
     plain, augmented = (vision.cifar10("train", str(tmp_path), augment=augment) for augment in (False, True))
     assert isinstance(vision.cifar10("eval", str(tmp_path), augment=True), ImagesInMemory)
-    assert isinstance(augmented, AugmentedImages)
+    assert isinstance(augmented, Transformed)
     (before, labels), (after, same_labels) = (
         next(train_loader(data, 16).epoch(0)) for data in (plain, augmented)
     )

@@ -1,16 +1,23 @@
 """The drill: what it counts as right, and that a run under it is seen through to its end."""
 
+import signal
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.drill_two_hosts import cutting, on
 from tests.hosts import hosts
-from trainer.faults.drill import STEP, Case, Outcome, cases, drill, torchrun
+from tests.programs import finish_ranks, started
+from trainer.faults import processes
+from trainer.faults.drill import cases, drill
+from trainer.faults.drilled_run import PROGRAM, STEP, Case, Outcome, Start, torchrun
 
 VERDICT = {"status": 1, "rank": 1, "phase": "forward", "step": STEP}
-RIGHT = Outcome(VERDICT, verdict_s=0.1, end_s=14.0, sha256="same")
+RIGHT = Outcome(verdict=VERDICT, verdict_s=0.1, end_s=14.0, sha256="same")
 
 
 @pytest.mark.parametrize(
@@ -20,6 +27,7 @@ RIGHT = Outcome(VERDICT, verdict_s=0.1, end_s=14.0, sha256="same")
         (replace(RIGHT, verdict=None), ["no verdict"]),
         (replace(RIGHT, verdict=VERDICT | {"rank": 0}), ["rank 0, not 1"]),
         (replace(RIGHT, verdict=VERDICT | {"phase": "data"}), ["phase data, not forward"]),
+        (replace(RIGHT, step=30), ["step 25, not 30"]),
         (replace(RIGHT, end_s=15.5), ["not gone within 15 s"]),
         (replace(RIGHT, end_s=None), ["not gone within 15 s"]),
         (replace(RIGHT, sha256=None), ["another hash"]),
@@ -50,11 +58,48 @@ def test_the_undisturbed_run_comes_first_and_shards_do_not_diverge() -> None:
     ]
 
 
+def test_a_drill_that_is_told_to_stop_takes_its_launch_with_it(tmp_path: Path) -> None:
+    """The launcher is played, by one that ends on SIGTERM alone; a second SIGTERM cannot cut the first short."""
+    program = """
+import subprocess, sys, time
+from pathlib import Path
+from trainer.faults import drill
+def start(overrides, environment, folder):
+    launcher = subprocess.Popen(["sleep", "600"])
+    Path(sys.argv[1], "launcher").write_text(str(launcher.pid))
+    return [launcher]
+drill.main([drill.Case("ddp", "native", "none")], start, drill.parser(None, drill.FAULTS).parse_args([]))
+"""
+    (tmp_path / "program.py").write_text(program)
+    with started(str(tmp_path / "program.py"), str(tmp_path), env={"TMPDIR": str(tmp_path)}) as drilling:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "launcher").exists() or not (tmp_path / "launcher").read_text():
+            assert time.monotonic() < deadline, drilling.stderr
+            time.sleep(0.02)
+        drilling.send_signal(signal.SIGTERM)
+        drilling.send_signal(signal.SIGHUP)
+        assert drilling.wait().code in (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+    assert processes.state(int((tmp_path / "launcher").read_text())) == "dead"
+    assert not list(tmp_path.glob("drill-*"))
+
+
+def undisturbed_here(start: Start) -> Start:
+    """`start` where there is a fault; the run without one needs no torchrun."""
+
+    def begin(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
+        if "fault=none" not in overrides:
+            return start(overrides, environment, folder)
+        ranks = finish_ranks(2, str(PROGRAM), *overrides, env=environment)
+        (folder / "output").write_text("".join(rank.output for rank in ranks))
+        return []
+
+    return begin
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_hash(tmp_path: Path) -> None:
     todo = cases(["ddp"], ["native"], ["kill"], "backward")
-    assert drill(todo, torchrun(2), tmp_path) == []
+    assert drill(todo, undisturbed_here(torchrun(2)), tmp_path) == []
 
 
 @pytest.mark.slow
@@ -63,4 +108,4 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_hash(tmp_path: P
 def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path) -> None:
     with hosts(2) as pair:
         todo = [cutting(case, pair) for case in cases(["ddp"], ["native"], ["cut"], "forward")]
-        assert drill(todo, on(pair, 1, "--max-restarts=1"), tmp_path) == []
+        assert drill(todo, undisturbed_here(on(pair, 1, "--max-restarts=1")), tmp_path) == []

@@ -38,6 +38,7 @@ def ends(*runs: tuple[str, ...]) -> list[tuple[str, str]]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_phase_is_hit_once_in_a_run(tmp_path: Path) -> None:
     phases = {"data": 3, "forward": 3, "backward": 3, "optimizer": 3, "evaluate": 5, "checkpoint": 4}
     faults = {phase: ("fault=raise", "fault.rank=0", f"fault.phase={phase}") for phase in phases}
@@ -51,6 +52,7 @@ def test_a_phase_is_hit_once_in_a_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / phase / MARKER).read_text())["fault"]["step"] == 2
 
 
+@pytest.mark.slow
 def test_ranks_are_hit_where_they_should(tmp_path: Path) -> None:
     def here(name: str, *overrides: str) -> tuple[str, ...]:
         return (f"run_dir={tmp_path}/{name}", f"fault={name}", *overrides)
@@ -115,7 +117,7 @@ def strike(kind: str, run_dir: Path) -> int:
 @pytest.mark.parametrize("kind", ["kill", "exit", "stop", "hang"])
 def test_what_ends_or_holds_a_process(kind: str, tmp_path: Path) -> None:
     pid = strike(kind, tmp_path)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while not (tmp_path / MARKER).exists():
         assert time.monotonic() < deadline
     if kind == "hang":

@@ -1,25 +1,33 @@
 """torchrun --max-restarts with resume=auto: the run ends as if nothing had happened. Many more kills: see
 benchmarks/restarts.py."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 
 from benchmarks.drill_two_hosts import on
-from benchmarks.restarts import SAVED, lose, problems_of_logs, run
+from benchmarks.restarts import SAVED, lose, overrides, problems_of_logs, run
 from tests.hosts import hosts
-from trainer.faults.drill import torchrun
+from tests.programs import finish_ranks
+from trainer.faults.drilled_run import torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 STEPS = 70
 
 
+def undisturbed(run_dir: Path) -> str:
+    """The hash of the same run in two ranks that nobody kills; it needs no torchrun."""
+    ranks = finish_ranks(2, "train.py", *overrides(run_dir, STEPS, timeout_s=10.0))
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
+
+
 def test_a_run_killed_twice_ends_with_the_same_model_and_whole_logs(tmp_path: Path) -> None:
-    draw, start = random.Random(), torchrun(2, "--max-restarts=2")
-    expected, _ = run(start, tmp_path / "undisturbed", [], draw, steps=STEPS)
-    result, rows = run(start, tmp_path / "killed", [SAVED + 3, STEPS - 8], draw, steps=STEPS)
-    assert result["param_sha256"] == expected["param_sha256"], rows
+    start, kills = torchrun(2, "--max-restarts=2"), [SAVED + 3, STEPS - 8]
+    result, rows = run(start, tmp_path / "killed", kills, random.Random(), steps=STEPS)
+    assert result["param_sha256"] == undisturbed(tmp_path / "undisturbed"), rows
     assert problems_of_logs(tmp_path / "killed" / "run", STEPS) == []
 
 
@@ -33,10 +41,8 @@ def test_a_lost_host_leaves_the_rest_to_finish_with_the_same_batches(tmp_path: P
 
 @pytest.mark.netns
 def test_a_run_on_two_hosts_goes_on_after_a_kill(tmp_path: Path) -> None:
-    draw = random.Random()
     with hosts(2) as pair:
         start = on(pair, 1, "--max-restarts=1")
-        expected, _ = run(start, tmp_path / "undisturbed", [], draw, steps=STEPS)
-        result, rows = run(start, tmp_path / "killed", [SAVED + 3], draw, steps=STEPS)
-    assert result["param_sha256"] == expected["param_sha256"], rows
+        result, rows = run(start, tmp_path / "killed", [SAVED + 3], random.Random(), steps=STEPS)
+    assert result["param_sha256"] == undisturbed(tmp_path / "undisturbed"), rows
     assert problems_of_logs(tmp_path / "killed" / "run", STEPS) == []

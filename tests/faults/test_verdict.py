@@ -119,6 +119,19 @@ CASES = {
         False,
         (2, "lost", "not heard of"),
     ),
+    "a disk that takes longer than that": (
+        four({2: {"phase": "checkpoint", "patience_s": 60.0, "silent_s": 60.1}}, phase="checkpoint", silent_s=60.1),
+        False,
+        (2, "hangs", "hangs in the checkpoint (waiting for the disk) of step 7 for 60.1 s"),
+    ),
+    "stopped while it waits for the disk": (
+        four(
+            {0: silent({"phase": "checkpoint", "patience_s": 60.0, "asleep_s": 10.1, "state": "stopped"}, 10.1)},
+            phase="checkpoint", silent_s=10.1,
+        ),
+        False,
+        (0, "stopped", "in the checkpoint (waiting for the disk) of step 7, for 10.1 s"),
+    ),
     "a network that breaks while all are well": (
         four({}, **SYMPTOM),
         True,
@@ -145,6 +158,12 @@ NO_REASON = {
     "somebody still writes the checkpoint": four(
         {0: {"phase": "checkpoint", "silent_s": 0.2}}, phase="checkpoint", silent_s=100.0
     ),
+    "the disk holds the one who writes": four(
+        {2: {"phase": "checkpoint", "patience_s": 60.0, "silent_s": 59.0}}, phase="checkpoint", silent_s=59.0
+    ),
+    "one is still at its end, and the others have ended": four(
+        {0: {"phase": "end", "silent_s": 100.0}}, status=0, position=39, heard_s=0.0, silent_s=100.0
+    ),
     "set-up takes long": four({}, phase="set_up", step=0, position=0, silent_s=100.0),
     "communication has only just failed": four({1: silent(WAITING, 1.0)}, **{**SYMPTOM, "ended_s": 0.5}),
     "others have ended well": four({1: {"silent_s": 0.1}}, status=0, silent_s=50.0),
@@ -160,7 +179,14 @@ def test_a_slow_rank_is_named_while_it_is_slow() -> None:
     late = four({1: silent({}, 3.0)}, **silent(WAITING, 2.9))
     assert slow(late, 1.0) == late[1]
     assert slow(late, 2.95) is None, "the others wait for less"
-    assert slow([replace(each, position=40, buckets=0) for each in late], 1.0) is None, "nobody is behind"
+    level = [replace(each, position=40, buckets=0) for each in late]
+    assert slow(level, 1.0) is None, "nobody is behind"
+    level = [replace(each, where="torch.py:7 in wait", waits=True) for each in level]
+    assert slow(level, 1.0) is None, "all wait"
+    level[3] = replace(level[3], where="mine.py:7 in f", waits=False)
+    assert slow(level, 1.0) == level[3], "it alone does not wait"
+    level[2] = replace(level[2], patience_s=60.0)
+    assert slow(level, 1.0) == level[2], "the disk holds it"
 
 
 def test_an_orderly_end_passes_its_status_on() -> None:

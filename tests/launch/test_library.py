@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 import trainer
 from tests.ranks import run_ranks
+from tests.runs import settings
 from trainer import fingerprint
+from trainer.config import to_yaml
 from trainer.errors import NonFiniteLossError, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ def failures_in_between(run_dir: str) -> list[str]:
     return [*told, trainer.train([*TINY, f"run_dir={run_dir}/1"], processes=1)["param_sha256"]]
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_next_call_works(tmp_path: Path) -> None:
     before, unknown, group, target, diverged, after = run_ranks(
         failures_in_between, 1, str(tmp_path), init=False
@@ -78,10 +80,10 @@ def test_a_model_is_loaded_from_its_run(form: str, tmp_path: Path) -> None:
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is no run: it has no config\.yaml"):
         trainer.load_model(tmp_path)
-    OmegaConf.save({"model": {"_target_": "torch.nn.Identity"}, "checkpoint": {"keep_best": None}}, tmp_path / "config.yaml")  # fmt: skip
+    (tmp_path / "config.yaml").write_text(to_yaml(settings("model.hidden=[8]")))
     with pytest.raises(UserError, match=r"checkpoint.keep_best is null"):
         trainer.load_model(tmp_path, "best")
-    with pytest.raises(UserError, match=str(tmp_path)):
+    with pytest.raises(UserError, match=f"{tmp_path} has no checkpoint"):
         trainer.load_model(tmp_path)
 
 
@@ -109,7 +111,6 @@ CELLS = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
@@ -130,3 +131,13 @@ def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
     assert "1 x 2 processes on cpu" in said[4]  # rank 0's log reaches the cell
     assert said[4].rstrip().splitlines()[-1].startswith("sha ")
     assert said[5].strip() == "MLP"
+
+
+def test_processes_need_no_run_directory_and_take_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert trainer.train(["train.max_steps=1"], processes=2)["world_size"] == 2
+    named = ["train.max_steps=1", "run_dir='it\"s, one'"]
+    assert trainer.train(named, processes=2)["world_size"] == 2
+    assert (tmp_path / 'it"s, one' / "result.json").exists()

@@ -28,8 +28,11 @@ die_with_parent()
 rank, run_dir = os.environ["RANK"], next(a[8:] for a in reversed(sys.argv) if a.startswith("run_dir="))
 os.makedirs(run_dir, exist_ok=True)
 attempt = len([f for f in os.listdir(run_dir) if f.startswith(rank + "-")])
-with open(f"{run_dir}/{rank}-{attempt}", "w") as file:
+with open(f"{run_dir}/new-{rank}", "w") as file:
     json.dump({"argv": sys.argv[1:], "env": dict(os.environ), "sid": os.getsid(0), "pid": os.getpid()}, file)
+os.rename(file.name, f"{run_dir}/{rank}-{attempt}")
+while not all(os.path.exists(f"{run_dir}/{other}-{attempt}") for other in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.01)  # or the end of one would keep another from its beginning
 script = json.loads(os.environ["ACT"])
 act = script[min(attempt, len(script) - 1)].get(rank, "hang")
 print("out of", rank)
@@ -118,6 +121,7 @@ def test_restarts_only_what_a_restart_can_help(
     assert "restart 2 of 5, from the newest checkpoint" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attempts", "expected"),
     [
@@ -149,20 +153,21 @@ sys.exit(local.launch(settings(*{overrides}), {overrides}))
 """
     environment = {**os.environ, "HOUSE": str(ROOT), "ACT": json.dumps([{"0": how, "1": how}])}
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not all((tmp_path / "run" / f"ready-{rank}").exists() for rank in (0, 1)):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
-    return subprocess.CompletedProcess([], process.wait(60))
+    return subprocess.CompletedProcess([], process.wait(200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "number", "status"),
     [
         ("save", signal.SIGINT, 75),
-        pytest.param("save", signal.SIGUSR1, 75, marks=pytest.mark.slow),
-        pytest.param("hang", signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.slow),
+        ("save", signal.SIGUSR1, 75),
+        ("hang", signal.SIGTERM, 128 + signal.SIGTERM),
         ("save", signal.SIGKILL, -signal.SIGKILL),
     ],
 )

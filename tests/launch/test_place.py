@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.programs import started
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import settings
 from trainer.errors import UserError
 from trainer.launch.place import Place, derived_port, first_node, place, publish
+from trainer.overrides import set_to
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|TORCHELASTIC|SLURM_|OMPI_|PMIX?_|MPI_LOCAL")
@@ -163,7 +167,7 @@ def test_the_first_node_of_a_list() -> None:
 
 def test_finding_ones_place_takes_no_torch() -> None:
     script = "import sys, trainer.launch.place, trainer.launch.exits; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=200).returncode == 0
 
 
 # ---- meeting
@@ -224,3 +228,19 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(met, 1, "tcp://127.0.0.1:29733", patience_s=2, init=False)
     assert "waited 2 s (distributed.timeout_s) for all 2 ranks; missing: [1]" in failure.value.reports[0]
+
+
+def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> None:
+    file = tmp_path / "meeting place"
+    alone = [f"distributed.init_method={file.as_uri()}", "distributed.rank=0", "distributed.world_size=2"]
+    with started("train.py", *(set_to(*word.split("=", 1)) for word in alone)) as program:
+        deadline = time.monotonic() + 60
+        while not (file.exists() and file.stat().st_size):
+            assert time.monotonic() < deadline, "rank 0 does not open the file"
+            time.sleep(0.05)
+        time.sleep(0.5)  # into its wait
+        program.send_signal(signal.SIGTERM)
+        ended = program.wait(60)
+    assert ended.code == 75, ended.output
+    assert ended.stderr.splitlines()[-1] == "stopped by a signal before all ranks had met: no step was made"
+    assert "Traceback" not in ended.output

@@ -5,27 +5,28 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import finish, started, torchrun
 from tests.slurm import cluster
 
 ROOT = Path(__file__).parents[2]
 RUN = ["train.max_steps=8", "seed=3", "distributed.device=cpu"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def ended(*commands: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT) -> list[int]:
     """Run these side by side, to the end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     started = [subprocess.Popen(command, cwd=cwd, env=environment) for command in commands]
-    return [process.wait(100) for process in started]
+    return [process.wait(200) for process in started]
 
 
 def sha(run_dir: Path) -> str:
@@ -37,7 +38,7 @@ def sha(run_dir: Path) -> str:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     run_dir = tmp_path_factory.mktemp("torchrun")
-    assert ended([*TORCHRUN, "train.py", *RUN, f"run_dir={run_dir}"]) == [0]
+    assert finish(*torchrun(2), *RUN, f"run_dir={run_dir}").code == 0
     return sha(run_dir)
 
 
@@ -48,21 +49,24 @@ def test_launch_local_from_anywhere(expected: str, tmp_path: Path) -> None:
     assert sha(here / "here") == expected
 
 
-@pytest.mark.parametrize(
-    ("wrong", "status"), [(["train.global_batch_size=2001"], 2), (["optim.lr=1e30", "train.max_steps=40"], 3)]
-)
-def test_the_status_of_real_ranks_arrives(wrong: list[str], status: int, tmp_path: Path) -> None:
-    command = [*TRAIN, *RUN, *wrong, "launch=local", "launch.processes=2", f"run_dir={tmp_path}/x"]
-    assert ended(command) == [status]
+def test_the_status_of_real_ranks_arrives(tmp_path: Path) -> None:
+    """Of a mistake; for that of a loss that is NaN see the notebook of test_library.py."""
+    wrong = [*RUN, "train.global_batch_size=2001"]
+    assert ended([*TRAIN, *wrong, "launch=local", "launch.processes=2", f"run_dir={tmp_path}/x"]) == [2]
 
 
-@pytest.mark.parametrize("scheme", ["tcp://127.0.0.1:29817", "file://{}/meet"])
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_by_hand(scheme: str, expected: str, tmp_path: Path) -> None:
-    by_hand = [f"distributed.init_method={scheme.format(tmp_path)}", "distributed.world_size=2"]
-    commands = [
-        [*TRAIN, *RUN, *by_hand, f"distributed.rank={rank}", f"run_dir={tmp_path}/run"] for rank in (1, 0)
-    ]
-    assert ended(*commands) == [0, 0]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = {"tcp": f"tcp://127.0.0.1:{server.getsockname()[1]}", "file": f"file://{tmp_path}/meet"}
+    by_hand = [f"distributed.init_method={where[scheme]}", "distributed.world_size=2"]
+    options = [*RUN, *by_hand, f"run_dir={tmp_path}/run"]
+    with (
+        started("train.py", *options, "distributed.rank=1") as one,
+        started("train.py", *options, "distributed.rank=0") as other,
+    ):
+        ends = [one.wait(), other.wait()]
+    assert [end.code for end in ends] == [0, 0], ends
     assert sha(tmp_path / "run") == expected
 
 

@@ -242,7 +242,10 @@ def test_units_of_any_model() -> None:
 
 
 def _two_steps(run_dir: Path) -> float:
-    options = ("strategy=fsdp", "strategy.unit_min_params=100000", "model=vision", "model.name=vit_b_16")
+    options = ("strategy=fsdp", "strategy.unit_min_params=1000", "~model.hidden", "~model.input_shape")
+    options += ("model._target_=torchvision.models.VisionTransformer", "+model.image_size=64")
+    options += ("+model.patch_size=16", "+model.num_layers=2", "+model.num_heads=4")
+    options += ("+model.hidden_dim=64", "+model.mlp_dim=128")
     options += ("data=fake", "data.dataset.input_shape=[3,64,64]", "train.global_batch_size=4")
     options += ("train.max_steps=2", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
     return train(*options, f"run_dir={run_dir}")["train/loss"]
@@ -250,7 +253,7 @@ def _two_steps(run_dir: Path) -> float:
 
 @pytest.mark.slow
 def test_a_vision_transformer_of_torchvision_trains(tmp_path: Path) -> None:
-    first, second = run_ranks(_two_steps, 2, tmp_path, init=False, timeout_s=300)
+    first, second = run_ranks(_two_steps, 2, tmp_path, init=False)
     assert 0 < first < 20 and first == second
 
 
@@ -282,6 +285,6 @@ def _drop_a_layer(run_dir: Path) -> float:
 @pytest.mark.slow
 def test_a_rank_that_skips_a_unit_ends_by_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(_drop_a_layer, 2, tmp_path, init=False, timeout_s=60)
+        run_ranks(_drop_a_layer, 2, tmp_path, init=False)
     assert not failure.value.results
     assert not any("did not finish" in report for report in failure.value.reports.values())

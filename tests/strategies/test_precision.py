@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.runs import job_of, train
-from trainer.loop import Job
+from trainer.job import Job
 
 QUICK = (
     "train.max_steps=66",
@@ -70,7 +70,7 @@ def overflow(strategy: str, run_dir: Path) -> dict[str, Any]:
         scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**17})
         if job.dist.rank == job.dist.world_size - 1:
             overflow_here(job)
-        train_step(job, batches, guard, meter, measure_norm=False)
+        train_step(job, batches, guard, meter, measure=False)
         same = all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
     return {"same": same, "scale": scaler.get_scale(), "warnings": [str(w.message) for w in caught]}
 

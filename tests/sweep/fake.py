@@ -80,7 +80,7 @@ class Sweep:
 
     def run(self, *overrides: str, acts: dict[str, list[str]] | None = None, **env: str) -> Ended:
         with self.started(*overrides, acts=acts, **env) as program:
-            return program.wait(90)
+            return program.wait()
 
     def starts(self) -> dict[str, list[dict[str, Any]]]:
         """What each trial was started with, each time, by its folder."""

@@ -32,6 +32,7 @@ def test_a_number_is_kept_to_and_gpus_are_shared_evenly() -> None:
     assert [slots.take(settings()) for _ in range(4)] == [["0"], ["1"], ["0"], None]
 
 
+@pytest.mark.slow
 def test_without_gpus_trials_come_one_at_a_time_or_as_told() -> None:
     one, three = Slots("auto", []), Slots("3", [])
     assert [one.take(settings()), one.take(settings())] == [[], None]
@@ -99,6 +100,7 @@ def test_the_ledger_outlives_a_torn_line_and_keeps_numbers(tmp_path: Path) -> No
     again.write(found)
     assert [trial.state for trial in read_trials(tmp_path)] == ["running", "done"]
     assert Ledger(tmp_path).trial(["b=x/y"], ["a=1"], seed=0).number == 1, "in whatever order"
+    assert Ledger(tmp_path).trial(["b=x/y", "seed=0"], ["a=1"], seed=0).number == 1, "by whatever word"
     assert again.trial(["a=1"], ["b=x/y"], seed=1).number == 2, "another seed is another trial"
 
 

@@ -1,18 +1,22 @@
 """Checkpoints that cannot be torn, and a resume that is exact to the bit."""
 
-from trainer.checkpoint.agreement import Agreement
+from trainer.checkpoint.agreement import Agreement, Alone
 from trainer.checkpoint.checkpointer import Checkpointer, saved_seed
-from trainer.checkpoint.store import best_checkpoint, newest_run_id, read_manifest
-from trainer.checkpoint.weights import load_weights, model_state, weights_for
+from trainer.checkpoint.model import read_averages, read_model
+from trainer.checkpoint.source import Source
+from trainer.checkpoint.store import newest_run_id, read_manifest
+from trainer.checkpoint.weights import load_weights, weights_for
 
 __all__ = [
     "Agreement",
+    "Alone",
     "Checkpointer",
-    "best_checkpoint",
+    "Source",
     "load_weights",
-    "model_state",
     "newest_run_id",
+    "read_averages",
     "read_manifest",
+    "read_model",
     "saved_seed",
     "weights_for",
 ]

@@ -31,11 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "convert":
             command.add_argument("out", type=Path, help="what to write; must not exist")
             command.add_argument("--to", required=True, choices=FORMS)
+            command.add_argument("--ema", action="store_true", help="the weights' moving averages")
     chosen = parser.parse_args(arguments)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # an ASCII terminal's
     try:
         if chosen.command == "convert":
-            convert(chosen.directory, chosen.out, chosen.to)
+            convert(chosen.directory, chosen.out, chosen.to, chosen.ema)
             print(f"{printable(chosen.out)} written")
             return 0
         reports = [_report(path, in_full=chosen.command == "show") for path in _checkpoints(chosen.directory)]

@@ -20,19 +20,21 @@ class Agreement:
     """All ranks, in a gloo group of their own where they may wait ``timeout_s``. All is collective."""
 
     def __init__(self, dist: Dist, timeout_s: float) -> None:
+        # Its making waits for all ranks as long as its members may wait: first see that they are there.
+        torch_dist.barrier()
         group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.group = cast(torch_dist.ProcessGroup, group)
-        self._dist = dist
+        self.rank, self.world_size = dist.rank, dist.world_size
 
     def gather(self, value: _T) -> list[_T]:
         """Every rank's ``value``, by rank, on every rank."""
-        gathered: list[Any] = [None] * self._dist.world_size
+        gathered: list[Any] = [None] * self.world_size
         torch_dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def on_main(self, action: Callable[[], _T]) -> _T:
         """Rank 0's result of ``action`` on every rank; its error, as a UserError, likewise."""
-        box = [_attempt(action) if self._dist.rank == 0 else None]
+        box = [_attempt(action) if self.rank == 0 else None]
         torch_dist.broadcast_object_list(box, src=0, group=self.group)
         assert box[0] is not None
         value, error = box[0]
@@ -49,6 +51,20 @@ class Agreement:
             rank, first = next(iter(failed.items()))
             raise UserError(first if all(message == first for message in errors) else f"rank {rank}: {first}")
         return cast(_T, value)
+
+
+class Alone(Agreement):
+    """A process without a process group, which has nobody to agree with."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+        self.group = cast(torch_dist.ProcessGroup, None)  # by which whoever reads knows that it reads alone
+
+    def gather(self, value: _T) -> list[_T]:
+        return [value]
+
+    def on_main(self, action: Callable[[], _T]) -> _T:
+        return self.everywhere(action)
 
 
 def _attempt(action: Callable[[], _T]) -> tuple[_T | None, str | None]:

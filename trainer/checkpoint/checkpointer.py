@@ -17,9 +17,9 @@ from trainer.checkpoint import full, sharded
 from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.hashing import FileDigest, write_text
-from trainer.checkpoint.matching import first_five, fitting, other_buffers, targets_for
+from trainer.checkpoint.matching import begins_average, first_five, fitting, other_buffers, targets_for
 from trainer.checkpoint.reading import printable, reason
-from trainer.checkpoint.source import RNG, STATE, Source, whole
+from trainer.checkpoint.source import PLACES, RNG, STATE, Source, whole
 from trainer.checkpoint.store import Retention, Store
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
@@ -40,6 +40,7 @@ class Checkpointer:
 
     Attributes:
         restored_metrics: those saved with the checkpoint that ``restore`` went on from.
+        restored_places: where the data of each rank stood then.
     """
 
     def __init__(
@@ -49,20 +50,22 @@ class Checkpointer:
         dist: Dist,
         *,
         run_id: str,
-        num_samples: int,
+        num_samples: int | None,
         strategy: str,
         config: Mapping[str, Any],
     ) -> None:
         """``run_id`` tells this run's checkpoints in ``run_dir`` from others; ``num_samples`` is the length
-        of the training data. ``config`` holds the settings by dotted name, plain values only: kept, and
-        compared on resume.
+        of the training data, None for a stream's. ``config`` holds the settings by dotted
+        name, plain values only: kept, and compared on resume.
         """
         self._settings, self._dist = settings, dist
         self._num_samples, self._strategy, self._config = num_samples, strategy, dict(config)
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
         self._agreement = Agreement(dist, settings.timeout_s)
+        dist.heartbeat.disk_may_take(settings.timeout_s)
         self._last_saved: int | None = None
         self.restored_metrics: dict[str, float] = {}
+        self.restored_places: list[dict[str, Any]] = []
         self._in_flight: InBackground | None = None
         self._copied: Future[dict[str, Tensor]] | None = None
         self._stager = host_stager(dist.device)
@@ -74,8 +77,15 @@ class Checkpointer:
             return True
         return end_of_epoch and every_epochs is not None and progress.epoch % every_epochs == 0
 
-    def save(self, state: TrainState, metrics: Mapping[str, float] | None = None) -> None:
+    def save(
+        self,
+        state: TrainState,
+        metrics: Mapping[str, float] | None = None,
+        place: Mapping[str, Any] | None = None,
+    ) -> None:
         """Save ``state``; ``metrics`` (of its evaluation, say) rank it for ``keep_best``.
+
+        ``place`` is where this rank's data stands, in plain values and tensors, if that has to be kept.
 
         With ``checkpoint.async`` this returns at once: ``state`` is copied to host memory while the next step
         is computed, up to ``wait_until_copied``, and written while training goes on. A failure is then raised
@@ -99,7 +109,7 @@ class Checkpointer:
             # Running statistics follow each rank's own data; those of rank 0 are the model's.
             of_rank_0 = buffer_names(state.model)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in of_rank_0}
-        rng = self._gather_rng()
+        rng = self._gather_rng(dict(place or {}))
         self._last_saved = step
         if self._settings.async_:
             copied = self._start_copying(tensors, buffer_names(state.model))
@@ -155,8 +165,13 @@ class Checkpointer:
             log.warning(
                 "buffers that %s has not, or not of this size, stay as built: %s", source.directory, others
             )
+        if self._dist.rank == 0 and begins_average(state, source.shapes):
+            log.warning(
+                "ema: %s holds no averages of these weights; they begin with its weights", source.directory
+            )
         saved = self._agreement.everywhere(lambda: fitting(state, plain, targets))
         generators = self._agreement.everywhere(lambda: self._generators(source))
+        self.restored_places = self._agreement.everywhere(source.places)
         self._agreement.everywhere(lambda: source.read_into(targets, self._agreement.group))
         self._agreement.everywhere(lambda: state.load_state_dict(saved))
         self._restore_rng(generators, state.progress)
@@ -169,7 +184,8 @@ class Checkpointer:
         now, then = self._num_samples, source.facts.get("num_samples", self._num_samples)
         if now != then:
             raise UserError(
-                f"the training data holds {now} samples, but {then} when {source.directory} was saved: their "
+                f"the training data holds {_number(now)} samples, but {_number(then)} when "
+                f"{printable(source.directory)} was saved: their "
                 "order is another, so some would be read twice or never; give the data of then, or start a "
                 f"new run from these weights with model.init_from={source.directory}"
             )
@@ -262,10 +278,13 @@ class Checkpointer:
             digests[STATE] = write_text(directory / STATE, json.dumps(facts, indent=1))
         return digests
 
-    def _gather_rng(self) -> dict[str, Any] | None:
-        """Every rank's generators, on rank 0."""
-        states = self._agreement.gather(seeding.rng_state())
-        return {str(rank): state for rank, state in enumerate(states)} if self._dist.rank == 0 else None
+    def _gather_rng(self, place: dict[str, Any]) -> dict[str, Any] | None:
+        """Every rank's generators, and where its data stands, on rank 0."""
+        states = self._agreement.gather((seeding.rng_state(), place))
+        if self._dist.rank != 0:
+            return None
+        generators = {str(rank): state for rank, (state, _) in enumerate(states)}
+        return {**generators, PLACES: [there for _, there in states]}
 
     # ---- reading
 
@@ -324,6 +343,10 @@ class Checkpointer:
                 log.info("  %s is %r now, and was no setting in the checkpoint", key, now[key])
             elif then[key] != now[key]:
                 log.info("  %s was %s in the checkpoint, is %r now", *_shown(key, then[key]), now[key])
+
+
+def _number(num_samples: int | None) -> str:
+    return "an unknown number of" if num_samples is None else str(num_samples)
 
 
 def _shown(key: str, value: Any) -> tuple[str, str]:

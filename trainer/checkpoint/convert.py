@@ -18,12 +18,12 @@ FORMS = ("full", "sharded", "safetensors", "torch")
 PORTION_BYTES = 1 << 28
 
 
-def convert(directory: Path, out: Path, to: str) -> None:
+def convert(directory: Path, out: Path, to: str, averaged: bool = False) -> None:
     """Write the checkpoint in ``directory`` to ``out``, which must not exist; it appears whole or not at all.
 
     ``full`` and ``sharded`` are directories to resume from; ``sharded`` needs memory for 256 MB or for the
     largest tensor, whatever the source. ``safetensors`` and ``torch`` are files of the model's weights alone,
-    to start from or for other programs.
+    to start from or for other programs; `averaged`: of their moving averages.
 
     Raises:
         UserError: ``directory`` does not verify, ``out`` exists, or its parent does not.
@@ -32,6 +32,8 @@ def convert(directory: Path, out: Path, to: str) -> None:
         raise UserError(f"{out} exists already")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no directory")
+    if averaged and to in ("full", "sharded"):
+        raise UserError(f"--ema writes weights alone, but --to {to} a whole checkpoint, which has both")
     source = whole(directory)
     temporary = out.with_name(f".tmp_{out.name}")
     try:
@@ -39,10 +41,10 @@ def convert(directory: Path, out: Path, to: str) -> None:
             case "full" | "sharded":
                 _write_checkpoint(source, temporary, out, to)
             case "safetensors":
-                write_safetensors(temporary, source.read("model."))
+                write_safetensors(temporary, source.weights(averaged))
                 _appear(temporary, out)
             case "torch":
-                torch.save(source.read("model."), temporary)
+                torch.save(source.weights(averaged), temporary)
                 _appear(temporary, out)
             case _:
                 raise UserError(f"--to {to} is not one of {', '.join(FORMS)}")

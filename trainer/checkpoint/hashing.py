@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from trainer.checkpoint.reading import PlainFile
-from trainer.faults.heartbeat import progress
+from trainer.faults.heartbeat import at_disk
 
 _BLOCK_BYTES = 1 << 20
 _WORTH_A_THREAD_BYTES = 1 << 18
@@ -53,7 +53,8 @@ class HashingFile:
         try:
             written = 0
             while written < len(view):
-                written += self._file.write(view[written:])
+                with at_disk():  # a slow disk is not silence
+                    written += self._file.write(view[written:])
         except OSError as error:
             self.error = self.error or error
             raise
@@ -61,7 +62,6 @@ class HashingFile:
             if hashed is not None:
                 hashed.result()  # the caller may reuse its buffer as soon as this returns
         self._bytes += len(view)
-        progress()  # a slow disk is not silence
         self._push(len(view))
         return len(view)
 
@@ -86,9 +86,10 @@ class HashingFile:
     def close(self) -> None:
         if not self._file.closed:
             try:
-                if self._syncing is not None:
-                    self._syncing.result()
-                os.fsync(self._file.fileno())
+                with at_disk():
+                    if self._syncing is not None:
+                        self._syncing.result()
+                    os.fsync(self._file.fileno())
             finally:
                 self._release()
 

@@ -1,6 +1,6 @@
 """Does a checkpoint fit this run? Decided from names, shapes and dtypes, before any tensor is read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
     targets |= {
         f"buffers.{name}": value for name, value in ours["buffers"].items() if _fits(name, value, shapes)
     }
+    targets |= _averages(ours, shapes)
     parameters: dict[str, Tensor] = dict(parameter_names(state.model))
     for name, (shape, dtype) in shapes.items():
-        if name not in targets and not name.startswith("buffers."):
+        if name not in targets and not name.startswith(("buffers.", "ema.")):
             targets[name] = _new_target(name, shape, dtype, parameters)
     return targets
 
@@ -45,6 +46,18 @@ def other_buffers(state: TrainState, shapes: Shapes) -> str:
     """The non-persistent buffers, five by name, that ``targets_for`` leaves out; empty if there is none."""
     own = state.state_dict()["buffers"]
     return first_five(sorted(name for name, value in own.items() if not _fits(name, value, shapes)))
+
+
+def begins_average(state: TrainState, shapes: Shapes) -> bool:
+    """Whether this run keeps a moving average, of which the checkpoint has none."""
+    return state.average is not None and not _averages(state.state_dict(), shapes)
+
+
+def _averages(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
+    """This run's moving averages by their names in a checkpoint, if that holds them all."""
+    own = {f"ema.weights.{name}": value for name, value in ours["ema"].get("weights", {}).items()}
+    fit = all(shapes.get(name) == (value.shape, value.dtype) for name, value in own.items())
+    return own if fit else {}
 
 
 def _fits(name: str, buffer: Tensor, shapes: Shapes) -> bool:
@@ -61,8 +74,10 @@ def fitting(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, T
         "buffers", {}
     )  # which others than these were left out, and before which there were none
     read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
-    saved: dict[str, Any] = put_together({**plain, "buffers": read}, targets)
     ours = state.state_dict()
+    average = plain.get("ema", {}) if any(name.startswith("ema.") for name in targets) else {}
+    saved: dict[str, Any] = put_together({**plain, "buffers": read, "ema": average}, targets)
+    _compare_kinds(saved["ema"], ours["ema"], "ema", required=ours["ema"].keys() if average else ())
     if saved["model"].keys() != ours["model"].keys():
         raise UserError("the checkpoint is of another model: its state does not name this model's tensors")
     if foreign := sorted(set(saved["optimizer"]["state"]) - set(dict(parameter_names(state.model)))):
@@ -169,16 +184,30 @@ def first_five(items: list[str]) -> str:
 def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     mine, theirs = ours["param_groups"], saved["param_groups"]
     if [group["params"] for group in mine] != [group["params"] for group in theirs]:
-        raise UserError(
-            f"the checkpoint's optimizer has {len(theirs)} groups of {[len(g['params']) for g in theirs]} "
-            f"parameters, this run's has {len(mine)} of {[len(g['params']) for g in mine]}, or others: "
-            "model and optim must be those of the checkpoint"
-        )
+        raise UserError(_other_groups(mine, theirs))
     for my_group, their_group in zip(mine, theirs, strict=True):
         if missing := sorted(set(my_group) - set(their_group)):
             raise UserError(
                 f"the checkpoint is of another optimizer, without {first_five(missing)}; set optim as then"
             )
+
+
+def _other_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> str:
+    """What differs, and what to set: groups come of settings, so that a checkpoint cannot bring its own."""
+    here = {name: group.get("name", "base") for group in mine for name in group["params"]}
+    there = {name: group.get("name", "base") for group in theirs for name in group["params"]}
+    moved = [
+        f"{name} ({there.get(name, 'not trained')} there, {here.get(name, 'not trained')} here)"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
+    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, mine)]
+    undo = "; set optim.undecayed=null, as it had one group for all" if len(theirs) == 1 < len(mine) else ""
+    return (
+        f"the checkpoint's optimizer has {len(theirs)} groups of {sizes[0]} parameters, this run's has "
+        f"{len(mine)} of {sizes[1]}: {first_five(moved) or 'in another order'}; model, model.freeze, "
+        f"optim.groups and optim.undecayed must be those of the checkpoint{undo}"
+    )
 
 
 def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> Tensor:

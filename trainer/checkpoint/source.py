@@ -18,6 +18,7 @@ from trainer.errors import UserError
 from trainer.state import Progress
 
 STATE, RNG = "state.json", "rng.pt"
+PLACES = "places"  # beside the generators of each rank: where its data stood
 _FORMATS: dict[str, tuple[str, Callable[[Path, Manifest], full.TensorFile | sharded.Shards]]] = {
     "full": (full.TENSORS, full.TensorFile.open),
     "sharded": (sharded.METADATA, sharded.Shards.open),
@@ -82,6 +83,13 @@ class Source:
         with open_listed(self.directory, self.manifest, RNG) as file:
             return put_together(self.facts["rng"][str(rank)], full.open_tensors(file), str(rank))
 
+    def places(self) -> list[dict[str, Any]]:
+        """Where the data of each rank stood, as its loader said; there are checkpoints without."""
+        if PLACES not in self.facts["rng"]:
+            return []
+        with open_listed(self.directory, self.manifest, RNG) as file:
+            return put_together(self.facts["rng"][PLACES], full.open_tensors(file), PLACES)
+
     def read_into(self, targets: dict[str, Tensor], group: torch_dist.ProcessGroup | None) -> None:
         """Fill the tensors (whole, or sharded in any layout) by their names.
 
@@ -93,6 +101,17 @@ class Source:
         """The whole tensors whose names begin with ``prefix``, by the rest of it; needs no process group."""
         found = self._tensors.read([name for name in self.shapes if name.startswith(prefix)])
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+    def weights(self, averaged: bool) -> dict[str, Tensor]:
+        """The model's state; of what `ema.decay` kept a moving average, on request that.
+
+        Raises:
+            UserError: there are no averages.
+        """
+        averages = self.read("ema.weights.") if averaged else {}
+        if averaged and not averages:
+            raise UserError(f"{printable(self.directory)} holds no averages: its run had ema.decay=null")
+        return self.read("model.") | averages
 
 
 def whole(directory: Path, part: int = 0, parts: int = 1) -> Source:
@@ -119,14 +138,14 @@ def _read_facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
     facts = Fields(str(path), read_json(path, data))
     facts.text("strategy"), facts.text("torch_version"), facts.mapping("config")
     state, rng = facts.mapping("state"), facts.mapping("rng")
-    for section in ("model", "schedule", "scaler", *({"buffers"} & state.values.keys())):
+    for section in ("model", "schedule", "scaler", *({"buffers", "ema"} & state.values.keys())):
         state.mapping(section)
     optimizer = state.mapping("optimizer")
     optimizer.mapping("state")
     for index, group in enumerate(optimizer.sequence("param_groups")):
         Fields(f"{path}: param_groups.{index}", group).sequence("params", of=str)
     progress = _progress(state.mapping("progress"), facts.mapping("config"))
-    if "num_samples" in facts.values:
+    if facts.values.get("num_samples") is not None:  # None: a stream
         facts.count("num_samples")
     if facts.count("world_size") < 1:
         raise UserError(f"{printable(path)} has world_size 0")

@@ -31,6 +31,7 @@ from trainer.checkpoint.reading import (
     read_json,
 )
 from trainer.errors import UserError
+from trainer.faults.heartbeat import at_disk
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +219,7 @@ class Store:
     def temporary(self, step: int) -> Path:
         return self.root / f"{_TEMPORARY}{self.path(step).name}"
 
+    @at_disk()
     def begin(self, step: int) -> Path:
         """An empty temporary directory to fill for ``step``."""
         self.root.mkdir(parents=True, exist_ok=True)
@@ -227,6 +229,7 @@ class Store:
         directory.mkdir()
         return directory
 
+    @at_disk()
     def commit(
         self, step: int, format: str, files: Mapping[str, FileDigest], metrics: Mapping[str, float]
     ) -> Path:
@@ -275,6 +278,7 @@ class Store:
         link.replace(latest)
         fsync_directory(self.root)
 
+    @at_disk()
     def abandon(self, step: int) -> None:
         """Remove what a failed save left. Never raises: the failure itself is the news."""
         shutil.rmtree(self.temporary(step), ignore_errors=True)
@@ -332,6 +336,7 @@ class Store:
                 owners[path] = read_manifest(path).run_id
         return {path: owner for path, owner in owners.items() if owner != self.run_id}
 
+    @at_disk()
     def prune(self, retention: Retention) -> list[Path]:
         """Delete what ``retention`` does not keep of this run's; returns it. Without a manifest it stays."""
         manifests: dict[Path, Manifest] = {}
@@ -372,14 +377,14 @@ def _best(manifests: Mapping[Path, Manifest], metric: str, mode: str) -> Path | 
     return (max if mode == "max" else min)(scored)[1] if scored else None
 
 
-def best_checkpoint(run_dir: Path, metric: str, mode: str) -> Path:
+def best_checkpoint(run_dir: Path, metric: str, mode: str, run_id: str | None = None) -> Path:
     """The checkpoint of a run with the best ``metric``; ``mode`` is min or max. Nothing is verified yet.
 
     Raises:
         UserError: none was saved with a finite ``metric``.
     """
     manifests = {}
-    for directory in Store(run_dir / "checkpoints").newest_first():
+    for directory in Store(run_dir / "checkpoints", run_id).newest_first():
         with contextlib.suppress(UserError):
             manifests[directory] = read_manifest(directory)
     best = _best(manifests, metric, mode)

@@ -105,16 +105,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise UserError(f"model.init_from={printable(path)}: {error}") from error
 
 
-def model_state(path: Path) -> dict[str, Tensor]:
-    """All that the model in ``path`` holds: a checkpoint, or a run, which means its newest whole one.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
-    return _checkpoint_in(path, asked="").read("model.")
-
-
-def _checkpoint_in(directory: Path, asked: str = "model.init_from=") -> Source:
+def _checkpoint_in(directory: Path) -> Source:
     """The checkpoint there; of a run, the newest that is whole."""
     root = next((path for path in (directory / "checkpoints", directory) if path.is_dir()), directory)
     found = [] if (directory / MANIFEST).exists() else Store(root).newest_first()
@@ -124,11 +115,11 @@ def _checkpoint_in(directory: Path, asked: str = "model.init_from=") -> Source:
         try:
             source = whole(candidate)
         except UserError as error:
-            log.warning("%s%s passes over %s: %s", asked, directory, candidate.name, error)
+            log.warning("model.init_from=%s passes over %s: %s", directory, candidate.name, error)
         else:
-            log.info("%s%s: from %s", asked, directory, candidate.name)
+            log.info("model.init_from=%s: from %s", directory, candidate.name)
             return source
-    raise UserError(f"{asked}{printable(directory)}: none of its {len(found)} checkpoints is whole")
+    raise UserError(f"model.init_from={printable(directory)}: none of its {len(found)} checkpoints is whole")
 
 
 def _without_prefixes(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:

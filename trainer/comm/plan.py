@@ -1,7 +1,7 @@
-"""Predict every all-reduce algorithm at any world size: `python -m trainer.comm.plan --hosts 512 ...`.
+"""Predict all-reduces and parameter servers at any world size: `python -m trainer.comm.plan --hosts 512 ...`.
 
-Simulates the schedules themselves on links measured by `trainer.comm.preflight --json FILE` or given by hand,
-and prints time, traffic and the best choice.
+Simulates the schedules themselves on links that `trainer.comm.preflight --json FILE` measured, or as given;
+prints time, traffic and the best choice. `--formulas` prints the textbooks' traffic beside the schedules'.
 """
 
 import argparse
@@ -11,16 +11,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.comm.network.predict import Machine, Prediction, measured, predict
+from trainer.comm.schedules import formulas
 from trainer.comm.schedules.algorithms import ALGORITHMS, build
+from trainer.comm.schedules.exchange import exchange
 from trainer.comm.schedules.pipeline import SEGMENT_MB
 
+BUCKET_MB = 4.0  # strategy.bucket_mb
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    if options.formulas:
+        hosts = _places(options, options.hosts)
+        dedicated = [count for count in _servers(options, len(hosts)) if count < len(hosts)]
+        print(formulas.table(hosts, round(options.megabytes * 1e6), dedicated))
+        return 0
     predictions = predict_all(options, options.hosts)
     print(table(options, predictions))
+    if exchanges := predict_exchanges(options):
+        print(f"\n{exchange_table(options, exchanges, predictions)}")
     if options.plot:
         worlds = sorted({1 << i for i in range(options.hosts.bit_length())} | {options.hosts})
         curves = {hosts: predict_all(options, hosts) for hosts in worlds[:-1]}
@@ -43,6 +53,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--local-gbit", type=float, help="from one process to another of its host")
     add("--local-latency-us", type=float, help="of a message within a host")
     add("--message-us", type=float, help="what a process spends on sending or receiving any message")
+    add("--servers", default="", metavar="1,2,all", help="predict parameter servers too, so many each")
+    add("--formulas", action="store_true", help="print the classic traffic table; needs no link")
     add("--plot", type=Path, metavar="FILE", help="draw time over world size, log-log (.png, .svg or .pdf)")
     options = parser.parse_args(argv)
     for name in ("hosts", "per_host", "megabytes", "segment_mb", "gbit", "local_gbit"):
@@ -53,6 +65,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and not 0 <= value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} {value}: a number of microseconds is needed, 0 or more")
+    world_size = options.hosts * options.per_host
+    for word in filter(None, options.servers.split(",")):
+        if word != "all" and not (word.isdecimal() and 0 < int(word) < world_size):
+            parser.error(f"--servers {word}: all, or a number from 1 to {world_size - 1}: one rank must work")
+    if options.formulas:
+        return options
     try:
         options.machine = _machine(options)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -86,7 +104,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def predict_all(options: argparse.Namespace, num_hosts: int) -> dict[str, Prediction]:
     """Every algorithm on `num_hosts` hosts, fastest first."""
-    hosts = tuple(rank // options.per_host for rank in range(num_hosts * options.per_host))
+    hosts = _places(options, num_hosts)
     itemsize = _ITEMSIZE[options.wire_dtype]
     numel = max(1, round(options.megabytes * 1e6 / _ITEMSIZE["fp32"]))
     segment_bytes = max(itemsize, round(options.segment_mb * (1 << 20)))
@@ -97,6 +115,58 @@ def predict_all(options: argparse.Namespace, num_hosts: int) -> dict[str, Predic
             schedules, hosts, options.machine, numel * itemsize, itemsize, segment_bytes
         )
     return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+
+
+def _places(options: argparse.Namespace, num_hosts: int) -> tuple[int, ...]:
+    """The host of every rank."""
+    return tuple(rank // options.per_host for rank in range(num_hosts * options.per_host))
+
+
+def _servers(options: argparse.Namespace, world_size: int) -> list[int]:
+    """How many ranks serve, each time; as many as there are: all of them, which also work."""
+    return [world_size if word == "all" else int(word) for word in options.servers.split(",") if word]
+
+
+def predict_exchanges(options: argparse.Namespace) -> dict[int, tuple[Prediction, Prediction]]:
+    """Push and pull of fp32 values, by the number of servers that --servers names."""
+    hosts = _places(options, options.hosts)
+    num_bytes = round(options.megabytes * 1e6)
+    found = {}
+    for count in _servers(options, len(hosts)):
+        workers = range(len(hosts)) if count == len(hosts) else range(count, len(hosts))
+        push, pull = exchange(range(count), workers)
+        segment_bytes = round(BUCKET_MB * (1 << 20))
+        found[count] = (
+            predict(push, hosts, options.machine, num_bytes, segment_bytes=segment_bytes),
+            predict(pull, hosts, options.machine, num_bytes, segment_bytes=segment_bytes),
+        )
+    return found
+
+
+def exchange_table(
+    options: argparse.Namespace,
+    exchanges: dict[int, tuple[Prediction, Prediction]],
+    predictions: dict[str, Prediction],
+) -> str:
+    world_size = options.hosts * options.per_host
+    lines = [
+        f"{'servers':<9}{'workers':<9}{'push':>11}{'pull':>11}{'both':>11}{'server sends':>14}  held up by"
+    ]
+    for count, (push, pull) in exchanges.items():
+        everybody = count == world_size
+        workers = world_size if everybody else world_size - count
+        lines.append(
+            f"{'all' if everybody else count:<9}{workers:<9}{_seconds(push.seconds):>11}"
+            f"{_seconds(pull.seconds):>11}{_seconds(push.seconds + pull.seconds):>11}"
+            f"{_bytes(pull.traffic.sent[0]):>14}  {push.bottleneck}"
+        )
+    (best, first), *_ = predictions.items()
+    fastest = min(exchanges.values(), key=lambda ways: ways[0].seconds + ways[1].seconds)
+    ratio = (fastest[0].seconds + fastest[1].seconds) / first.seconds if first.seconds else 1.0
+    lines.append(
+        f"the fastest of them takes {ratio:.2f} x the time of comm={best}, before any of it is hidden"
+    )
+    return "\n".join(lines)
 
 
 def table(options: argparse.Namespace, predictions: dict[str, Prediction]) -> str:

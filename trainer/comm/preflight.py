@@ -13,14 +13,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from trainer.comm.network import interface
-from trainer.comm.network.checks import CHECKS, NEED_TWO, wrong
+from trainer.comm.network.checks import CHECKS, NEED_TWO, OF_ALL, Member, wrong
 from trainer.comm.network.costs import measure_costs
 from trainer.comm.network.join import JoinError, Place, connect, deadline, meet, write
 from trainer.comm.network.links import measure_links
@@ -89,21 +91,12 @@ def _examine(
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
         dist.monitored_barrier(control, timeout, wait_all_ranks=True)
-    for name, check in CHECKS.items():
-        if name in NEED_TWO and place.world_size < 2:
-            report.skipped[name] = "needs two ranks"
-            continue
-        with trying(name):
-            try:
-                fault = wrong(check(me))
-            except (NotImplementedError, RuntimeError) as error:
-                if "not support" not in str(error):
-                    raise
-                report.skipped[name] = "this backend has none"
-                continue
-            started = time.perf_counter()
-            wrong(check(me))
-            report.operations[name] = (fault or "", (time.perf_counter() - started) * 1e3)
+    with trying("sub groups"):
+        group = _sub_group(me)
+    _check_operations(me, group, trying, report, "")
+    if "nccl" in report.backend:  # what the trainer uses beside it
+        on_host = replace(me, device=torch.device("cpu"), group=control)
+        _check_operations(on_host, None, trying, report, " (gloo)")
     with trying("links between hosts", steps=len(set(place.hosts)) + 1):
         report.links = measure_links(me, place.ranks_by_host)
     with trying("costs of the processors", steps=2):
@@ -112,6 +105,49 @@ def _examine(
         report.interface, report.address = used
     with trying("monitored_barrier at the end"):
         dist.monitored_barrier(control, timeout, wait_all_ranks=True)
+
+
+def _sub_group(me: Member) -> Member:
+    """This rank among the even ones, or the odd."""
+    found = me
+    for parity in (0, 1):
+        ranks = tuple(range(parity, me.world_size, 2))
+        group = dist.new_group(ranks) if ranks else None
+        if me.rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            found = Member(ranks.index(me.rank), len(ranks), me.device, group, ranks)
+    return found
+
+
+def _check_operations(
+    me: Member,
+    sub_group: Member | None,
+    trying: Callable[[str], AbstractContextManager[None]],
+    report: Report,
+    suffix: str,
+) -> None:
+    """Run each operation on all ranks, and again in `sub_group`, both halves of the ranks at once."""
+    for name, check in CHECKS.items():
+        if name in OF_ALL and sub_group is None:
+            continue
+        if name in NEED_TWO and me.world_size < 2:
+            report.skipped[name + suffix] = "needs two ranks"
+            continue
+        with trying(name):
+            try:
+                fault = wrong(check(me))
+            except (NotImplementedError, RuntimeError) as error:
+                if "not support" not in str(error):
+                    raise
+                report.skipped[name + suffix] = "this backend has none"
+                continue
+            started = time.perf_counter()
+            wrong(check(me))
+            report.operations[name + suffix] = (fault or "", (time.perf_counter() - started) * 1e3)
+            if sub_group is not None and name not in OF_ALL | (
+                NEED_TWO if sub_group.world_size < 2 else set()
+            ):
+                report.in_sub_groups[name + suffix] = wrong(check(sub_group)) or ""
 
 
 def _conclude(place: Place, report: Report, options: argparse.Namespace) -> int:

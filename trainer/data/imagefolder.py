@@ -1,9 +1,9 @@
 """A folder of images for each class, as ImageNet comes."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 
-import torch
 from PIL import Image
 from torchvision import datasets
 from torchvision.transforms import v2
@@ -12,31 +12,39 @@ from trainer.data.images import check_split
 from trainer.errors import UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+MAX_PIXELS = 89_478_485  # Pillow's own limit, a quarter of a gigabyte in RGB
 
 
 class ImageFolder(datasets.ImageFolder):
     """``root/train/<class>/*`` and ``root/val/<class>/*``, or ``root/eval``.
 
-    Images come normalised, (3, image_size, image_size). Training takes a random crop of 8 to 100 % of the
-    area and mirrors every other image; evaluation takes the centre, 7/8 of the shorter side.
+    Images come as bytes, (3, image_size, image_size), to be normalised on the device, and mirrored there by
+    ``data.images.flip``. Training takes a random crop of 8 to 100 % of the area; evaluation takes the centre,
+    7/8 of the shorter side.
+
+    Args:
+        image_size: in pixels; None hands out whole PIL images, for ``data.train_transforms`` and
+            ``data.eval_transforms`` to make tensors of.
+        max_pixels: an image of more is taken for a decompression bomb and refused, as one that is broken.
 
     Raises:
         UserError: a folder missing, empty, or with other classes than the training folder; OSError when an
             image that cannot be decoded, or is too large to be one in good faith, is fetched.
     """
 
-    def __init__(self, split: str, root: str, image_size: int = 224) -> None:
+    mean, std = MEAN, STD
+
+    def __init__(
+        self, split: str, root: str, image_size: int | None = 224, max_pixels: int = MAX_PIXELS
+    ) -> None:
         check_split(split)
-        if image_size < 1:
-            raise UserError(f"data.dataset.image_size={image_size} is not at least 1")
-        last = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-        if split == "train":
-            first = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
-        else:
-            first = [v2.Resize(round(image_size * 8 / 7)), v2.CenterCrop(image_size)]
+        for name, value in (("image_size", image_size), ("max_pixels", max_pixels)):
+            if value is not None and value < 1:
+                raise UserError(f"data.dataset.{name}={value} is not at least 1")
+        crop = _crop(split, image_size) if image_size is not None else None
         folder = _folder_of(split, Path(root))
         try:
-            super().__init__(folder, transform=v2.Compose(first + last), loader=read_rgb)
+            super().__init__(folder, transform=crop, loader=partial(read_rgb, max_pixels=max_pixels))
             train_classes, _ = self.find_classes(Path(root, "train"))
         except FileNotFoundError as error:
             raise UserError(f"data.dataset.root={root}: {error}") from error
@@ -47,7 +55,14 @@ class ImageFolder(datasets.ImageFolder):
                 f"one of them only: {', '.join(odd[:5])}"
             )
         self.num_classes = len(self.classes)
-        self.input_shape = (3, image_size, image_size)
+        if image_size is not None:
+            self.input_shape = (3, image_size, image_size)
+
+
+def _crop(split: str, size: int) -> v2.Transform:
+    if split == "train":
+        return v2.Compose([v2.RandomResizedCrop(size), v2.PILToTensor()])
+    return v2.Compose([v2.Resize(round(size * 8 / 7)), v2.CenterCrop(size), v2.PILToTensor()])
 
 
 def _folder_of(split: str, root: Path) -> Path:
@@ -60,13 +75,14 @@ def _folder_of(split: str, root: Path) -> Path:
     )
 
 
-def read_rgb(path: str) -> Image.Image:
+def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode the whole image.
 
     Raises:
         OSError: naming the path, whatever it was that the decoder stumbled over; also for an image of more
-            than ``PIL.Image.MAX_IMAGE_PIXELS``, which could be a decompression bomb.
+            than ``max_pixels``, which could be a decompression bomb.
     """
+    Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow looks for it before it decodes; for the whole process
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)

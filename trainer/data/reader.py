@@ -3,7 +3,7 @@
 import logging
 import multiprocessing
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,12 @@ MAX_REPLACEMENTS = 100
 class BatchReader(Dataset[Any]):
     """Turns what a sampler yields into collated batches of a map-style dataset.
 
-    A dataset with ``__getitems__`` hands out whole batches and is taken to be deterministic. Any other is
-    read sample by sample, and Python's, NumPy's and torch's generators are seeded from (seed, epoch, index)
-    before each ``__getitem__``: augmentation depends neither on the world size, nor on the number of workers,
-    nor on where a run was resumed, and reading in the main process leaves its generators as they were.
+    A dataset with ``__getitems__`` hands out whole batches and is taken to be deterministic; one that has
+    ``draw(indices, numbers)`` as well makes its training batches with a random number for each sample, a
+    uint64 that follows from (seed, epoch, index) alone. Any other is read sample by sample, and Python's,
+    NumPy's and torch's generators are seeded from (seed, epoch, index) before each ``__getitem__``:
+    augmentation depends neither on the world size, nor on the number of workers, nor on where a run was
+    resumed, and reading in the main process leaves its generators as they were.
 
     Args:
         seed: not negative.
@@ -97,24 +99,27 @@ class TrainReader(BatchReader):
         epoch, indices = key
         if self.in_batches:
             self.heartbeat.read(indices[0])
+            if hasattr(self.dataset, "draw"):
+                return collate(self.dataset.draw(indices, random_numbers(self.seed, epoch, indices)))
             return collate(self.dataset.__getitems__(indices))  # type: ignore[attr-defined]
         with generators_kept():
             return default_collate([self._read_or_next(epoch, index) for index in indices])
 
 
 class EvalReader(BatchReader):
-    """Reads indices as EvalSampler yields them into (batch, is_real); a skipped sample is left out.
+    """Reads indices as EvalSampler yields them into (batch, indices); a skipped sample is left out of both.
 
-    With nothing to read, one sample fills in and ``is_real`` is False.
+    With nothing to read, one sample fills in and the indices are empty.
     """
 
-    def _read_batch(self, key: list[int]) -> tuple[Any, bool]:
+    def _read_batch(self, key: list[int]) -> tuple[Any, list[int]]:
         if self.in_batches:
             self.heartbeat.read((key or [0])[0])
-            return collate(self.dataset.__getitems__(key or [0])), bool(key)  # type: ignore[attr-defined]
+            return collate(self.dataset.__getitems__(key or [0])), key  # type: ignore[attr-defined]
         with generators_kept():
-            samples = [sample for index in key if (sample := self._read(0, index)) is not None]
-            return default_collate(samples or [self._read_or_next(0, 0)]), bool(samples)
+            read = [(index, sample) for index in key if (sample := self._read(0, index)) is not None]
+            samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
+            return default_collate(samples), [index for index, _ in read]
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:
@@ -127,6 +132,18 @@ def fetches_batches(dataset: Dataset[Any]) -> bool:
 def collate(fetched: Any) -> Any:
     """By torch's convention ``__getitems__`` returns a list of samples; anything else is a batch already."""
     return default_collate(fetched) if isinstance(fetched, list) else fetched
+
+
+def random_numbers(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
+    """A uint64 for each index, from the three alone: a thousand cost what one generator's seeding does.
+
+    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014 (SplitMix64).
+    """
+    begin = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    mixed = begin + np.asarray(indices, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def seed_generators(seed: int, epoch: int, index: int) -> None:

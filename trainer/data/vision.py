@@ -12,7 +12,8 @@ from torch import Tensor
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from trainer.data.images import AugmentedImages, ImagesInMemory, check_split
+from trainer.data.images import ImagesInMemory, check_split
+from trainer.data.transforms import Transformed
 from trainer.errors import UserError
 
 DOWNLOAD_TIMEOUT_S = 3600.0
@@ -20,7 +21,7 @@ DOWNLOAD_TIMEOUT_S = 3600.0
 
 def mnist(
     split: str, root: str = "datasets", download: bool = False, augment: bool = False
-) -> ImagesInMemory | AugmentedImages:
+) -> ImagesInMemory | Transformed:
     """Handwritten digits, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by up to 2 pixels.
 
     Raises:
@@ -32,7 +33,7 @@ def mnist(
 
 def fashion_mnist(
     split: str, root: str = "datasets", download: bool = False, augment: bool = False
-) -> ImagesInMemory | AugmentedImages:
+) -> ImagesInMemory | Transformed:
     """Articles of clothing, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by up to 2 pixels and mirrors.
 
     Raises:
@@ -40,12 +41,12 @@ def fashion_mnist(
     """
     images = _load(datasets.FashionMNIST, split, root, download, (0.2860,), (0.3530,))
     shift = v2.RandomCrop(28, padding=2)
-    return _augmented(images, split, augment, v2.Compose([shift, v2.RandomHorizontalFlip()]))
+    return _augmented(images, split, augment, shift, v2.RandomHorizontalFlip())
 
 
 def cifar10(
     split: str, root: str = "datasets", download: bool = False, augment: bool = False
-) -> ImagesInMemory | AugmentedImages:
+) -> ImagesInMemory | Transformed:
     """Small photographs, (3, 32, 32), 50,000 and 10,000; ``augment`` shifts by up to 4 pixels and mirrors.
 
     Raises:
@@ -54,13 +55,13 @@ def cifar10(
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     images = _load(datasets.CIFAR10, split, root, download, mean, std)
     shift = v2.RandomCrop(32, padding=4)
-    return _augmented(images, split, augment, v2.Compose([shift, v2.RandomHorizontalFlip()]))
+    return _augmented(images, split, augment, shift, v2.RandomHorizontalFlip())
 
 
 def _augmented(
-    images: ImagesInMemory, split: str, augment: bool, transform: Callable[[Tensor], Tensor]
-) -> ImagesInMemory | AugmentedImages:
-    return AugmentedImages(images, transform) if augment and split == "train" else images
+    images: ImagesInMemory, split: str, augment: bool, *transforms: Callable[[Tensor], Tensor]
+) -> ImagesInMemory | Transformed:
+    return Transformed(images, transforms, "data.dataset.augment") if augment and split == "train" else images
 
 
 def _load(

@@ -6,10 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
-
 NAME = "failure.json"
-_FINAL = {error.exit_code for error in (UserError, NonFiniteLossError, StoppedBySignal)}
 
 
 def write(run_dir: Path, facts: dict[str, Any]) -> None:
@@ -27,12 +24,6 @@ def read(run_dir: Path) -> dict[str, Any] | None:
         if isinstance(facts, dict) and isinstance(facts.get("status"), int):
             return facts
     return None
-
-
-def last_word(run_dir: str | None, attempt: int) -> dict[str, Any] | None:
-    """What failure.json says of an earlier attempt of this launch that a restart cannot help; else None."""
-    facts = read(Path(run_dir)) if run_dir is not None and attempt > 0 else None
-    return facts if facts is not None and facts["status"] in _FINAL else None
 
 
 def forget(run_dir: Path) -> None:

@@ -9,7 +9,9 @@ import contextlib
 import json
 import mmap
 import os
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,7 @@ _RECORD_BYTES, _NOTE_BYTES = 128, 8192
 _SIZE = _RECORD_BYTES * (1 + MAX_WORKERS) + _NOTE_BYTES
 # Words of a record, int64 each.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _SINCE, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(11)
+_AT_DISK, _DISK_NS = range(11, 13)
 _NONE = -1
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
 
@@ -49,6 +52,7 @@ class Beat:
         index: the sample being read, or the first one of the batch; None between batches.
         progress_ns: the last sign of progress: the phase, a bucket, a sample, bytes of a checkpoint.
         tick_ns: when the process's own watch was last awake; 0 if it has none.
+        disk_ns: how long the disk may take over what some thread waits for it with; 0 where none does.
     """
 
     pid: int
@@ -61,6 +65,7 @@ class Beat:
     index: int | None
     progress_ns: int
     tick_ns: int
+    disk_ns: int
 
 
 class Heartbeat:
@@ -77,6 +82,7 @@ class Heartbeat:
             os.ftruncate(self.fd, _SIZE)
         self._memory = mmap.mmap(self.fd, _SIZE)
         self._num_reserved = 0
+        self._counting = threading.Lock()
         self._serve(0)
 
     def __del__(self) -> None:
@@ -112,6 +118,11 @@ class Heartbeat:
         words[_BUCKET] = _NONE
         words[_POSITION] += 1
 
+    def skip(self, phases: tuple[str, ...], times: int) -> None:
+        """Pass through phases that others enter so often, with nothing to do: nobody waits for this one."""
+        for phase in phases * times:
+            self.enter(phase)
+
     def read(self, index: int) -> None:
         """This process begins to read sample `index`."""
         words = self._words
@@ -140,6 +151,24 @@ class Heartbeat:
     def progress(self) -> None:
         """A sign of life within a phase that may take long: a piece of a file has been written, say."""
         self._words[_PROGRESS] = time.monotonic_ns()
+
+    def disk_may_take(self, seconds: float) -> None:
+        """Whoever is within `at_disk` may be silent for so long."""
+        self._words[_DISK_NS] = int(seconds * 1e9)
+
+    @contextlib.contextmanager
+    def at_disk(self) -> Iterator[None]:
+        """Around what the disk may hold for long, an fsync say, in any thread, without a sign of life."""
+        self._count_at_disk(1)
+        try:
+            yield
+        finally:
+            self._count_at_disk(-1)
+
+    def _count_at_disk(self, change: int) -> None:
+        with self._counting:
+            self._words[_AT_DISK] += change
+            self.progress()
 
     def tick(self) -> None:
         self._words[_TICK] = time.monotonic_ns()
@@ -172,6 +201,13 @@ def progress() -> None:
         _of_this_process.progress()
 
 
+@contextlib.contextmanager
+def at_disk() -> Iterator[None]:
+    """As Heartbeat.at_disk, likewise."""
+    with contextlib.nullcontext() if _of_this_process is None else _of_this_process.at_disk():
+        yield
+
+
 class Records:
     """What another process (or this one) reads of a heartbeat."""
 
@@ -199,12 +235,10 @@ class Records:
 
     def workers(self) -> dict[int, Beat]:
         """Those of the data workers that have begun, by number."""
-        found = {}
-        for number in range(1, MAX_WORKERS + 1):
-            words = _words(self._memory, number)
-            if words[_KIND] == _MAGIC:
-                found[number] = _beat(words)
-        return found
+        words = memoryview(self._memory)[: _RECORD_BYTES * (1 + MAX_WORKERS)].cast("q")
+        kinds = words[_KIND :: _RECORD_BYTES // 8].tolist()  # at once: a watch asks five times a second
+        begun = [number for number, kind in enumerate(kinds) if number and kind == _MAGIC]
+        return {number: _beat(_words(self._memory, number)) for number in begun}
 
     def note(self) -> dict[str, Any] | None:
         """How the process said it ends; None if it did not."""
@@ -231,4 +265,5 @@ def _beat(words: memoryview) -> Beat:
         index=words[_INDEX] if words[_INDEX] != _NONE else None,
         progress_ns=words[_PROGRESS],
         tick_ns=words[_TICK],
+        disk_ns=words[_DISK_NS] if words[_AT_DISK] else 0,
     )

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -12,6 +13,12 @@ def state(pid: int) -> str:
     if fields is None or fields[0] in "ZX":
         return "dead"
     return "stopped" if fields[0] in "Tt" else "running"
+
+
+def parent(pid: int) -> int | None:
+    """None once there is no such process."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[1])
 
 
 def ending(pid: int) -> str | None:
@@ -37,26 +44,31 @@ def _stat(pid: int) -> list[str] | None:
 
 
 class MemoryKills:
-    """How often the kernel has killed for want of memory since this was made, where it can be read."""
+    """How often the kernel has killed for want of memory since this was made, where it can be read.
 
-    def __init__(self) -> None:
-        self._sources = [Path("/proc/vmstat"), *_of_cgroup()]
+    Args:
+        pids: of processes whose control groups, each may have its own, are asked too.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        of_groups = [file for pid in pids for file in _of_cgroup(pid)]
+        self._sources = [Path("/proc/vmstat"), *dict.fromkeys(of_groups)]
         self._before = {path: _oom_kills(path) for path in self._sources}
 
     def words(self) -> str | None:
         """Who says that there was one; None if nobody does."""
-        for path in reversed(self._sources):  # the cgroup first: it is ours alone
+        for path in reversed(self._sources):  # a cgroup first: it holds less than the whole machine
             if _oom_kills(path) > self._before[path]:
                 who = "the kernel" if path.name == "vmstat" else "the cgroup"
                 return f"for want of memory, says {who} ({path})"
         return None
 
 
-def _of_cgroup() -> list[Path]:
-    """memory.events of this process's control group (version 2) or memory.oom_control (1)."""
+def _of_cgroup(pid: int) -> list[Path]:
+    """memory.events of a process's control group (version 2) or memory.oom_control (1)."""
     files = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 files.append(Path("/sys/fs/cgroup" + path.rstrip("/"), "memory.events"))

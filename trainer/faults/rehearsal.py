@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from trainer.config import (
 )
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
-from trainer.state import TrainState
+from trainer.state import Progress
 
 log = logging.getLogger(__name__)
 
+Replicated = Callable[[], Iterable[tuple[str, Tensor]]]
 MARKER = "fault.json"  # in the run directory: what was done, and when
 
 
@@ -55,7 +56,7 @@ class Rehearsal:
             UserError: on every rank alike, where the run has no such rank or host.
         """
         self._rank, self._marker = rank, run_dir / MARKER
-        self._state: TrainState | None = None
+        self._replicated: Replicated | None = None
         self._fault = fault if isinstance(fault, TimedFaultConfig) else None
         if self._fault is not None and _read(self._marker).get("fault") == dataclasses.asdict(fault):
             log.info("fault=%s was made in this run before, and is not again", fault.kind)
@@ -67,29 +68,32 @@ class Rehearsal:
         """The one to be told of phases from now on: `heartbeat` itself, but on the rank of the fault."""
         return _Overheard(heartbeat, self._at) if self._is_here else heartbeat
 
-    def meet(self, state: TrainState, total_steps: int, replicated: bool) -> None:
+    def meet(
+        self, model: nn.Module, progress: Progress, total_steps: int, replicated: Replicated | None
+    ) -> None:
         """Be told what some faults change, before the first step.
 
         Args:
-            replicated: whether there are ranks that hold the same.
+            model: what this rank computes with.
+            replicated: yields what ranks hold the same of, by name; None where there are no such ranks.
 
         Raises:
             UserError: on every rank alike, where this run will never be at the step of the fault.
         """
-        fault, done = self._fault, state.progress.step
+        fault, done = self._fault, progress.step
         if fault is None:
             return
         if not done < fault.step <= total_steps:
             begin = f"goes on after step {done} and " if done else ""
             raise UserError(f"fault.step is {fault.step}, but the run {begin}has {total_steps} steps")
-        if fault.kind == "diverge" and not replicated:
+        if fault.kind == "diverge" and replicated is None:
             raise UserError(
                 "fault=diverge needs ranks that hold the same: strategy=ddp on several, or strategy=fsdp "
                 "with strategy.shard_group=host on several hosts"
             )
-        self._state = state
+        self._replicated = replicated
         if fault.kind == "nan" and self._is_here:
-            state.model.register_forward_hook(self._poison)
+            model.register_forward_hook(self._poison)
 
     def _at(self, phase: str, step: int) -> None:
         fault = self._fault
@@ -129,8 +133,8 @@ class Rehearsal:
         return _times_nan(output) if poisons else output
 
     def _diverge(self, fault: DivergeFaultConfig) -> None:
-        assert self._state is not None
-        tensors = {name: _local(tensor) for name, tensor in self._state.replicated()}
+        assert self._replicated is not None
+        tensors = {name: _local(tensor) for name, tensor in self._replicated()}
         name = fault.tensor or next(name for name, tensor in tensors.items() if tensor.numel())
         if name not in tensors or not tensors[name].numel():
             raise UserError(f"fault.tensor is {name}, but rank {self._rank} has {', '.join(tensors)}")

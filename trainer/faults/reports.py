@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _EVERY_S, _EAGER_EVERY_S, _OTHERS_EVERY_S = 1.0, 0.2, 5.0
+_ENDED_S = 5.0  # for the store to take the last word of a host
 _VERDICT = "verdict"
 
 
@@ -40,18 +41,20 @@ class Reports:
         self._counts = dict.fromkeys(self._hosts, -1)
         now = time.monotonic()
         self._heard_at = dict.fromkeys(self._hosts, now)
-        self._answered_at = now
+        self._answered_at = self._eager_since = now
         self._own: list[Observed] = []
         self._eager, self._asked = False, threading.Event()
         self._proposed: Verdict | None = None
         self._agreed = threading.Event()
-        threading.Thread(target=self._run, name="reports", daemon=True).start()
+        self._over = self._ended_well = False
+        self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
+        self._thread.start()
 
     def tell(self, own: Sequence[Observed], eager: bool) -> None:
         """This host's report; `eager`: something is wrong, so write and read at once and often."""
         self._own = list(own)
         if eager and not self._eager:
-            self._eager = True
+            self._eager, self._eager_since = True, time.monotonic()
             self._asked.set()
         self._eager = eager
 
@@ -61,7 +64,11 @@ class Reports:
         answer_age = now - self._answered_at
         observed = []
         for host in self._hosts:
-            age = max(now - self._heard_at[host], answer_age if answer_age > 1.5 * _EVERY_S else 0.0)
+            # Before, it was read now and then: what is old then is no silence.
+            heard_at = max(self._heard_at[host], self._eager_since)
+            age = max(now - heard_at, answer_age if answer_age > 1.5 * _EVERY_S else 0.0)
+            if all(rank.status == 0 for rank in self._known[host]):
+                age = 0.0  # there is nothing more to be heard
             observed += [dataclasses.replace(rank, heard_s=age) for rank in self._known[host]]
         return observed
 
@@ -72,11 +79,21 @@ class Reports:
         self._agreed.wait(timeout_s)
         return self.verdict or verdict
 
+    def close(self, ended_well: bool = False) -> None:
+        """This host reports no more, and says why if it has `ended_well` and the store answers in time."""
+        self._over, self._ended_well = True, ended_well
+        self._asked.set()
+        self._thread.join(_ENDED_S if ended_well else 2 * _EAGER_EVERY_S)
+
     def _run(self) -> None:
         count, next_others, store = 0, 0.0, None
         while True:
             try:
                 store = store or self._connect()
+                if self._over:
+                    if self._ended_well:
+                        store.set(f"ended/{self._host}", "")
+                    return
                 count += 1
                 report = {"count": count, "ranks": [dataclasses.asdict(rank) for rank in self._own]}
                 store.set(f"report/{self._host}", json.dumps(report))
@@ -86,6 +103,8 @@ class Reports:
                     next_others = time.monotonic() + _OTHERS_EVERY_S
                 self._answered_at = time.monotonic()
             except RuntimeError:  # torch's DistStoreError and DistNetworkError are
+                if self._over:
+                    return
                 store = None
             self._asked.wait(_EAGER_EVERY_S if self._eager else _EVERY_S)
             self._asked.clear()
@@ -100,14 +119,15 @@ class Reports:
 
     def _read_others(self, store: "Store") -> None:
         for host in self._hosts:
-            if not store.check([f"report/{host}"]):
-                continue
-            report = json.loads(store.get(f"report/{host}"))
-            if report["count"] != self._counts[host]:
-                self._counts[host] = report["count"]
-                self._heard_at[host] = time.monotonic()
-                if report["ranks"]:
-                    self._known[host] = [Observed(**rank) for rank in report["ranks"]]
+            if store.check([f"ended/{host}"]):
+                self._known[host] = [dataclasses.replace(rank, status=0) for rank in self._known[host]]
+            elif store.check([f"report/{host}"]):
+                report = json.loads(store.get(f"report/{host}"))
+                if report["count"] != self._counts[host]:
+                    self._counts[host] = report["count"]
+                    self._heard_at[host] = time.monotonic()
+                    if report["ranks"]:
+                        self._known[host] = [Observed(**rank) for rank in report["ranks"]]
 
 
 def _verdict(text: bytes) -> Verdict:

@@ -33,6 +33,7 @@ class Observed:
         where: file, line and function of the innermost frame of the user's code, else of the innermost.
         waits: its stack says that it waits in communication.
         worker: what its data worker is stuck with, in words.
+        patience_s: how long the disk may hold it, while one does: silent, it still does what it should.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Observed:
     where: str | None = None
     waits: bool = False
     worker: str | None = None
+    patience_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -75,7 +77,14 @@ class Observed:
         phase = _WORDS.get(self.phase, self.phase)
         if self.bucket is not None:
             phase = f"backward (bucket {self.bucket} handed over)"
+        if self.patience_s:
+            phase += " (waiting for the disk)"
         return f"{phase} of step {self.step}" if self.step else f"{phase} before the first step"
+
+    def is_late(self, timeout_s: float) -> bool:
+        """Whether it has kept others waiting for too long; a process that cannot run waits for no disk."""
+        waits = self.patience_s and self.state == "running" and self.asleep_s + self.heard_s < ASLEEP_S
+        return self.silent_s + self.heard_s >= (max(timeout_s, self.patience_s) if waits else timeout_s)
 
 
 @dataclass(frozen=True)
@@ -129,12 +138,12 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
     if len(alive) < 2:
         return False
     last = min(alive, key=_progress)
-    if last.silent_s + last.heard_s < timeout_s:
+    if not last.is_late(timeout_s):
         return False
     if _progress(last) < max(map(_progress, alive)):
         return True
     unheard = any(rank.heard_s >= UNHEARD_S for rank in alive)
-    return (last.step > 1 or unheard) and all(rank.silent_s + rank.heard_s >= timeout_s for rank in alive)
+    return (last.step > 1 or unheard) and all(rank.is_late(timeout_s) for rank in alive)
 
 
 def _of_those_that_wait(ranks: Sequence[Observed]) -> Verdict:
@@ -165,8 +174,9 @@ def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
         return asleep
     slowest = min(map(_progress, quiet))
     behind = [rank for rank in quiet if _progress(rank) == slowest]
+    at_disk = [rank for rank in behind if rank.patience_s]
     busy = [rank for rank in behind if not rank.waits]
-    return busy if busy else behind
+    return at_disk or busy or behind
 
 
 def _blamed(ranks: Sequence[Observed]) -> Observed | None:
@@ -185,11 +195,13 @@ def _blamed(ranks: Sequence[Observed]) -> Observed | None:
 def slow(ranks: Sequence[Observed], at_least_s: float) -> Observed | None:
     """The rank that all the others have been waiting for; None if there is no such, or only just."""
     alive = [rank for rank in ranks if rank.status is None]
-    if len(alive) < 2:
+    if len(alive) < 2 or any(rank.silent_s < at_least_s for rank in alive):
         return None
     last, second = sorted(alive, key=_progress)[:2]
-    waits = all(rank.silent_s >= at_least_s for rank in alive)
-    return last if waits and _progress(last) < _progress(second) else None
+    if _progress(last) < _progress(second):
+        return last
+    busy = [rank for rank in alive if rank.where is not None and not rank.waits]
+    return next((rank for rank in alive if rank.patience_s), busy[0] if len(busy) == 1 else None)
 
 
 def _progress(rank: Observed) -> tuple[int, int]:

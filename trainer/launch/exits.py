@@ -1,7 +1,9 @@
 """How a process of a run ends: messages, exit codes."""
 
+import contextlib
 import ctypes
 import hashlib
+import json
 import os
 import signal
 import sys
@@ -13,12 +15,13 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.errors import RunEndError, StoppedBySignal, UserError
+from trainer.errors import EndedBefore, NonFiniteLossError, RunEndError, StoppedBySignal, UserError
 from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
 from trainer.overrides import in_words
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+_FINAL = {error.exit_code for error in (UserError, NonFiniteLossError, StoppedBySignal)}
 
 
 @contextmanager
@@ -31,13 +34,17 @@ def exits() -> Iterator[None]:
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         _end_with_the_launcher()
+        _end_as_before()
         yield
     except (RunEndError, HydraException, OmegaConfBaseException) as error:
+        message = str(error) if isinstance(error, RunEndError) else in_words(error)
+        status = getattr(error, "exit_code", UserError.exit_code)
+        _tell_next_attempt(status, message)
         if wants_traceback:
             raise
         if not (isinstance(error, StoppedBySignal) and told_rank()):  # rank 0 says the same
-            _say_once(str(error) if isinstance(error, RunEndError) else in_words(error))
-        sys.exit(getattr(error, "exit_code", UserError.exit_code))
+            _say_once(message)
+        sys.exit(status)
     except Exception as error:
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -50,6 +57,33 @@ def _end_with_the_launcher() -> None:
     """Die with torchrun until the run takes over (see StopRequest): there is nothing to save."""
     if place().under_torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_as_before() -> None:
+    """torchrun restarts after any end; one that a restart cannot help comes again at once, as it was."""
+    word = _last_word()
+    if word is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        with contextlib.suppress(OSError, ValueError):
+            end = json.loads(word.read_text())
+            raise EndedBefore(end["status"], end["message"])
+
+
+def _tell_next_attempt(status: int, message: str) -> None:
+    word = _last_word()
+    if word is not None and status in _FINAL:
+        with contextlib.suppress(OSError):
+            own = word.with_name(f"{word.name}.{os.getpid()}")
+            own.write_text(json.dumps({"status": status, "message": message}))
+            own.replace(word)
+
+
+def _last_word() -> Path | None:
+    """The file in which this launch's ranks on this host tell how it ended for good.
+
+    It lies in the directory that torchrun has for all attempts; other launchers do not restart such ends.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parents[2] / "ringmaster_end.json" if error_file is not None else None
 
 
 def refuse_sweep_in_ranks() -> None:

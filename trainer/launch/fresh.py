@@ -19,6 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def start(
     argv: Sequence[str],
     *,
+    module: str | None = None,
     devices: Sequence[str] | None = None,
     launcher: str | None = None,
     environment: Mapping[str, str] | None = None,
@@ -32,6 +33,7 @@ def start(
 
     Args:
         argv: overrides, and options of Hydra's; `run_dir=D launch=local launch.processes=2` for instance.
+        module: another program than train.py, as in python -m trainer.evaluate.
         devices: the GPUs that it may see, as in CUDA_VISIBLE_DEVICES; None: all that this process sees.
         launcher: who starts ranks, which are then not to launch any themselves.
         environment: added to this process's.
@@ -41,8 +43,12 @@ def start(
     variables |= {_PARENT: str(os.getpid()), **told_to_ranks(launcher), **(environment or {})}
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    command = program()
+    if module is not None:  # -P: no folder of the user's takes the place of a package of ours
+        command = [sys.executable, "-P", "-m", module]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [*program(), *argv], env=variables, stdin=subprocess.DEVNULL, start_new_session=True, **popen
+        [*command, *argv], env=variables, stdin=subprocess.DEVNULL, start_new_session=True, **popen
     )
 
 

@@ -12,11 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from trainer.config import Config, LocalLaunchConfig
@@ -24,12 +23,12 @@ from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
 from trainer.launch import fresh
 from trainer.launch.place import LISTENING, place
 from trainer.overrides import set_to
+from trainer.signals import stop_signals_to
 
 # How long the others may take to say what they saw, or to finish a save, after one has ended badly.
 _GRACE_S = 30.0
 _POLL_S = 0.05
 _MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteLossError, StoppedBySignal))
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def launch(config: Config, argv: Sequence[str]) -> int:
@@ -41,14 +40,8 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     Raises:
         UserError: this process is itself one of several.
     """
-    settings = config.launch
+    settings, processes = config.launch, _processes(config)
     assert isinstance(settings, LocalLaunchConfig)
-    if place().among_ranks:
-        raise UserError(
-            f"launch=local inside {place().launcher or 'ranks'} would start {place().world_size} runs; "
-            "leave one of the two out"
-        )
-    processes = settings.processes or _gpus(config) or 1
     run_dir = config.run_dir or str(unused_run_dir())
     argv = [*argv, set_to("run_dir", run_dir)]
     seen: list[Any] = []
@@ -67,6 +60,25 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     return status
 
 
+def launch_module(config: Config, module: str, argv: Sequence[str]) -> int:
+    """Run `python -m MODULE ARGV` in `launch.processes` processes on this host; return its exit status.
+
+    Raises:
+        UserError: this process is itself one of several.
+    """
+    return _attempt(argv, _processes(config), module)[0]
+
+
+def _processes(config: Config) -> int:
+    assert isinstance(config.launch, LocalLaunchConfig)
+    if place().among_ranks:
+        raise UserError(
+            f"launch=local inside {place().launcher or 'ranks'} would start {place().world_size} runs; "
+            "leave one of the two out"
+        )
+    return config.launch.processes or _gpus(config) or 1
+
+
 def unused_run_dir() -> Path:
     """Make and return a run directory that no other launch has taken."""
     base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
@@ -80,17 +92,17 @@ def unused_run_dir() -> Path:
     raise UserError(f"{base.parent} is full of runs; name one with run_dir=")
 
 
-def _attempt(argv: Sequence[str], processes: int) -> tuple[int, bool]:
+def _attempt(argv: Sequence[str], processes: int, module: str | None = None) -> tuple[int, bool]:
     """Start the ranks and wait for them; the status they ended with, and whether somebody stopped them."""
     ranks: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
     received: list[int] = []
     try:
-        with _forwarding(ranks, received):
+        with stop_signals_to(partial(_forward_to, ranks, received)):
             # A socket that listens already leaves no free port to race for: rank 0 inherits it.
             with socket.create_server(("127.0.0.1", 0)) as server:
                 for rank in range(processes):
-                    ranks.append(_start(argv, rank, processes, server))
+                    ranks.append(_start(argv, rank, processes, server, module))
                     printers += _printers(ranks[rank], rank)
             _wait(ranks)
     finally:
@@ -103,7 +115,9 @@ def _attempt(argv: Sequence[str], processes: int) -> tuple[int, bool]:
     return _status(codes, received), bool(received)
 
 
-def _start(argv: Sequence[str], rank: int, processes: int, server: socket.socket) -> subprocess.Popen[bytes]:
+def _start(
+    argv: Sequence[str], rank: int, processes: int, server: socket.socket, module: str | None
+) -> subprocess.Popen[bytes]:
     told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
     told |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
@@ -111,6 +125,7 @@ def _start(argv: Sequence[str], rank: int, processes: int, server: socket.socket
     pipe = None if rank == 0 and _is_inherited() else subprocess.PIPE
     return fresh.start(
         argv,
+        module=module,
         launcher="local",
         environment={name: str(value) for name, value in told.items()},
         pass_fds=[server.fileno()] if rank == 0 else [],
@@ -156,28 +171,15 @@ def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
     return 128 + received[0] if received and all(code < 0 for code in bad) else 1
 
 
-@contextmanager
-def _forwarding(ranks: Sequence[subprocess.Popen[bytes]], received: list[int]) -> Iterator[None]:
-    """Pass signals on to the ranks, each once, and write down which came.
+def _forward_to(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], number: int) -> None:
+    """Pass a signal on to the ranks, as SIGTERM, whatever came, and write down which.
 
-    As SIGTERM, whatever came: an interpreter that is still importing answers SIGINT with a traceback.
+    An interpreter that is still importing answers SIGINT with a traceback.
     """
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread alone
-        return
-    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    received.append(number)
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
 
 
 def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:

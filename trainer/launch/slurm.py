@@ -88,11 +88,11 @@ def _executor(settings: SlurmLaunchConfig, folder: Path) -> Any:
         "gpus_per_node": settings.gpus,
         "mem": settings.memory,
         "partition": settings.partition,
-        "time": settings.time,
     }
     further = {"signal": f"USR1@{settings.save_before_s}", "requeue": settings.requeue}
     executor.update_parameters(
         **{name: value for name, value in told.items() if value is not None},
+        time=settings.time,  # also None, the partition's own limit: left out it would be submitit's 5 minutes
         setup=[*settings.setup, *exports],
         teardown=[*teardown, "exit $status"],
         stderr_to_stdout=True,

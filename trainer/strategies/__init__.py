@@ -1,9 +1,11 @@
 """How a model is spread over processes and devices."""
 
-from trainer.config import Config, DdpConfig, FsdpConfig
+from pathlib import Path
+
+from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import Strategy, devices_of_replica
 
 __all__ = ["Strategy", "build_strategy"]
 
@@ -26,6 +28,16 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
             from trainer.strategies.fsdp import Fsdp
 
             return Fsdp(settings, dist, train.precision, train.compile)
+        case ParameterServerConfig():
+            from trainer.strategies.parameter_server import ParameterServer
+
+            options = (settings, dist, train.precision, train.compile, config.distributed.timeout_s)
+            if settings.max_staleness == "0":
+                return ParameterServer(*options)
+            from trainer.strategies.stale_parameter_server import StaleParameterServer
+
+            assert config.run_dir is not None
+            return StaleParameterServer(*options, train.clip_grad_norm, Path(config.run_dir))
     if dist.world_size > 1:
         raise UserError(
             f"strategy={settings.name} is one process, but {dist.world_size} were started; start it with "
@@ -35,4 +47,5 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
         from trainer.strategies.data_parallel import DataParallel
 
         return DataParallel(dist.device, train.precision, train.compile)
-    return Strategy(dist.device, train.precision, train.compile)
+    split_over = devices_of_replica(settings, dist.device) if isinstance(settings, SingleConfig) else ()
+    return Strategy(dist.device, train.precision, train.compile, split_over)

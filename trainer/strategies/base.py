@@ -4,13 +4,19 @@ The trainer asks these questions and never which class answers. The defaults are
 lives whole on one device.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from trainer.config import DdpConfig, SingleConfig
+from trainer.errors import UserError
+from trainer.optim import after_step
+from trainer.state import TrainState
+from trainer.strategies.split import Split
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,17 +31,30 @@ class Strategy:
     Attributes:
         num_replicas: into how many parts the global batch is split.
         replica: which of the parts is this process's.
+        trains: whether this process computes gradients; one that does not takes part in all else.
         devices: the devices that this process keeps busy.
+        updates_in_turns: whether parameters change in `turns` already, a round of which is several steps.
         changes_after_first_step: whether the first backward pass changes how later ones sum gradients.
         notes: what a person should know about how the request was met.
     """
 
     num_replicas = 1
     replica = 0
+    trains = True
     changes_after_first_step = False
+    updates_in_turns = False
 
-    def __init__(self, device: torch.device, precision: str, compile_model: bool) -> None:
-        self.devices = [device]
+    def __init__(
+        self,
+        device: torch.device,
+        precision: str,
+        compile_model: bool,
+        split_over: Sequence[torch.device] = (),
+    ) -> None:
+        """`split_over`: the devices of a replica, in order, where it is split; `device` is its first."""
+        self.devices = list(dict.fromkeys(split_over)) or [device]
+        self._split_over = split_over
+        self._split: Split | None = None
         self.precision = precision
         self.compile_model = compile_model
         self.notes: list[str] = []
@@ -52,14 +71,37 @@ class Strategy:
             fill: gives `model`, or a module in it, which may be on the meta device, its values on the CPU.
         """
         fill(model)
-        model = model.to(self.device)
+        model = self.place(model)
         if self.compile_model:
             model.compile()
+        return model
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move a whole model to where this process computes."""
+        if not self._split_over:
+            return model.to(self.device)
+        self._split = Split(model, self._split_over)
+        shares = ", ".join(
+            f"{size / 1e6:.3g} MB on {device}"
+            for device, size in zip(self._split_over, self._split.num_bytes, strict=True)
+        )
+        self.notes.append(f"the model is split over {len(self._split_over)} devices: {shares}")
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's module within `model`: no prefix in its parameter names, no collective."""
         return model
+
+    def owned(self, model: nn.Module) -> nn.Module:
+        """The module whose parameters the optimizer updates and checkpoints hold, by the user's names."""
+        return self.unwrap(model)
+
+    def begin(self, state: TrainState) -> None:
+        """Be told of what training changes, with all of it in place, before the first step."""
+
+    def evaluators(self, rank: int) -> tuple[int, int]:
+        """How many parts held-out data is split into, and which is `rank`'s: all ranks have one each."""
+        return self.num_replicas, self.replica
 
     def autocast(self) -> AbstractContextManager:
         """The context of the forward pass that gives `train.precision`."""
@@ -71,9 +113,29 @@ class Strategy:
         """fp16 needs its loss scaled to keep small gradients; for others the scaler does nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
 
+    @property
+    def parts(self) -> Callable[[], Iterator[tuple[int, int]]] | None:
+        """What hands out the parts of steps, as (step from now on, replica), where no replica has its own."""
+        return None
+
+    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[bool]:
+        """The parts of a step that fall to this process: once for each it is to compute its gradients.
+
+        Args:
+            steps: how many may be made, where it is several.
+            stops: whether this process was told to stop.
+
+        Yields:
+            Whether the others can be told of this part while its gradients are computed.
+        """
+        yield True
+
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         """The context of one forward and backward; gradients meet across ranks only when `enabled`."""
         return nullcontext()
+
+    def aggregate(self, model: nn.Module) -> None:
+        """Wait until the parameters that this process updates have the mean of all replicas' gradients."""
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale the gradients down to `max_norm` if theirs is larger; return the norm they had (a scalar)."""
@@ -89,13 +151,34 @@ class Strategy:
             for buffer in self.unwrap(model).buffers():
                 dist.broadcast(buffer, src=0)
 
+    def update(self, state: TrainState) -> int:
+        """Update what this process owns, by its gradients; return how many steps that were."""
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        after_step(state.schedule)
+        state.update_average()
+        state.optimizer.zero_grad(set_to_none=True)
+        return 1
+
+    def collect(self, model: nn.Module) -> None:
+        """Give rank 0 what of the model's state it has not, and others have (a collective)."""
+
+    def weights_changed(self, model: nn.Module) -> None:
+        """To be called when what `owned` returns was given other values than by a step (a collective)."""
+
     def equal_ranks(self) -> list[tuple[int, ...]]:
-        """Ranks that hold the same parameters and optimizer state bit for bit, group by group."""
+        """Ranks that hold the same bits of what `replicated` yields, group by group."""
         return []
+
+    def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
+        """What replicas have in common, live, by name."""
+        return state.replicated()
 
     def metrics(self) -> dict[str, float]:
         """What this strategy measured since the last call, for the log."""
-        return {}
+        if self._split is None:
+            return {}
+        return {"split/moves_per_pass": self._split.moves / max(1, self._split.passes)}
 
     def figures(self) -> dict[str, "Figure"]:
         """Pictures of what `metrics` measured last, for the log of one rank; dear, and no collective."""
@@ -107,6 +190,29 @@ class Strategy:
 
     def close(self) -> None:
         """Let go of threads and groups; called once, after a run that ended well."""
+
+
+def devices_of_replica(settings: SingleConfig | DdpConfig, first: torch.device) -> list[torch.device]:
+    """The devices that a replica is split over, from the `first` of this process on; none if it is whole.
+
+    Raises:
+        UserError: this process has not so many; a name that is none.
+    """
+    count, names = settings.devices_per_replica, settings.devices
+    if names is not None:
+        try:
+            return [torch.device(name) for name in names]
+        except RuntimeError as error:
+            raise UserError(f"strategy.devices={names}: {str(error).splitlines()[0]}") from error
+    if count == 1:
+        return []
+    if first.type == "cpu":
+        raise UserError(
+            f"strategy.devices_per_replica={count}, but this process has one device, the CPU; "
+            f"strategy.devices=[{','.join(['cpu'] * count)}] takes it {count} times, to try it out"
+        )
+    assert first.index is not None
+    return [torch.device(first.type, first.index + number) for number in range(count)]
 
 
 def parameter_count(parameters: Iterable[nn.Parameter]) -> int:

@@ -13,7 +13,7 @@ from trainer.comm.timeline.report import draw, table
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import Fill, Strategy
+from trainer.strategies.base import Fill, Strategy, devices_of_replica
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,8 @@ class Ddp(Strategy):
         compile_model: bool,
         timeout_s: float,
     ) -> None:
-        super().__init__(dist.device, precision, compile_model)
+        split_over = devices_of_replica(settings, dist.device)
+        super().__init__(dist.device, precision, compile_model, split_over)
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
@@ -50,11 +51,15 @@ class Ddp(Strategy):
         fill(model)
         if self.settings.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = model.to(self.device)
+        model = self.place(model)
+        if self.compile_model:
+            # Not DDP's wrapper, in whose bookkeeping torch would give up before it came to the module.
+            # The graph is cut at the bucket borders all the same, since torch compiles it when DDP calls.
+            model.compile()
         if self.num_replicas > 1:  # alone there is nobody to average with
             model = DistributedDataParallel(
                 model,
-                device_ids=[self.device] if self.device.type == "cuda" else None,
+                device_ids=[self.device] if self.device.type == "cuda" and not self._split_over else None,
                 gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
                 static_graph=self.settings.static_graph,
                 find_unused_parameters=self.settings.find_unused_parameters,
@@ -66,10 +71,6 @@ class Ddp(Strategy):
                     self.hook = attach(model, self.comm.algorithm, **options)
                 except ValueError as error:
                     raise UserError(f"comm={self.comm.algorithm}: {error}") from error
-        if self.compile_model:
-            # The wrapper, not the module within: torch then cuts the graph at the bucket borders, so that
-            # all-reduces start while the compiled backward still runs.
-            model.compile()
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -86,7 +87,7 @@ class Ddp(Strategy):
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
 
     def metrics(self) -> dict[str, float]:
-        return self.hook.timeline.metrics() if self.hook is not None else {}
+        return super().metrics() | (self.hook.timeline.metrics() if self.hook is not None else {})
 
     def figures(self) -> dict[str, "Figure"]:
         return {"comm/buckets": draw(self.hook.timeline)} if self.hook is not None else {}

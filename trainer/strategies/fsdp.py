@@ -4,7 +4,7 @@ import functools
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -20,16 +20,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from trainer.config import FsdpConfig
 from trainer.deferred import has_gradient_hook
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import DTYPES, Fill, Strategy, parameter_count
+from trainer.strategies.base import DTYPES, Fill, Strategy
 from trainer.strategies.reads import read_from_outside
+from trainer.strategies.units import CONTAINERS, units_by_size
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -69,13 +68,13 @@ class Fsdp(Strategy):
             whole.note(norm)
             shard(norm, mp_policy=in_fp32)
         for unit in units:
-            if self.settings.activation_checkpointing:
-                unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
-            if self.compile_model:
-                unit.compile()
+            if self.compile_model:  # without the hooks that gather it, at which torch would give up
+                unit.forward = torch.compile(unit.forward)
             fill(unit)
             whole.note(unit)
             shard(unit, mp_policy=precision)
+        if self.compile_model and not units:
+            model.forward = torch.compile(model.forward)
         fill(model)
         whole.note(model)
         shard(model, mp_policy=root_precision)
@@ -100,12 +99,12 @@ class Fsdp(Strategy):
 
         chosen = getattr(model, "fsdp_units", None)
         if not chosen:
-            chosen = _units_by_size(model, self.settings.unit_min_params, can_be_gathered)
+            chosen = units_by_size(model, self.settings.unit_min_params, can_be_gathered)
         units = dict.fromkeys(chosen)
         for unit in units:
             if unit not in names or unit is model:
                 raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, no submodule of it")
-            if isinstance(unit, _CONTAINERS):
+            if isinstance(unit, CONTAINERS):
                 raise UserError(
                     f"fsdp_units of {kind} holds {names[unit]}, a {type(unit).__name__}: never "
                     "called, and so never gathered; name the modules in it"
@@ -149,6 +148,12 @@ class Fsdp(Strategy):
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         norm = super().clip_grad_norm(model, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def weights_changed(self, model: nn.Module) -> None:
+        # Whole copies that outlive a forward pass (the root's, or all with reshard_after_forward=false).
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
         # Hybrid: those that hold the same shard, which is a column of the mesh.
@@ -213,24 +218,6 @@ def _is_closed(module: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) ->
     """Whether no module outside has a parameter of `module`: fully_shard cannot have one in two units."""
     within = set(module.modules())
     return all(owners[parameter] <= within for parameter in module.parameters())
-
-
-def _units_by_size(
-    module: nn.Module, min_params: int, can_be_gathered: Callable[[nn.Module], bool]
-) -> Iterator[nn.Module]:
-    """The smallest submodules of at least `min_params` parameters: each is gathered and freed as one.
-
-    Containers are passed through, since they are never called. One that shares a parameter with modules
-    outside, or whose parameters are read there, is none: a parent that holds both may be.
-    """
-    for child in module.children():
-        if parameter_count(child.parameters()) < min_params:
-            continue
-        within = list(_units_by_size(child, min_params, can_be_gathered))
-        if within or isinstance(child, _CONTAINERS) or not can_be_gathered(child):
-            yield from within
-        else:
-            yield child
 
 
 def _batch_norms(model: nn.Module) -> list[nn.Module]:

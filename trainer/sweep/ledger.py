@@ -44,7 +44,8 @@ class Trial:
 
 
 def identity(overrides: Sequence[str], seed: int | None) -> tuple[tuple[str, ...], int | None]:
-    return tuple(sorted(overrides)), seed
+    """The seed counts once, whether a word of the command line gave it or the settings."""
+    return tuple(sorted(word for word in overrides if not word.startswith("seed="))), seed
 
 
 class Ledger:
@@ -88,7 +89,7 @@ def _for_a_path(text: str) -> str:
 def read_trials(folder: Path) -> list[Trial]:
     """Every trial in the ledger of `folder`, as its last row has it, by number; [] where there is none."""
     last: dict[int, Trial] = {}
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for line in (folder / FILE).read_text().splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # torn by a kill
                 row: dict[str, Any] = json.loads(line)

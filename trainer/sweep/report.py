@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,12 +27,17 @@ def write(folder: Path, settings: SweepConfig) -> None:
         return
     trials.sort(key=lambda trial: _order(trial, settings))
     print(f"\n{table(trials, settings)}\n")
+    done = [trial for trial in trials if trial.state == ledger.DONE]
+    if done and all(trial.value is None for trial in done):
+        figures = ", ".join(figures_of(folder / done[0].folder))
+        print(f"hydra.sweeper.metric is {settings.metric}, but a trial yields {figures}\n")
     from trainer.sweep import hparams, picture  # they load tensorboard and matplotlib
 
     _write_csv(folder, trials, settings.metric)
     hparams.write(folder, trials, settings.metric)
     drawn = picture.draw(folder / PICTURE, trials, settings)
-    print(f"{folder / CSV}" + (f"  {folder / PICTURE}" if drawn else "") + f"  tensorboard --logdir {folder}")
+    look = f"tensorboard --logdir {shlex.quote(str(folder))}"
+    print(f"{folder / CSV}" + (f"  {folder / PICTURE}" if drawn else "") + f"  {look}")
 
 
 def table(trials: Sequence[Trial], settings: SweepConfig) -> str:

@@ -4,11 +4,9 @@ import signal
 import subprocess
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -18,6 +16,7 @@ from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
 from trainer.launch import fresh
 from trainer.overrides import in_words, set_to
 from trainer.scalars import read_scalars
+from trainer.signals import stop_signals_to
 from trainer.sweep import ledger, report
 from trainer.sweep.devices import Slots, visible_gpus
 from trainer.sweep.ledger import Ledger, Trial
@@ -30,7 +29,6 @@ _POLL_S, _LOOK_S = 0.05, 1.0
 _RETRIES = 2
 _REFUSED_IN_A_ROW = 50
 _MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteLossError, StoppedBySignal))
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 Compose = Callable[[Sequence[str]], Config]
 
 
@@ -85,6 +83,7 @@ class Runner:
         self._handled = 0
         self._end_by_s: float | None = None  # set: the sweep ends, and its trials save
         self._mistake: str | None = None
+        self._good: Proposal | None = None  # the first that could be composed
         self._progress = ProgressLine(settings, search, self._ledger)
 
     def run(self) -> int:
@@ -99,7 +98,7 @@ class Runner:
         before = ", ".join(f"{count} {state}" for state, count in known.items())
         self._progress.say(f"sweep in {self._folder}" + (f": {before} before" if before else ""))
         try:
-            with self._hearing():
+            with stop_signals_to(self._received.append):
                 self._loop()
         finally:
             for running in self._running:  # an error of our own: nothing is to be left
@@ -163,6 +162,9 @@ class Runner:
             try:
                 self._plan(proposal)
             except (UserError, HydraException, OmegaConfBaseException) as error:
+                if changed := self._what_changed():
+                    self._end(f"the settings were changed under the sweep, and fit no trial now: {changed}")
+                    return None
                 self._search.tell(proposal, None)
                 self._progress.say(f"left out: {' '.join(proposal.overrides)}: {_words(error)}")
                 num_refused += 1
@@ -171,9 +173,19 @@ class Runner:
                     return None
         return self._queue[0]
 
+    def _what_changed(self) -> str | None:
+        """What is wrong now with a trial that was good before: somebody has edited conf/, or the code."""
+        try:
+            if self._good is not None:
+                self._compose([*self._common, *self._good.overrides])
+        except (UserError, HydraException, OmegaConfBaseException) as error:
+            return _words(error)
+        return None
+
     def _plan(self, proposal: Proposal) -> None:
         """Queue the runs of a proposal that have not been."""
         config = self._compose([*self._common, *proposal.overrides])
+        self._good = self._good or proposal
         seeds: list[int | None] = [config.seed]
         if self._settings.seeds > 1:
             first = config.seed or 0
@@ -305,18 +317,6 @@ class Runner:
                 self._progress.say(f"{running.planned.trial.folder} had not saved yet, and is killed")
                 running.process.kill()
                 running.process.wait()
-
-    @contextmanager
-    def _hearing(self) -> Iterator[None]:
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self._received.append(number)
-
-        previous = {number: signal.signal(number, on_signal) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
 
 def _state(code: int, told: str | None) -> str:

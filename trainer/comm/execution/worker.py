@@ -1,17 +1,17 @@
-"""A thread that all-reduces buckets one after another while the backward pass goes on."""
+"""A thread that moves buckets one after another while the backward pass goes on."""
 
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.futures import Future
 
 from trainer.comm.timeline.records import BucketRecord
 
-Task = tuple[dist.GradBucket, BucketRecord, Future[torch.Tensor]]
+Task = tuple[Any, BucketRecord, Future[torch.Tensor]]
 
 
 class Worker:
@@ -20,13 +20,14 @@ class Worker:
     After one failure every later bucket fails with the same error: its peers are no longer in step.
 
     Args:
-        all_reduce: returns the mean of a bucket over all ranks, and adds to the record whom it waited for.
+        all_reduce: takes a bucket in the form in which it is submitted; returns its mean over all ranks, and
+            adds to the record whom it waited for.
         release: called at the end, when `all_reduce` is no longer needed.
     """
 
     def __init__(
         self,
-        all_reduce: Callable[[dist.GradBucket, BucketRecord], torch.Tensor],
+        all_reduce: Callable[[Any, BucketRecord], torch.Tensor],
         release: Callable[[], None] = lambda: None,
     ) -> None:
         self.error: Exception | None = None
@@ -36,7 +37,7 @@ class Worker:
         self._thread = threading.Thread(target=self._work, name="all-reduce", daemon=True)
         self._thread.start()
 
-    def submit(self, bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+    def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
         """Have `bucket` all-reduced some time; the Future's value is the mean then."""
         future: Future[torch.Tensor] = Future()
         self._tasks.put((bucket, record, future))

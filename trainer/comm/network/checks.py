@@ -1,4 +1,4 @@
-"""Every operation of torch.distributed that training needs, run once on values whose result is known."""
+"""Every operation of torch.distributed that training may need, run on values whose result is known."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,11 +12,16 @@ _LENGTH = 1031  # elements: more than one packet, and no multiple of anything
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of the default process group, and where its tensors live."""
+    """One rank of a group, counted within it, and where its tensors live.
+
+    `ranks` are the members' ranks in the world, in order; empty for the default group, which is all.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    ranks: tuple[int, ...] = ()
 
     def data(self, rank: int) -> Tensor:
         """What `rank` contributes, (1031,) float64: sums stay exact at any world size.
@@ -26,24 +31,47 @@ class Member:
         index = torch.arange(1, _LENGTH + 1, dtype=torch.float64, device=self.device)
         return (rank + 1) * torch.where(index % 2 == 0, index, -index)
 
+    def factors(self, rank: int) -> Tensor:
+        """Numbers whose products over ranks stay exact: 2 where (index + rank) is even, -1 elsewhere."""
+        index = torch.arange(_LENGTH, device=self.device)
+        return torch.where((index + rank) % 2 == 0, 2.0, -1.0).double()
+
     def all_data(self) -> Tensor:
         """(world_size, 1031)."""
         return torch.stack([self.data(rank) for rank in range(self.world_size)])
 
+    def reductions(self) -> Iterator[tuple[dist.ReduceOp.RedOpType, Tensor, Tensor]]:
+        """Operations, what this rank contributes to each, and what comes out."""
+        own, everyones = self.data(self.rank), self.all_data()
+        yield dist.ReduceOp.SUM, own.clone(), everyones.sum(0)
+        yield dist.ReduceOp.MAX, own.clone(), everyones.amax(0)
+        yield dist.ReduceOp.MIN, own.clone(), everyones.amin(0)
+        factors = torch.stack([self.factors(rank) for rank in range(self.world_size)])
+        yield dist.ReduceOp.PRODUCT, self.factors(self.rank), factors.prod(0)
+
     def blank(self, *shape: int) -> Tensor:
         return torch.full(shape or (_LENGTH,), torch.nan, dtype=torch.float64, device=self.device)
 
+    def in_world(self, rank: int) -> int:
+        """What the group's `rank` is called in the world, as torch wants peers and roots."""
+        rank %= self.world_size
+        return self.ranks[rank] if self.ranks else rank
+
     @property
     def left(self) -> int:
-        return (self.rank - 1) % self.world_size
+        return self.in_world(self.rank - 1)
 
     @property
     def right(self) -> int:
-        return (self.rank + 1) % self.world_size
+        return self.in_world(self.rank + 1)
 
     @property
     def root(self) -> int:
-        return self.world_size - 1
+        return self.in_world(self.world_size - 1)
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.world_size - 1
 
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
@@ -53,73 +81,71 @@ Pairs = Iterator[tuple[Tensor, Tensor]]
 def _send_recv(me: Member) -> Pairs:
     got = me.blank()
     if me.rank % 2 == 0:  # two blocking sends towards each other would wait for ever
-        dist.send(me.data(me.rank), me.right)
-        dist.recv(got, me.left)
+        dist.send(me.data(me.rank), me.right, me.group)
+        dist.recv(got, me.left, me.group)
     else:
-        dist.recv(got, me.left)
-        dist.send(me.data(me.rank), me.right)
-    yield got, me.data(me.left)
+        dist.recv(got, me.left, me.group)
+        dist.send(me.data(me.rank), me.right, me.group)
+    yield got, me.data((me.rank - 1) % me.world_size)
 
 
 def _isend_irecv(me: Member) -> Pairs:
     # Both ways round at once. With two ranks, left and right are one peer, and order tells what is what.
     from_left, from_right = me.blank(), me.blank()
     transfers = [
-        dist.P2POp(dist.isend, me.data(me.rank), me.right),
-        dist.P2POp(dist.isend, me.data(me.rank) + 0.5, me.left),
-        dist.P2POp(dist.irecv, from_left, me.left),
-        dist.P2POp(dist.irecv, from_right, me.right),
+        dist.P2POp(dist.isend, me.data(me.rank), me.right, me.group),
+        dist.P2POp(dist.isend, me.data(me.rank) + 0.5, me.left, me.group),
+        dist.P2POp(dist.irecv, from_left, me.left, me.group),
+        dist.P2POp(dist.irecv, from_right, me.right, me.group),
     ]
     for work in dist.batch_isend_irecv(transfers):
         work.wait()
-    yield from_left, me.data(me.left)
-    yield from_right, me.data(me.right) + 0.5
+    yield from_left, me.data((me.rank - 1) % me.world_size)
+    yield from_right, me.data((me.rank + 1) % me.world_size) + 0.5
 
 
 def _broadcast(me: Member) -> Pairs:
     got = me.data(me.rank)
-    dist.broadcast(got, me.root)
-    yield got, me.data(me.root)
+    dist.broadcast(got, me.root, me.group)
+    yield got, me.data(me.world_size - 1)
 
 
 def _reduce(me: Member) -> Pairs:
-    for op, wanted in ((dist.ReduceOp.SUM, me.all_data().sum(0)), (dist.ReduceOp.MAX, me.all_data().amax(0))):
-        got = me.data(me.rank)
-        dist.reduce(got, me.root, op)
-        if me.rank == me.root:
+    for op, got, wanted in me.reductions():
+        dist.reduce(got, me.root, op, me.group)
+        if me.is_root:
             yield got, wanted
 
 
 def _scatter(me: Member) -> Pairs:
     got = me.blank()
-    dist.scatter(got, list(me.all_data()) if me.rank == me.root else None, me.root)
+    dist.scatter(got, list(me.all_data()) if me.is_root else None, me.root, me.group)
     yield got, me.data(me.rank)
 
 
 def _scatter_by_split(me: Member) -> Pairs:
     """What serves where a backend has no scatter: all get everything and keep their part."""
-    everything = me.all_data() if me.rank == me.root else me.blank(me.world_size, _LENGTH)
-    dist.broadcast(everything, me.root)
+    everything = me.all_data() if me.is_root else me.blank(me.world_size, _LENGTH)
+    dist.broadcast(everything, me.root, me.group)
     yield everything[me.rank], me.data(me.rank)
 
 
 def _gather(me: Member) -> Pairs:
-    got = [me.blank() for _ in range(me.world_size)] if me.rank == me.root else None
-    dist.gather(me.data(me.rank), got, me.root)
+    got = [me.blank() for _ in range(me.world_size)] if me.is_root else None
+    dist.gather(me.data(me.rank), got, me.root, me.group)
     if got is not None:
         yield torch.stack(got), me.all_data()
 
 
 def _all_reduce(me: Member) -> Pairs:
-    for op, wanted in ((dist.ReduceOp.SUM, me.all_data().sum(0)), (dist.ReduceOp.MAX, me.all_data().amax(0))):
-        got = me.data(me.rank)
-        dist.all_reduce(got, op)
+    for op, got, wanted in me.reductions():
+        dist.all_reduce(got, op, me.group)
         yield got, wanted
 
 
 def _all_gather(me: Member) -> Pairs:
     got = me.blank(me.world_size * _LENGTH)
-    dist.all_gather_into_tensor(got, me.data(me.rank))
+    dist.all_gather_into_tensor(got, me.data(me.rank), me.group)
     yield got, me.all_data().flatten()
 
 
@@ -127,28 +153,20 @@ def _reduce_scatter(me: Member) -> Pairs:
     got = me.blank()
     # Part p of rank r is data(r) + p, so that a part that lands on the wrong rank shows.
     parts = torch.cat([me.data(me.rank) + part for part in range(me.world_size)])
-    dist.reduce_scatter_tensor(got, parts)
+    dist.reduce_scatter_tensor(got, parts, group=me.group)
     yield got, me.all_data().sum(0) + me.rank * me.world_size
 
 
+def _all_to_all(me: Member) -> Pairs:
+    got = me.blank(me.world_size, _LENGTH)
+    parts = torch.stack([me.data(me.rank) + part for part in range(me.world_size)])
+    dist.all_to_all_single(got, parts, group=me.group)
+    yield got, me.all_data() + me.rank
+
+
 def _barrier(me: Member) -> Pairs:
-    dist.barrier()
+    dist.barrier(me.group)
     yield from ()
-
-
-def _sub_groups(me: Member) -> Pairs:
-    """Even and odd ranks apart, both at once."""
-    for parity in (0, 1):
-        ranks = list(range(parity, me.world_size, 2))
-        if not ranks:
-            continue
-        group = dist.new_group(ranks)
-        if me.rank in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            got = me.data(me.rank)
-            dist.all_reduce(got, group=group)
-            dist.destroy_process_group(group)
-            yield got, me.all_data()[ranks].sum(0)
 
 
 def _pair_by_broadcast(me: Member) -> Pairs:
@@ -170,17 +188,19 @@ CHECKS: dict[str, Callable[[Member], Pairs]] = {
     "send, recv": _send_recv,
     "isend, irecv": _isend_irecv,
     "broadcast": _broadcast,
-    "reduce (sum, max)": _reduce,
+    "reduce": _reduce,
     "scatter": _scatter,
     "scatter by split": _scatter_by_split,
     "gather": _gather,
-    "all_reduce (sum, max)": _all_reduce,
+    "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
-    "sub-groups": _sub_groups,
+    "all_to_all": _all_to_all,
     "pair by broadcast": _pair_by_broadcast,
 }
+"""Reductions are of sum, max, min and product."""
 NEED_TWO = {"send, recv", "isend, irecv", "pair by broadcast"}
+OF_ALL = {"pair by broadcast"}  # makes groups of its own, so all ranks take part
 
 
 def wrong(pairs: Pairs) -> str | None:

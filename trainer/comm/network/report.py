@@ -19,6 +19,7 @@ class Report:
     """What one rank has to say."""
 
     operations: dict[str, tuple[str, float]] = field(default_factory=dict)  # name: (fault or "", ms)
+    in_sub_groups: dict[str, str] = field(default_factory=dict)  # name: fault or ""
     skipped: dict[str, str] = field(default_factory=dict)  # name: why
     links: list[Link] = field(default_factory=list)  # those that start here
     costs: Costs | None = None  # the same on all ranks
@@ -61,6 +62,11 @@ class Verdict:
                 silent.append(f"{name} gives no sign of life: it hangs, has died, or its network is gone")
                 continue
             wrong += [f"{name}: {op}: {fault}" for op, (fault, _) in report.operations.items() if fault]
+            wrong += [
+                f"{name}: {op}, in a sub group: {fault}"
+                for op, fault in report.in_sub_groups.items()
+                if fault
+            ]
             if report.error:
                 operation = report.stopped_in or "the end"
                 stopped.append(f"{name}: {operation} failed: {report.error.splitlines()[0]}")
@@ -110,7 +116,8 @@ class Verdict:
             for host, ranks in enumerate(place.ranks_by_host)
             for name, interface, address in [self._host(ranks)]
         ]
-        lines += [*_shortened(hosts), "", f"{'operation':<24}{'ms':>9}  result", *self._operations()]
+        lines += [*_shortened(hosts), "", f"{'operation':<24}{'ms':>9}  {'result':<22}in sub groups"]
+        lines += [*self._operations(), "reductions are of sum, max, min and product"]
         if links := self._links():
             if len(links) > _MAX_LINES:  # then the slowest are those to know
                 links.sort(key=lambda link: link.gbit_s)
@@ -127,7 +134,9 @@ class Verdict:
     def _operations(self) -> list[str]:
         """One line for each operation that some rank finished or left out."""
         present = [report for report in self.reports if report]
-        names = [name for name in CHECKS if any(name in r.operations or name in r.skipped for r in present)]
+        names = list(dict.fromkeys(name for r in present for name in (*r.operations, *r.skipped)))
+        order = {name: number for number, name in enumerate(CHECKS)}  # others are a second backend's
+        names.sort(key=lambda name: order.get(name, len(order)))
         lines = []
         for name in names:
             done = [r.operations[name] for r in present if name in r.operations]
@@ -135,7 +144,9 @@ class Verdict:
             why = next((r.skipped[name] for r in present if name in r.skipped), "")
             result = f"FAIL on ranks {faulty}" if faulty else why or "pass"
             milliseconds = f"{max(ms for _, ms in done):9.2f}" if done else f"{'-':>9}"
-            lines.append(f"{name:<24}{milliseconds}  {result}")
+            inside = [r.in_sub_groups[name] for r in present if name in r.in_sub_groups]
+            in_groups = "-" if not inside else "FAIL" if any(inside) else "pass"
+            lines.append(f"{name:<24}{milliseconds}  {result:<22}{in_groups}")
         return lines
 
     def _advice(self) -> list[str]:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,6 +137,10 @@ class Timeline:
         self._unsettled: deque[list[BucketRecord]] = deque()
         self._complete = True  # the newest pass has had its last bucket
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As another rank may look at it: no clock, and no pass that is not summed up."""
+        return {**vars(self), "_clock": None, "_gpu_clock": None, "_unsettled": deque()}
+
     def arrive(self, index: int, num_bytes: int, is_last: bool, sparse: bool = False) -> BucketRecord:
         """Note that a bucket is ready. Whoever moves it fills in the rest of the record."""
         if self._complete:
@@ -153,23 +158,29 @@ class Timeline:
         A collective of the model's ranks, to be called between backward passes: compares clocks and gathers
         stamps.
         """
+        means = self.means()
+        if not means:
+            return {}
+        ready = [record.ready for record in self.last_pass]
+        self.arrivals = arrivals = Arrivals(self._clock.gather(ready), self.ranks)
+        self.times_last[arrivals.last_rank] = self.times_last.get(arrivals.last_rank, 0) + 1
+        arrived = {"comm/arrival_skew_ms": 1e3 * arrivals.skew_s, "comm/last_rank": float(arrivals.last_rank)}
+        return means | arrived
+
+    def means(self) -> dict[str, float]:
+        """What `metrics` says of this rank alone; no collective."""
         self.settle(wait=True)
         if self._gpu_clock is not None:
             self._gpu_clock.synchronize()
         recent, self._recent = self._recent, PassSum()
         if recent.count == 0:
             return {}
-        ready = [record.ready for record in self.last_pass]
-        self.arrivals = arrivals = Arrivals(self._clock.gather(ready), self.ranks)
-        self.times_last[arrivals.last_rank] = self.times_last.get(arrivals.last_rank, 0) + 1
         return {
             "comm/total_ms": 1e3 * recent.total_s / recent.count,
             "comm/hidden_ms": 1e3 * recent.hidden_s / recent.count,
             "comm/exposed_ms": 1e3 * recent.exposed_s / recent.count,
             "comm/waited_ms": 1e3 * recent.waited_s / recent.count,
             "comm/megabytes": sum(record.num_bytes for record in self.last_pass) / 1e6,
-            "comm/arrival_skew_ms": 1e3 * arrivals.skew_s,
-            "comm/last_rank": float(arrivals.last_rank),
         }
 
     def settle(self, wait: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.comm.timeline.records import BucketSum, Timeline
@@ -48,6 +49,16 @@ def draw(timeline: Timeline) -> Figure:
         label = f"ready on the last rank (rank {arrivals.last_rank}, {1e3 * arrivals.skew_s:.3g} ms late)"
         axes.scatter(last, range(len(records)), marker="|", s=120, color="black", zorder=3, label=label)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def draw_staleness(counts: Mapping[int, int]) -> Figure:
+    """How many pushes were made with values that lacked so many updates."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.add_subplot(xlabel="updates that the values lacked", ylabel="pushes")
+    axes.bar(list(counts), list(counts.values()), color=_COLOURS["hidden"])
     return figure
 
 

@@ -1,0 +1,162 @@
+"""How many photographs a second are decoded and brought into batches, and which part of the way bounds it.
+
+    python -m benchmarks.image_loading [--images 256] [--rounds 5] [--workers 0,1,2]
+
+Makes JPEG files of 500 x 375 pixels, about 90 kB each, and reads them as data=imagefolder
+does in training: a random crop resized to 224 pixels, handed on as bytes. First the parts of the way for one
+image in one process; then whole loaders in turn: ours, and torch's DataLoader round torchvision's ImageFolder
+with the usual transforms, which normalises on the host and hands on floats. Times are those of the fastest
+round, for what else a machine does only slows it. The files lie in the page cache: a disk may be slower.
+"""
+
+import argparse
+import io
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, default_collate
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from trainer.data.batch import split_batch
+from trainer.data.device import Normalise, ToDevice
+from trainer.data.imagefolder import MEAN, STD, ImageFolder
+from trainer.data.loader import TrainLoader
+
+WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
+
+
+@dataclass
+class Reading:
+    """The settings of data.* that a loader asks for."""
+
+    num_workers: int
+    prefetch_factor: int = 2
+    pin_memory: bool | None = None
+    persistent_workers: bool = True
+    on_bad_sample: str = "raise"
+
+
+def write_photographs(root: Path, count: int) -> None:
+    """Smooth colours with some noise on top, which compress about as photographs do."""
+    generator = np.random.default_rng(0)
+    for split in ("train", "val"):
+        folder = root / split / "things"
+        folder.mkdir(parents=True)
+        for number in range(count if split == "train" else 1):
+            coarse = Image.fromarray(generator.integers(0, 256, (15, 20, 3), dtype=np.uint8))
+            smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), dtype=np.float32)
+            noisy = smooth + generator.normal(0, 12, smooth.shape)
+            Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / f"{number}.jpg", quality=92)
+
+
+def parts_of_the_way(files: list[Path], rounds: int) -> dict[str, float]:
+    """Milliseconds for one image, part by part."""
+    crop = v2.RandomResizedCrop(SIZE)
+    to_bytes = v2.PILToTensor()
+    to_floats = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+    read = [file.read_bytes() for file in files]
+    decoded = [Image.open(io.BytesIO(data)).convert("RGB") for data in read]
+    cropped = [crop(image) for image in decoded]
+    tensors = [to_bytes(image) for image in cropped]
+    normalise = Normalise(MEAN, STD, torch.device("cpu"))
+    batch = default_collate(tensors[:BATCH])
+    ways: dict[str, tuple[Callable[[], object], int]] = {
+        "read the file": (lambda: [file.read_bytes() for file in files], len(files)),
+        "decode": (lambda: [Image.open(io.BytesIO(data)).convert("RGB") for data in read], len(files)),
+        "crop and resize": (lambda: [crop(image) for image in decoded], len(files)),
+        "to a tensor of bytes": (lambda: [to_bytes(image) for image in cropped], len(files)),
+        "into a batch": (lambda: default_collate(tensors[:BATCH]), len(batch)),
+        "(normalise here, on the device)": (lambda: normalise(batch), len(batch)),
+        "(normalise one by one, on the host)": (
+            lambda: [to_floats(tensor) for tensor in tensors],
+            len(files),
+        ),
+    }
+    return {
+        name: 1e3 * min(_seconds(action) for _ in range(rounds)) / count
+        for name, (action, count) in ways.items()
+    }
+
+
+def loaders(root: Path, workers: int) -> dict[str, Callable[[], Iterable[object]]]:
+    ours = TrainLoader(
+        ImageFolder("train", str(root), SIZE),
+        Reading(workers),
+        split_batch(BATCH, None, 1),
+        replica=0,
+        seed=0,
+        device=torch.device("cpu"),
+    )
+    to_device = ToDevice(torch.device("cpu"), False, Normalise(MEAN, STD, torch.device("cpu")))
+    usual = v2.Compose(
+        [
+            v2.RandomResizedCrop(SIZE),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(MEAN, STD),
+        ]
+    )
+    theirs: DataLoader[object] = DataLoader(
+        datasets.ImageFolder(root / "train", usual),
+        BATCH,
+        shuffle=True,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    return {"ours": lambda: map(to_device, ours.epoch(0)), "torchvision": lambda: theirs}
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workers", default=",".join(map(str, range((os.cpu_count() or 1) + 1))))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_photographs(root, max(arguments.images, BATCH))
+        files = sorted((root / "train/things").iterdir())
+        kilobytes = sum(file.stat().st_size for file in files) / len(files) / 1e3
+        print(f"{len(files)} files of {WIDTH} x {HEIGHT}, {kilobytes:.0f} kB each, {os.cpu_count()} cores")
+        parts = parts_of_the_way(files, arguments.rounds)
+        whole = sum(ms for name, ms in parts.items() if not name.startswith("("))
+        for name, ms in parts.items():
+            share = "" if name.startswith("(") else f"{ms / whole:6.0%}"
+            print(f"  {name:<36}{ms:8.3f} ms{share}")
+        most = max((name for name in parts if not name.startswith("(")), key=lambda name: parts[name])
+        print(f"one core: at most {1e3 / whole:.0f} images/s, bounded by: {most}")
+        print(
+            f"{'workers':>8}{'ours':>14}{'torchvision':>14}{'ratio':>8}    images/s; an epoch is decoded anew"
+        )
+        for workers in map(int, arguments.workers.split(",")):
+            both = loaders(root, workers)
+            seconds: dict[str, list[float]] = {name: [] for name in both}
+            for _ in range(arguments.rounds):
+                for name, epoch in both.items():
+                    seconds[name].append(_seconds(lambda epoch=epoch: [None for _ in epoch()]))  # type: ignore[misc]
+            count = len(files) // BATCH * BATCH
+            ours, theirs = (count / min(seconds[name]) for name in ("ours", "torchvision"))
+            print(f"{workers:>8}{ours:>14.0f}{theirs:>14.0f}{ours / theirs:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What a step of a small GPT costs here over a loop written out as nanoGPT has it, in one process, in turns.
+
+Three ways take turns, some steps each: that loop with a model of its own kind (separate heads' views, exact
+GELU), the same loop with our model, and our training loop with our model. All have 842,496 parameters, block
+128, batch 16, AdamW, a cosine with warm-up, clipping at 1, decay of matrices alone, and read the same bytes.
+Prints milliseconds per step and the median, over the turns, of each ratio.
+
+    python -m benchmarks.nanogpt_loop [--turns 20] [--steps 5] [--switch ema.decay=0.999 ...]
+"""
+
+import argparse
+import contextlib
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.gpt import GPT
+from trainer.data.text import python_reference
+
+BLOCK, BATCH, WIDTH, DEPTH, HEADS, STEPS = 128, 16, 128, 4, 4, 100_000
+OURS = (
+    *("experiment=text_gpt", "strategy=single", f"data.dataset.block_size={BLOCK}", "train.epochs=100000"),
+    *(f"train.global_batch_size={BATCH}", f"train.max_steps={STEPS}", "train.eval_every_epochs=0"),
+    *("optim.lr=1e-3", "checkpoint.every_epochs=null", "schedule.warmup_steps=100"),
+)
+
+
+class PlainBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.mix, self.mixed = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.gelu, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.mix(self.norm_1(x)).split(width, dim=2)
+        q, k, v = (t.view(batch, length, HEADS, width // HEADS).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.mixed(y.transpose(1, 2).contiguous().view(batch, length, width)))
+        return x + self.drop(self.down(self.gelu(self.up(self.norm_2(x)))))
+
+
+class PlainGPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(BLOCK, WIDTH)
+        self.blocks, self.norm = nn.ModuleList(PlainBlock() for _ in range(DEPTH)), nn.LayerNorm(WIDTH)
+        self.drop, self.head = nn.Dropout(0.0), nn.Linear(WIDTH, 256, bias=False)
+        self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.drop(self.tokens(tokens) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def plain_loop(model: nn.Module) -> Iterator[None]:
+    """The body of the loop as one writes it first, in nanoGPT's manner; yields after each step."""
+    data = python_reference()
+    generator = torch.Generator().manual_seed(0)
+
+    def batch() -> tuple[Tensor, Tensor]:
+        offsets = torch.randint(len(data) - BLOCK, (BATCH,), generator=generator).tolist()
+        x = torch.stack([torch.from_numpy(data[i : i + BLOCK].astype(np.int64)) for i in offsets])
+        y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + BLOCK].astype(np.int64)) for i in offsets])
+        return x, y
+
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    model.train()
+    x, y = batch()
+    for step in range(STEPS):
+        warm = (step + 1) / 101 if step < 100 else 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * warm
+        logits = model(x)
+        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
+        x, y = batch()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % 50 == 0:
+            loss.item()
+        yield
+
+
+def our_loop(job: Any) -> Iterator[None]:
+    from trainer.guard import StepGuard
+    from trainer.loop import train_epoch
+    from trainer.metrics import Meter
+
+    guard, meter = StepGuard(job.dist), Meter(job.dist)
+    while True:
+        yield from train_epoch(job, guard, meter)
+
+
+def in_turns(ways: dict[str, Iterator[None]], turns: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds per step of each way in each turn; the order of the ways moves on by one each turn."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        for _ in range(steps):
+            next(way)
+    names = list(ways)
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            begin = time.perf_counter()
+            for _ in range(steps):
+                next(ways[name])
+            found[name].append(1e3 * (time.perf_counter() - begin) / steps)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--switch", nargs="*", default=[], help="overrides, each to be measured by itself")
+    arguments = parser.parse_args()
+    from trainer.distributed import process_group
+    from trainer.run import assemble
+    from trainer.signals import StopRequest
+
+    ours = "our loop, our model"
+    ways = {
+        "plain loop, its model": plain_loop(PlainGPT()),
+        "plain loop, our model": plain_loop(GPT(256, BLOCK)),
+    }
+    with contextlib.ExitStack() as stack:
+        stop_request = stack.enter_context(StopRequest())
+        dist = stack.enter_context(process_group(settings().distributed))
+        for switch in ("", *arguments.switch):
+            run_dir = stack.enter_context(tempfile.TemporaryDirectory())
+            job = assemble(settings(f"run_dir={run_dir}", *switch.split()), "benchmark", dist, stop_request)
+            stack.callback(job.run_log.close)
+            ways[switch or ours] = our_loop(job)
+        found = in_turns(ways, arguments.turns, arguments.steps)
+    for name, theirs in found.items():
+        one, other = (theirs, found[ours]) if name in arguments.switch else (found[ours], theirs)
+        ratios = sorted(a / b for a, b in zip(one, other, strict=True))
+        words = "this / ours" if name in arguments.switch else "ours / this"
+        print(
+            f"{name:24s} {statistics.median(theirs):8.2f} ms/step   {words}: median "
+            f"{statistics.median(ratios):.3f}, {ratios[len(ratios) // 4]:.3f} to "
+            f"{ratios[3 * len(ratios) // 4]:.3f} in the middle half"
+        )
+
+
+def settings(*overrides: str) -> Any:
+    from hydra import compose, initialize_config_dir
+
+    from trainer.config import load
+    from trainer.overrides import CONF
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load(compose("train", overrides=[*OURS, *overrides]))
+
+
+if __name__ == "__main__":
+    main()

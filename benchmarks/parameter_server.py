@@ -1,0 +1,159 @@
+"""Pull and push between hosts on slow links, with more and more servers, beside all-reduces; as predicted.
+
+    python -m benchmarks.parameter_server [--workers 4] [--megabytes 25] [--rate 1gbit]
+
+Every rank is a host of its own, a network namespace, so this needs root. Predictions are those of
+`trainer.comm.plan`, from what the preflight measures between two of the hosts. Times are medians.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from tests.hosts import Host
+from tests.hosts import hosts as network
+from tests.ranks import run_ranks
+from trainer.comm import preflight
+from trainer.comm.exchange.client import Client
+from trainer.comm.exchange.layout import lay_out
+from trainer.comm.exchange.links import Link, Loopback, PeerLink
+from trainer.comm.exchange.server import Server
+from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.network.predict import Machine, measured, predict
+from trainer.comm.plan import BUCKET_MB
+from trainer.comm.schedules.algorithms import build
+from trainer.comm.schedules.exchange import exchange
+
+_TIMEOUT_S = 60.0
+
+
+def roles(servers: str, workers: int) -> tuple[list[int], list[int]]:
+    if servers == "all":
+        return list(range(workers)), list(range(workers))
+    return list(range(int(servers))), list(range(int(servers), int(servers) + workers))
+
+
+def time_exchange(servers: str, num_workers: int, num_bytes: int, repeat: int) -> tuple[float, float]:
+    """Median seconds of (push, pull), on the slowest rank."""
+    serve, work = roles(servers, num_workers)
+    rank = dist.get_rank()
+    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+    itself = Loopback(rank, _TIMEOUT_S)
+
+    def link(peer: int) -> Link:
+        return itself if peer == rank else PeerLink(group, peer, _TIMEOUT_S)
+
+    parameters = {f"p{i}": torch.nn.Parameter(torch.zeros(num_bytes // 4096 // 25, 1024)) for i in range(25)}
+    buckets = lay_out(parameters, len(serve), int(BUCKET_MB * 2**20))
+    server = client = None
+    if rank in serve:
+        index = serve.index(rank)
+        values = [torch.zeros(bucket.numels[index]) for bucket in buckets]
+        server = Server(index, {worker: link(worker) for worker in work}, buckets, values)
+    if rank in work:
+        client = Client([link(peer) for peer in serve], buckets, parameters)
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+
+    def pull() -> None:
+        if server is not None:
+            server.begin(server.give)
+        if client is not None:
+            client.ask()
+            client.settle_all()
+        if server is not None:
+            server.finish()
+
+    def push() -> None:
+        if server is not None:
+            server.begin(lambda worker: server.take(worker, 0))
+        if client is not None:
+            for bucket in reversed(buckets):
+                client.push(bucket.index)
+            client.commit()
+        if server is not None:
+            server.finish()
+
+    times = [(timed(push), timed(pull)) for _ in range(repeat + 1)][1:]
+    return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
+
+
+def time_all_reduces(names: Sequence[str], num_bytes: int, repeat: int) -> dict[str, float]:
+    hosts, rank = list(range(dist.get_world_size())), dist.get_rank()
+    bucket, found = torch.zeros(num_bytes // 4), {}
+    for name in names:
+        group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        executor = CpuExecutor(group, build(name, rank, hosts), hosts)
+        times = [timed(lambda run=executor: run.all_reduce(bucket)) for _ in range(repeat + 1)]
+        found[name] = statistics.median(times[1:])
+    return found
+
+
+def timed(run: Callable[[], object]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    slowest = torch.tensor([time.perf_counter() - began])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def machine_of(places: Sequence[Host]) -> Machine:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        run_ranks(preflight.main, 2, ["--json", file.name], init=False, hosts=places[:2], timeout_s=120)
+        return Machine(**measured(json.loads(Path(file.name).read_text())))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--megabytes", type=float, default=25.0)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--repeat", type=int, default=5)
+    args = parser.parse_args()
+    num_bytes, workers = int(args.megabytes * 2**20), args.workers
+    with network(workers + 4, args.rate) as places:
+        machine = machine_of(places)
+        print(f"{workers} workers, {args.megabytes:g} MiB fp32, each rank a host, links {args.rate}")
+        print(f"{'':16}{'push ms':>9}{'pull ms':>9}{'both ms':>9}{'predicted':>11}{'ratio':>7}")
+        names = ["master_worker", "ring", "hierarchical"]
+        found = run_ranks(
+            time_all_reduces, workers, names, num_bytes, args.repeat, hosts=places[:workers], timeout_s=300
+        )[0]
+        hosts = list(range(workers))
+        for name, seconds in found.items():
+            wanted = predict([build(name, r, hosts) for r in hosts], hosts, machine, num_bytes).seconds
+            line(name, [float("nan"), float("nan"), seconds], wanted)
+        for servers in ("1", "2", "4", "all"):
+            serve, work = roles(servers, workers)
+            world = len({*serve, *work})
+            seconds = run_ranks(
+                time_exchange, world, servers, workers, num_bytes, args.repeat,
+                hosts=places[:world], timeout_s=300,
+            )[0]  # fmt: skip
+            wanted = sum(
+                predict(
+                    way, list(range(world)), machine, num_bytes, segment_bytes=int(BUCKET_MB * 2**20)
+                ).seconds
+                for way in exchange(serve, work)
+            )
+            line(f"{servers} servers", [*seconds, sum(seconds)], wanted)
+
+
+def line(name: str, seconds: Sequence[float], wanted: float) -> None:
+    columns = "".join(f"{1e3 * value:>9.1f}" for value in seconds)
+    print(f"{name:16}{columns}{1e3 * wanted:>11.1f}{seconds[-1] / wanted:>7.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Whole runs on a stream, stopped where chance has it, and at other world sizes: nothing is lost or read twice."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import runs
+from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, SINGLE, differences, run
+from tests.data.streams import numbers_of
+from tests.ranks import run_ranks
+from trainer import loop
+from trainer.distributed import Dist, process_group
+from trainer.errors import UserError
+
+NUM_SAMPLES = 62  # 5 steps of 12 to an epoch, 2 remain
+BATCH = 12
+
+
+def on(stream: str) -> tuple[str, ...]:
+    return (f"data.dataset._target_=tests.data.streams.{stream}", f"+data.dataset.num_samples={NUM_SAMPLES}")
+
+
+def _resumed(root: Path, worlds: list[tuple[str, tuple[str, ...]]]) -> dict[str, list[str]]:
+    """What differs between runs that went on from five steps drawn by chance and one that never stopped."""
+    torch.set_num_threads(1)
+    stops = sorted(random.Random(str(worlds)).sample(range(1, LAST_STEP), 5))
+    found = {}
+    with process_group(runs.settings(*worlds[0][1]).distributed) as dist:
+        for name, overrides in worlds:
+            original = run(dist, root / name, *overrides)
+            micro_batches = len(original["samples"]) // LAST_STEP
+            for stop in stops:
+                checkpoint = root / name / "checkpoints" / f"step_{stop:08d}"
+                once = (*overrides, "checkpoint.every_steps=null", "checkpoint.every_epochs=null")
+                resumed = run(dist, root / f"{name}-{stop}", *once, resume=str(checkpoint))
+                expected = original["samples"][micro_batches * stop :]
+                different = differences(original["end"], resumed["end"])
+                different += [] if resumed["samples"][-len(expected) :] == expected else ["samples"]
+                found[f"{name} at {stop}"] = different
+    return {stop: different for stop, different in found.items() if different}
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy"), [(1, SINGLE), (2, DDP), (2, FSDP)], ids=["single", "ddp-2", "fsdp-2"]
+)
+@pytest.mark.slow
+def test_a_run_on_a_stream_resumed_is_the_same_run(
+    tmp_path: Path, world: int, strategy: tuple[str, ...]
+) -> None:
+    several = "train.micro_batch_size=3"
+    worlds = [
+        ("stateful", (*strategy, *on("Stateful"), several)),
+        ("without-state-workers", (*strategy, *on("Numbers"), several, "data.num_workers=2")),
+        ("sharded-workers", (*strategy, *on("Stateful"), "data.sharded=true", "data.num_workers=2")),
+    ]
+    assert run_ranks(_resumed, world, tmp_path, worlds, init=False) == [{}] * world
+
+
+def _ids(dist: Dist, run_dir: Path, last_step: int, overrides: tuple[str, ...]) -> list[list[int]]:
+    """Train on to a step, and return the ids that this rank trained on, by micro-batch."""
+    seen: list[list[int]] = []
+
+    def recorded(job: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = job.task.loss
+
+        def noted(model: Any, batch: Any) -> Any:
+            seen.append(numbers_of(batch[0]))
+            return loss(model, batch)
+
+        job.task.loss = noted
+        try:
+            return train_step(job, *args, **kwargs)
+        finally:
+            job.task.loss = loss
+
+    train_step, loop.train_step = loop.train_step, recorded
+    try:
+        run(dist, run_dir, *overrides, f"train.max_steps={last_step}", resume="auto")
+    finally:
+        loop.train_step = train_step
+    return seen
+
+
+@pytest.mark.slow
+def test_one_rank_then_two_then_four_read_one_unbroken_stream(tmp_path: Path) -> None:
+    kinds = [on("Stateful"), on("Numbers"), (*on("Stateful"), "data.sharded=true")]
+    for read in _numbers_read(tmp_path, kinds):
+        assert read == [*range(60), *range(48)]  # the second epoch begins with step 6
+
+
+@pytest.mark.slow
+def test_hugging_faces_streams_go_on_at_other_world_sizes(tmp_path: Path) -> None:
+    """Files of one's own, by settings alone."""
+    pytest.importorskip("datasets")
+    row = [0.0] * 10
+    for file in range(2):
+        rows = [{"row": [n / 64, *row[1:]], "label": n % 4} for n in range(file * 31, file * 31 + 31)]
+        (tmp_path / f"{file}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "held-out.json").write_text("\n".join([json.dumps({"row": row, "label": 0})] * 5))
+    data = (
+        "data=hugging_face",
+        "data.dataset.path=json",
+        f"data.dataset.data_files={{train: {tmp_path}/*.jsonl, eval: {tmp_path}/held-out.json}}",
+        "data.dataset.columns=[row, label]",
+        "model.num_classes=4",
+    )
+    settings = tuple(text for text in SINGLE if text.startswith("data."))
+    [read] = _numbers_read(tmp_path / "run", [data], without=settings)
+    assert read[:60] == list(range(60))
+    assert sorted(set(read[60:])) == sorted(read[60:])  # their second epoch takes the files in another order
+
+
+def _numbers_read(root: Path, kinds: list[tuple[str, ...]], without: tuple[str, ...] = ()) -> list[list[int]]:
+    """What the steps of runs read in which one rank, then two, then four went on, by ids in order."""
+    read: list[list[int]] = [[] for _ in kinds]
+    for world, strategy, last_step in ((1, SINGLE, 3), (2, DDP, 7), (4, FSDP, 9)):
+        settings = tuple(setting for setting in strategy if setting not in without)
+        ranks = run_ranks(
+            _of_each, world, root, last_step, [(*settings, *data) for data in kinds], init=False
+        )
+        for of_kind, seen in zip(zip(*ranks, strict=True), read, strict=True):
+            for of_step in zip(*of_kind, strict=True):
+                seen += [number for column in zip(*of_step, strict=True) for number in column]
+    return read
+
+
+def _of_each(root: Path, last_step: int, kinds: list[tuple[str, ...]]) -> list[list[list[int]]]:
+    torch.set_num_threads(1)
+    with process_group(runs.settings(*kinds[0]).distributed) as dist:
+        return [_ids(dist, root / str(number), last_step, kind) for number, kind in enumerate(kinds)]
+
+
+def _message(*overrides: str) -> str:
+    with pytest.raises(UserError) as raised:
+        runs.train(*overrides)
+    return str(raised.value)
+
+
+def test_a_stream_of_unknown_length_needs_a_last_step_and_a_batch(tmp_path: Path) -> None:
+    ((first, second),) = run_ranks(_two_messages, 1, (*SINGLE, *on("Numbers")), tmp_path, init=False)
+    assert first.startswith("train.max_steps is null, but the training data is a stream of unknown length")
+    assert second.startswith("the training data of epoch 0 ends within its first global batch of 64 samples")
+
+
+def _two_messages(plain: tuple[str, ...], root: Path) -> tuple[str, str]:
+    return (
+        _message(*plain, f"run_dir={root / 'endless'}", "train.max_steps=null"),
+        _message(*plain, f"run_dir={root / 'short'}", "train.global_batch_size=64"),
+    )
+
+
+def _ended(run_dir: Path) -> dict[str, Any]:
+    """A stream that ends after two epochs, before max_steps, evaluated by steps; saved when epochs end."""
+    return runs.train(
+        *SINGLE,
+        *on("Numbers"),
+        f"run_dir={run_dir}",
+        "train.max_steps=1000",
+        "train.epochs=2",
+        "train.eval_every_epochs=0",
+        "train.eval_every_steps=4",
+        "train.log_every_steps=1",
+        "checkpoint.every_steps=null",
+        "checkpoint.every_epochs=1",
+    )
+
+
+def test_epochs_end_with_the_stream(tmp_path: Path) -> None:
+    (result,) = run_ranks(_ended, 1, tmp_path, init=False)
+    assert (result["steps"], result["epochs"], result["samples_seen"]) == (10, 2.0, 120)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step_*"))] == [
+        "step_00000005",
+        "step_00000010",
+    ]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines if "eval/loss" in line] == [
+        f'{{"step": {step}' for step in (4, 8, 10)
+    ]

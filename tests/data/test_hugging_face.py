@@ -1,0 +1,67 @@
+"""Hugging Face's streaming datasets, of a local folder: their order, their state, their shards."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.settings import eval_loader, train_loader
+from tests.data.test_stream import global_batches
+from trainer.errors import UserError
+
+pytest.importorskip("datasets")
+
+from trainer.data.hugging_face import hugging_face
+
+FILES = 4
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for file in range(FILES):
+        rows = [
+            {"row": [number, number / 2], "label": number % 3} for number in range(file * 12, file * 12 + 12)
+        ]
+        (tmp_path / f"train-{file}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "held-out.jsonl").write_text(
+        "\n".join(json.dumps({"row": [n, 0], "label": 0}) for n in range(7))
+    )
+    files = {"train": str(tmp_path / "train-*.jsonl"), "eval": str(tmp_path / "held-out.jsonl")}
+    return {"path": "json", "data_files": files, "columns": ["row", "label"]}
+
+
+@pytest.mark.parametrize(("sharded", "buffer"), [(False, 0), (True, 0), (False, 10)])
+def test_rows_are_read_once_in_one_order_resumed_or_not(options: dict, sharded: bool, buffer: int) -> None:
+    def loader(world: int = 1, rank: int = 0, workers: int = 0):  # type: ignore[no-untyped-def]
+        stream = hugging_face("train", shuffle_buffer=buffer, **options)
+        return train_loader(stream, 8, world, rank, sharded=sharded, num_workers=workers)
+
+    whole = [rows for rows, _ in loader().epoch(1)]
+    assert sorted(torch.cat(whole)[:, 0].tolist()) == list(range(48))
+    if sharded:
+        files = torch.cat(whole)[:, 0].view(-1, FILES) // 12  # each row of four: one of each file
+        assert all(sorted(row) == list(range(FILES)) for row in files.tolist())
+    writers = [loader(2, rank) for rank in (0, 1)]
+    for writer in writers:
+        batches = writer.epoch(1)
+        next(batches), next(batches)
+    for workers in (0, 2):
+        readers = [loader(2, rank, workers) for rank in (0, 1)]
+        for reader in readers:
+            reader.resume([writer.place() for writer in writers])
+        ranks = [[rows for rows, _ in reader.epoch(1, 16)] for reader in readers]
+        assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole[2:]))
+
+
+def test_held_out_rows_are_evaluated_once(options: dict) -> None:
+    ranks = [list(eval_loader(hugging_face("eval", **options), 2, 2, rank)) for rank in (0, 1)]
+    assert sorted(number for batches in ranks for _, numbers in batches for number in numbers) == list(
+        range(7)
+    )
+
+
+def test_what_cannot_be_loaded_is_one_message(options: dict) -> None:
+    with pytest.raises(UserError, match=r"load_dataset\('json', split='eval'\) cannot be read: .*held"):
+        hugging_face("eval", **{**options, "data_files": {"eval": "/nowhere/held-out.jsonl"}})

@@ -1,0 +1,149 @@
+"""A stream's global batches are slices of its own order, for any number of ranks, workers and stops."""
+
+import pytest
+import torch
+
+from tests.data.settings import eval_loader, message_of, train_loader
+from tests.data.streams import Broken, Numbers, Stateful, Uneven, numbers_of
+from trainer.data.loader import TrainLoader
+from trainer.errors import UserError
+
+
+def ids(batch: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    return numbers_of(batch[0])
+
+
+def read(loader: TrainLoader, epoch: int = 0, first: int = 0) -> list[torch.Tensor]:
+    return [rows for rows, _ in loader.epoch(epoch, first)]
+
+
+def global_batches(ranks: list[list[torch.Tensor]], micro_batches: int = 1) -> list[torch.Tensor]:
+    """Rows of each step in the order of the stream; ranks may have one step more than others."""
+    steps = min(len(batches) for batches in ranks) // micro_batches
+    joined = [
+        [torch.cat(batches[s * micro_batches : (s + 1) * micro_batches]) for batches in ranks]
+        for s in range(steps)
+    ]
+    return [torch.stack(parts, dim=1).flatten(0, 1) for parts in joined]
+
+
+@pytest.mark.parametrize("stream", [Numbers, Stateful])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_slices_of_the_stream_at_any_world_size_resumed_or_not(
+    stream: type, workers: int
+) -> None:
+    """Epoch, ids and noise: all that a sample is."""
+    whole = global_batches([read(train_loader(stream(), 8, seed=4), 3)])
+    assert numbers_of(torch.cat(whole)) == list(range(48))  # 2 remain
+    assert (torch.cat(whole)[:, 1] * 64 == 3).all()
+    noise = torch.cat(whole)[:, 2:]
+    assert noise.unique().numel() == noise.numel()
+    for world, micro in ((2, None), (4, 1)):
+        for first in (0, 24):
+            loaders = [
+                train_loader(stream(), 8, world, r, micro=micro, seed=4, num_workers=workers)
+                for r in range(world)
+            ]
+            ranks = [read(loader, 3, first) for loader in loaders]
+            found = global_batches(ranks, 2 if micro else 1)
+            assert torch.equal(torch.cat(found), torch.cat(whole[first // 8 :]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_place_spares_the_reading_of_what_came_before(workers: int, sharded: bool) -> None:
+    """Saved at two ranks, resumed at one and at four: from a state, at most a batch is read again."""
+
+    def loader(world: int, rank: int, stream: Stateful) -> TrainLoader:
+        return train_loader(stream, 8, world, rank, num_workers=workers, sharded=sharded)
+
+    whole = read(loader(1, 0, Stateful()))
+    saved = []
+    for rank in (0, 1):
+        writer = loader(2, rank, Stateful())
+        batches = writer.epoch(0)
+        for _ in range(3):
+            next(batches)
+        saved.append(writer.place())
+    for world in (1, 4):
+        streams = [Stateful() for _ in range(world)]
+        loaders = [loader(world, rank, stream) for rank, stream in enumerate(streams)]
+        for one in loaders:
+            one.resume(saved)
+        found = global_batches([read(one, 0, 24) for one in loaders])
+        assert torch.equal(torch.cat(found), torch.cat(whole[3:]))
+        if workers == 0 and not sharded:
+            assert all(stream.num_given <= 50 - 24 + 1 for stream in streams)
+
+
+def test_without_a_state_it_is_said_that_all_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    read(train_loader(Numbers(), 8), 0, 16)
+    read(train_loader(Numbers(), 8, 2, 1), 0, 16)  # the first rank speaks for all
+    assert [record.getMessage() for record in caplog.records] == [
+        "Numbers cannot say where it stood (state_dict): the first 16 samples of the epoch are read and dropped"
+    ]
+
+
+def test_shards_are_read_side_by_side_each_by_one_rank() -> None:
+    """Sample i is number i // 4 of shard i % 4: here again i. The shortest shard ends the epoch for all."""
+    for stream, num_steps in ((Stateful, 6), (Uneven, 3)):
+        whole = read(train_loader(stream(), 8, sharded=True))
+        assert numbers_of(torch.cat(whole)) == list(range(8 * num_steps))
+        for world in (2, 4):
+            loaders = [train_loader(stream(), 8, world, rank, sharded=True) for rank in range(world)]
+            ranks = [read(loader) for loader in loaders]
+            assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole))
+            assert set(loaders[1].place()["shards"]) == {str(shard) for shard in range(1, 4, world)}
+
+
+def test_more_says_whether_another_step_follows() -> None:
+    """7 samples on two ranks in batches of 2: rank 0 alone has a fourth sample."""
+    for rank, left in ((0, [True, True, True, False]), (1, [True, True, False])):
+        batches = train_loader(Numbers(num_samples=7), 2, 2, rank).epoch(0)
+        assert ids(batches.peek()) == ids(next(batches)) == [rank]
+        found = [batches.more]
+        for _ in batches:
+            found.append(batches.more)
+        assert found == left
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_counts_every_sample_of_a_stream_once_on_as_many_batches_everywhere(workers: int) -> None:
+    for world, size in ((1, 10), (2, 11), (4, 3), (3, 8)):
+        loaders = [
+            eval_loader(Numbers("eval"), size, world, rank, num_workers=workers) for rank in range(world)
+        ]
+        for _ in range(2):  # each evaluation begins anew
+            ranks = [list(loader) for loader in loaders]
+            assert len({len(batches) for batches in ranks}) == 1
+            numbers = [n for batches in ranks for _, of_batch in batches for n in of_batch]
+            assert sorted(numbers) == list(range(23))
+            for batch, of_batch in (pair for batches in ranks for pair in batches):
+                assert ids(batch) == (of_batch or [0])  # the first fills in
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_sample_of_a_stream_is_one_message(workers: int) -> None:
+    for batches in (
+        train_loader(Broken(), 8, num_workers=workers).epoch(0),
+        iter(eval_loader(Broken(), 8, num_workers=workers)),
+    ):
+        assert message_of(batches) == (
+            "sample 13 of Broken cannot be read: part-0013: truncated; mend it, or have the stream leave it out"
+        )
+
+
+def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
+    with pytest.raises(UserError, match="Numbers is a stream, and itself has to leave out"):
+        train_loader(Numbers(), 8, on_bad_sample="skip")
+    with pytest.raises(UserError, match="Numbers has not the num_shards and shard"):
+        train_loader(Numbers(), 8, sharded=True)
+    with pytest.raises(UserError, match="range is no stream: it is read by index"):
+        train_loader(range(64), 8, sharded=True)
+    with pytest.raises(UserError, match="the evaluation data is empty"):
+        list(eval_loader(Numbers(num_samples=0), 8))
+    other = train_loader(Stateful(), 8, sharded=True)
+    batches = other.epoch(0)
+    next(batches)
+    with pytest.raises(UserError, match="read as 4 shards when the checkpoint was saved, and is now as 1"):
+        train_loader(Stateful(), 8).resume([other.place()])

@@ -1,0 +1,124 @@
+"""Text of any amount: each token once, from any place again, and little memory."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.settings import eval_loader, train_loader
+from tests.data.test_stream import global_batches
+from tests.ranks import run_ranks
+from trainer.data import texts
+from trainer.data.text_stream import TextStream
+from trainer.data.texts import Texts
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(texts, "PIECE_BYTES", 64)
+    (tmp_path / "a.txt").write_text("".join(f"{number} is a line\n" for number in range(100)))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(200))
+    )
+    (tmp_path / "c.bin").write_bytes(bytes(range(1, 10)) + b"x" * 500)  # no lines at all
+    return tmp_path
+
+
+def everything(folder: Path) -> bytes:
+    documents = [f"document {number}".encode() for number in range(200)]
+    parts = [(folder / "a.txt").read_bytes(), *documents, (folder / "c.bin").read_bytes()]
+    return b"".join(part + b"\n" for part in parts)
+
+
+def test_pieces_are_the_same_wherever_reading_begins(folder: Path) -> None:
+    whole = Texts(folder)
+    pieces = list(whole.pieces(0, whole.num_bytes))
+    assert sum(piece.num_bytes for piece in pieces) == whole.num_bytes
+    assert b"".join(piece.text + b"\n" * piece.ends_document for piece in pieces) == everything(folder)
+    for cut in range(0, whole.num_bytes, 37):
+        parts = [*whole.pieces(0, cut), *whole.pieces(cut, whole.num_bytes)]  # cut once more
+        assert b"".join(piece.text for piece in parts) == b"".join(piece.text for piece in pieces)
+        assert [piece.ends_document for piece in parts].count(True) == 202
+    for at in range(0, len(pieces), 7):
+        assert list(whole.pieces_from(pieces[at].file, pieces[at].offset, whole.num_bytes)) == pieces[at:]
+
+
+def test_windows_hold_each_token_once_and_go_on_from_any_state(folder: Path) -> None:
+    stream = TextStream("train", str(folder), block_size=10, eval_fraction=0.001)
+    for epoch in (0, 1):
+        stream.set_epoch(epoch)
+        windows, states = [], []
+        for tokens, targets in stream:
+            windows.append(bytes(tokens.tolist() + targets[-1:].tolist()))
+            states.append(stream.state_dict())
+        begin = everything(folder).index(windows[0])
+        assert (begin > 0) == (epoch > 0)
+        text = everything(folder)[begin:]
+        assert windows == [text[10 * k : 10 * k + 11] for k in range(len(windows))]
+        assert len(windows) * 10 > len(text) - 10 - 64  # all but a remainder and what is held out
+    for number in range(0, len(states), 17):
+        again = TextStream("train", str(folder), block_size=10, eval_fraction=0.001)
+        again.set_epoch(1)
+        again.load_state_dict(json.loads(json.dumps(states[number])))
+        assert again.state_dict() == states[number]
+        rest = [bytes(tokens.tolist() + targets[-1:].tolist()) for tokens, targets in again]
+        assert rest == windows[number + 1 :]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_resumed_read_what_one_would_have(folder: Path, sharded: bool) -> None:
+    def loader(world: int, rank: int, workers: int = 0):  # type: ignore[no-untyped-def]
+        stream = TextStream("train", str(folder), 10, num_shards=8)
+        return train_loader(stream, 16, world, rank, sharded=sharded, num_workers=workers)
+
+    whole = [tokens for tokens, _ in loader(1, 0).epoch(2)]
+    assert len(whole) > 12
+    writer = loader(1, 0)
+    batches = writer.epoch(2)
+    for _ in range(7):
+        next(batches)
+    for world, workers in ((2, 0), (4, 1)):
+        readers = [loader(world, rank, workers) for rank in range(world)]
+        for reader in readers:
+            reader.resume([writer.place()])
+        ranks = [[tokens for tokens, _ in reader.epoch(2, 7 * 16)] for reader in readers]
+        assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole[7:]))
+
+
+def test_so_many_windows_are_held_out(folder: Path) -> None:
+    stream = TextStream("eval", str(folder), 10, eval_fraction=0.2, eval_windows=13)
+    for _ in range(2):
+        numbers = [number for _, of_batch in eval_loader(stream, 4) for number in of_batch]
+        assert numbers == list(range(13))
+
+
+def _peak_mib(path: Path) -> float:
+    """How much more memory a rank takes for a while of training and evaluating on a file of 5 GB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loader = train_loader(TextStream("train", str(path), 1024), 32, sharded=True)
+    batches = loader.epoch(0)
+    for _ in range(200):
+        next(batches)
+    place = loader.place()
+    far = {
+        shard: (2**20, {"file": 0, "offset": there[1]["offset"] + 2**28, "tokens": 0})
+        for shard, there in place["shards"].items()
+    }
+    again = train_loader(TextStream("train", str(path), 1024), 32, sharded=True)
+    again.resume([{**place, "shards": far}])
+    batches = again.epoch(0, 2**24)
+    for _ in range(50):
+        next(batches)
+    list(eval_loader(TextStream("eval", str(path), 1024), 32))
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def test_five_gigabytes_take_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large.txt"
+    with path.open("wb") as file:  # sparse: a file of 5 GB that takes no disk
+        file.truncate(5 * 10**9)
+    ((peak),) = run_ranks(_peak_mib, 1, path, init=False)
+    print(f"{peak:.0f} MiB")
+    assert peak < 190

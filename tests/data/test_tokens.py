@@ -1,0 +1,184 @@
+"""Token files: what the command writes, what it refuses, and the windows that are drawn from them."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import runs
+from tests.data.settings import train_loader
+from tests.ranks import run_ranks
+from trainer.data import texts
+from trainer.data.reader import random_numbers
+from trainer.data.text import Text
+from trainer.data.tokenize import main
+from trainer.data.tokens import Tokens
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A text of lines, JSON lines, and a hidden file."""
+    path = tmp_path / "texts"
+    path.mkdir()
+    (path / "a.txt").write_text("".join(f"line {number}\n" for number in range(500)))
+    (path / "b.jsonl").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n\n" for n in range(300)))
+    (path / ".hidden").write_text("not this")
+    return path
+
+
+def test_the_bytes_of_all_documents_each_ended_by_a_newline(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(texts, "PIECE_BYTES", 64)
+    out = tmp_path / "out"
+    assert main([str(folder), str(out), "--tokenizer", "bytes", "--eval-fraction", "0.1"]) == 0
+    train, held_out = (np.fromfile(out / name, np.uint16) for name in ("train.bin", "val.bin"))
+    documents = [(folder / "a.txt").read_text(), *(f"document {number}" for number in range(300))]
+    assert bytes([*train, *held_out]).decode() == "".join(document + "\n" for document in documents)
+    facts = json.loads((out / "tokens.json").read_text())
+    assert facts == {
+        "tokenizer": "bytes",
+        "vocab_size": 256,
+        "dtype": "uint16",
+        "train": len(train),
+        "eval": len(held_out),
+        "bytes_per_token": pytest.approx(0.96, abs=0.02),  # the ends of documents are tokens, too
+    }
+    assert f"{len(train):,} tokens to train on" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def test_mistakes_are_one_message_and_leave_nothing(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"words": 1}\n')
+    (tmp_path / "packed.jsonl.gz").write_bytes(b"x")
+    for arguments, message in (
+        ([folder, tmp_path / "there"], "there exists; remove it"),
+        ([tmp_path / "nothing", tmp_path / "out"], "nothing does not exist"),
+        ([tmp_path / "there", tmp_path / "out"], "there holds no text"),
+        ([tmp_path / "packed.jsonl.gz", tmp_path / "out"], "is packed"),
+        ([folder, tmp_path / "out", "--eval-fraction", "1"], "--eval-fraction is 1.0"),
+        ([tmp_path / "broken.jsonl", tmp_path / "out"], "the line at byte 17 of .*KeyError"),
+        ([folder, "/proc/out"], "/proc/out cannot be written"),
+    ):
+        assert main([*map(str, arguments), "--tokenizer", "bytes"]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error), (message, error)
+    assert not (tmp_path / "out").exists()
+    assert [path for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def test_gpt2_with_a_vocabulary_of_ones_own(tmp_path: Path, folder: Path) -> None:
+    pytest.importorskip("tiktoken")
+    words = [bytes([byte]) for byte in range(256)] + [b"li", b"ne", b"line"]
+    vocabulary = tmp_path / "r50k_base.tiktoken"
+    vocabulary.write_bytes(
+        b"\n".join(base64.b64encode(word) + b" %d" % rank for rank, word in enumerate(words))
+    )
+    out = tmp_path / "out"
+    assert main([str(folder), str(out), "--tokenizer", "gpt2", "--vocabulary", str(vocabulary)]) == 0
+    train = np.fromfile(out / "train.bin", np.uint16)
+    assert train[:3].tolist() == [258, ord(" "), ord("0")]  # line, space, 0
+    assert (train == 259).sum() >= 290  # the end of each document
+    assert Tokens("train", str(out), block_size=8).vocab_size == 260
+
+
+def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
+    """No tokens.json: uint16, and the vocabulary has to be told."""
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    with pytest.raises(UserError, match=r"no tokens.json .* set data.dataset.vocab_size"):
+        Tokens("train", str(tmp_path), block_size=10)
+    held_out = Tokens("eval", str(tmp_path), block_size=10, vocab_size=1000)
+    assert [held_out[index][0][0].item() for index in range(len(held_out))] == list(range(0, 90, 10))
+    assert len(Tokens("eval", str(tmp_path), 10, 1000, eval_windows=3)) == 3
+    for arguments, message in (
+        ({"block_size": 1000}, "is no row of more than data.dataset.block_size=1000 tokens"),
+        ({"block_size": 0}, "block_size=0 is not at least 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Tokens("train", str(tmp_path), vocab_size=1000, **arguments)
+    with pytest.raises(UserError, match=r"holds token \d+, but data.dataset.vocab_size is 500: 0 to 499"):
+        list(train_loader(Tokens("train", str(tmp_path), 10, 500), 8).epoch(0))
+
+
+def test_windows_are_drawn_anew_each_epoch_from_seed_epoch_and_index(tmp_path: Path) -> None:
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    tokens = Tokens("train", str(tmp_path), block_size=10, vocab_size=1000)
+
+    def starts(epoch: int, seed: int = 0, **settings: int) -> list[int]:
+        loader = train_loader(tokens, 9, seed=seed, **settings)
+        batches = list(loader.epoch(epoch))
+        for inputs, targets in batches:
+            assert torch.equal(inputs[:, 1:], targets[:, :-1])
+            assert torch.equal(inputs + 1, targets)
+        return [row[0].item() for inputs, _ in batches for row in inputs]
+
+    first = starts(0)
+    assert len(first) == 99
+    # One in each ten tokens: all the text is read, about once; but each time in other pieces.
+    assert sorted(start // 10 for start in first) == list(range(99))
+    assert first == starts(0) == starts(0, num_workers=2)
+    assert sorted(first) != sorted(starts(1))
+    assert sorted(first) != sorted(starts(0, seed=1))
+    halves = [
+        [r[0].item() for i, _ in train_loader(tokens, 9 * 2, 2, rank).epoch(0) for r in i] for rank in (0, 1)
+    ]
+    assert [start for pair in zip(*halves, strict=True) for start in pair] == first[:90]
+
+
+def test_no_drawn_window_reaches_into_what_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    text = Text("train", str(tmp_path / "text"), block_size=10, eval_fraction=0.2)  # 20 windows, 5 held out
+    highest = np.full(20, 2**64 - 1, np.uint64)
+    inputs, targets = text.draw(range(20), highest)
+    assert inputs[:, 0].tolist() == [number * 10 + 5 for number in range(19)] + [190]
+    assert targets.max() == 200
+
+
+def test_random_numbers_are_spread_and_follow_from_their_three_sources() -> None:
+    numbers = random_numbers(1, 2, range(10_000))
+    assert numbers[7] == random_numbers(1, 2, [7])[0]
+    assert len({*numbers.tolist(), *random_numbers(1, 3, range(10_000)).tolist()}) == 20_000
+    counts = np.bincount((numbers % np.uint64(10)).astype(int))
+    assert counts.min() > 900
+
+
+def _trained(root: Path, texts: Path) -> list[dict[str, Any]]:
+    small = (
+        "model.width=16",
+        "model.depth=1",
+        "model.num_heads=1",
+        "train.global_batch_size=8",
+        "train.max_steps=4",
+    )
+    small += (
+        "experiment=text_gpt",
+        "strategy=single",
+        "schedule.warmup_steps=1",
+        "data.dataset.block_size=16",
+    )
+    kinds = {"tokens": root / "tokens", "text_stream": texts, "text": texts / "a.txt"}
+    return [
+        runs.train(*small, f"data={kind}", f"data.dataset.path={path}", f"run_dir={root / kind}-run")
+        for kind, path in kinds.items()
+    ]
+
+
+def test_a_gpt_trains_on_each_kind_of_text(tmp_path: Path, folder: Path) -> None:
+    assert (
+        main([str(folder), str(tmp_path / "tokens"), "--tokenizer", "bytes", "--eval-fraction", "0.2"]) == 0
+    )
+    (results,) = run_ranks(_trained, 1, tmp_path, folder, init=False)
+    for result in results:
+        assert (result["steps"], result["samples_seen"]) == (4, 32)
+        assert 4 < result["eval/loss"] < 7  # a guess among 256 is 5.5
+    assert ["eval/bits_per_byte" in result for result in results] == [False, True, True]

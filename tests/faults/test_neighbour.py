@@ -1,0 +1,55 @@
+"""What a rank is seen to do from outside: here its data workers, played by processes without a loader."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.neighbour import Member, Neighbour
+from trainer.faults.processes import MemoryKills
+from trainer.faults.stacks import Stacks
+
+
+@contextlib.contextmanager
+def worker(heartbeat: Heartbeat, number: int, busy: bool) -> Iterator[int]:
+    pid = os.fork()
+    if not pid:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        heartbeat.become_worker(number)
+        heartbeat.read(7)
+        if not busy:
+            heartbeat.rest()
+        signal.pause()
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def test_workers_in_the_middle_of_a_batch_are_blamed_and_ended() -> None:
+    heartbeat, stacks = Heartbeat(), Stacks()
+    first = heartbeat.reserve(2)
+    neighbour = Neighbour(Member(0, 0, "here", os.getpid(), heartbeat.fd, stacks.fd, 0))
+    before = signal.getsignal(signal.SIGCHLD)
+    with worker(heartbeat, first, busy=True) as busy, worker(heartbeat, first + 1, busy=False) as idle:
+        deadline = time.monotonic() + 10
+        while (
+            len(neighbour.records.workers()) < 2 or len(neighbour.busy_workers(neighbour.records.main())) != 1
+        ):
+            assert time.monotonic() < deadline
+        heartbeat.enter("optimizer")
+        kills = MemoryKills([])
+        assert neighbour.stuck_worker(kills) is None, "it is not waited for"
+        neighbour.end_workers()
+        assert os.waitstatus_to_exitcode(os.waitpid(busy, 0)[1]) == -signal.SIGKILL
+        assert os.waitpid(idle, os.WNOHANG) == (0, 0), "a worker between two batches hears torch itself"
+        words = neighbour.stuck_worker(kills, f"DataLoader worker (pid {busy}) is killed by signal: Killed.")
+        assert words == f"its data worker {busy} is gone without a word while it read sample 7"
+    signal.signal(signal.SIGCHLD, before)
+    neighbour.close()

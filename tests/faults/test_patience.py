@@ -1,0 +1,90 @@
+"""What takes long and is no fault: a disk, and the end of a rank that others do not wait for."""
+
+import json
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.test_replicas import QUICK
+from trainer.faults.reports import Reports
+from trainer.faults.verdict import Observed
+
+TIMEOUT_S, LONG_S = 1.0, 4.0
+
+
+def slow_to_save_and_to_end(run_dir: Path, lines: Path) -> str:
+    from trainer.loggers import RunLog
+
+    fsync, close, slow = os.fsync, RunLog.close, [os.environ["RANK"] == "0"]
+
+    def slow_fsync(descriptor: int) -> None:
+        time.sleep(LONG_S if slow.pop() else 0)
+        slow.append(False)
+        fsync(descriptor)
+
+    def slow_close(self: RunLog) -> None:
+        time.sleep(LONG_S if os.environ["RANK"] == "0" else 0)
+        close(self)
+
+    os.fsync, RunLog.close = slow_fsync, slow_close  # type: ignore[method-assign]
+    with lines.with_name(f"stderr{os.environ['RANK']}").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    train(
+        *QUICK,
+        f"run_dir={run_dir}",
+        "train.max_steps=4",
+        "checkpoint.every_steps=3",
+        f"distributed.timeout_s={TIMEOUT_S}",
+    )
+    return lines.with_name(f"stderr{os.environ['RANK']}").read_text()
+
+
+@pytest.mark.slow
+def test_a_slow_disk_and_a_slow_end_are_named_and_waited_for(tmp_path: Path) -> None:
+    """On two hosts: the second one has ended, and is heard of no more, long before the first."""
+    said, _ = run_ranks(
+        slow_to_save_and_to_end, 2, tmp_path / "run", tmp_path / "x", hosts=[0, 1], init=False
+    )
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 4
+    assert not (tmp_path / "run" / "failure.json").exists()
+    assert "has been in the checkpoint (waiting for the disk) of step 3 for" in said
+    assert "has been in the end of step 4 for" in said
+
+
+class Told:
+    """A store in which host 1 has reported when it was still being set up, and is asked now and then."""
+
+    def __init__(self, report: str) -> None:
+        self.held = {"report/1": report.encode()}
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.held[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+
+def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts read each other's reports every few seconds: at the first suspicion all of them are old."""
+    then = Observed(1, 1, "there", 7)
+    store = Told(json.dumps({"count": 3, "ranks": [asdict(then)]}))
+    reports = Reports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
+    reports.tell([], eager=False)
+    time.sleep(0.3)
+    monkeypatch.setattr("trainer.faults.reports._EVERY_S", 9.0)
+    reports._heard_at[1] -= 60.0
+    reports.tell([], eager=True)
+    (before,) = reports.others()
+    assert before.heard_s < 5
+    reports._eager_since -= 60.0  # a minute of asking without an answer
+    (after,) = reports.others()
+    assert after.heard_s > 50
+    reports.close()

@@ -1,0 +1,198 @@
+"""The parameter server gives the model that DDP gives, and goes on from what any strategy saved."""
+
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import train, trained
+from trainer.errors import StoppedBySignal, UserError
+
+COMMON = (
+    "data=digits",
+    "model=mlp",
+    "schedule=cosine",
+    "train.max_steps=20",
+    "train.global_batch_size=48",
+    "train.log_every_steps=7",
+    "train.check_replicas_every=5",
+    "checkpoint.every_epochs=null",
+    "train.eval_every_epochs=0",
+    "distributed.timeout_s=30",
+)
+SGD = ("optim=sgd", "optim.lr=0.1", "optim.momentum=0.9")
+ADAMW = ("optim=adamw", "optim.lr=0.01")
+PS = ("strategy=parameter_server", "strategy.bucket_mb=0.01")
+CASES = {
+    "sgd": ("model.hidden=[64,64]", *SGD),
+    "adamw": ("model.hidden=[64,64]", *ADAMW),
+    "accumulated": ("model.hidden=[64,64]", *SGD, "train.micro_batch_size=4"),
+    "clipped": ("model.hidden=[64,64]", *ADAMW, "train.clip_grad_norm=0.1"),
+    "bf16": ("model.hidden=[64,64]", *SGD, "train.precision=bf16"),
+    "frozen": (
+        "model._target_=tests.user_parts.HalfFrozen",
+        "~model.input_shape",
+        "~model.hidden",
+        "~model.num_classes",
+        *SGD,
+    ),
+}
+EXACT, REST = "frozen", "sgd adamw accumulated clipped bf16"  # running statistics follow the split
+ROLES = {"2 x 3": (5, "2"), "all x 4": (4, "all")}
+
+
+def train_each(root: str, strategy: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Tensor]]:
+    runs = {name: (*COMMON, *CASES[name], *strategy, f"run_dir={root}/{name}") for name in names}
+    return {name: trained(*overrides) for name, overrides in runs.items()}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest |a - b| / (atol + rtol |b|); above 1 is too far."""
+    assert one.keys() == other.keys()
+    return max(((one[k] - other[k]).abs() / (1e-6 + 1e-4 * other[k].abs())).max().item() for k in one)
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What rank 0 of two under DDP, summed as one server does, ends with."""
+
+    @functools.cache
+    def run(names: str) -> dict[str, Any]:
+        strategy = ("strategy=ddp", "comm=master_worker")
+        root = str(tmp_path_factory.mktemp("ddp"))
+        return run_ranks(train_each, 2, root, strategy, names.split(), init=False)[0]
+
+    return run
+
+
+@pytest.mark.parametrize("names", [EXACT, pytest.param(REST, marks=pytest.mark.slow)])
+def test_one_server_gives_the_bits_of_master_worker(
+    tmp_path: Path, ddp: Callable[[str], dict[str, Any]], names: str
+) -> None:
+    strategy = (*PS, "strategy.servers=1")
+    ranks = run_ranks(train_each, 3, str(tmp_path), strategy, names.split(), init=False)
+    for name, wanted in ddp(names).items():
+        print(name, distance(ranks[0][name], wanted))
+        if name == "clipped":  # a norm of norms of shards, in another order
+            assert distance(ranks[0][name], wanted) < 1
+        else:
+            assert all(torch.equal(wanted[key], ranks[0][name][key]) for key in wanted), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", ["2 x 3", "all x 4"])
+def test_any_roles_give_the_model_of_ddp(
+    tmp_path: Path, ddp: Callable[[str], dict[str, Any]], roles: str
+) -> None:
+    world_size, servers = ROLES[roles]
+    strategy = (*PS, f"strategy.servers={servers}")
+    ranks = run_ranks(train_each, world_size, str(tmp_path), strategy, REST.split(), init=False)
+    for name, wanted in ddp(REST).items():
+        print(roles, name, distance(ranks[0][name], wanted))
+        if name == "bf16":  # rounds where sums differ in their last bit
+            worst = max((ranks[0][name][k] - wanted[k]).abs().max().item() for k in wanted)
+            assert worst < 0.02
+        else:
+            assert distance(ranks[0][name], wanted) < 1, name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("strategy.servers=2",), "start 3 or more"),
+        (("strategy.servers=all",), "there is one rank"),
+        (("strategy.servers=0",), "strategy.servers is 0"),
+        (("comm=ring",), "comm=ring needs strategy=ddp"),
+        (("train.precision=fp16",), "take train.precision=bf16"),
+    ],
+)
+def test_what_cannot_be_is_one_message(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        trained(*COMMON, *PS, *overrides, f"run_dir={tmp_path}")
+
+
+@pytest.mark.slow
+def test_evaluates_weights_and_their_averages(tmp_path: Path) -> None:
+    ran = (*COMMON, *CASES["sgd"], "ema.decay=0.9", "train.eval_every_epochs=1")
+    ddp = run_ranks(train, 2, *ran, "strategy=ddp", f"run_dir={tmp_path}/ddp", init=False)[0]
+    ps = run_ranks(train, 3, *ran, *PS, f"run_dir={tmp_path}/ps", init=False)[0]
+    for name in ("train/loss", "eval/loss", "eval/ema/loss", "eval/accuracy"):
+        assert ps[name] == pytest.approx(ddp[name], rel=1e-4), name
+    assert abs(ps["eval/loss"] - ps["eval/ema/loss"]) > 1e-2
+
+
+def train_and_replay(root: str, *overrides: str) -> list[dict[str, Any]]:
+    """An asynchronous run, the same again as it was recorded, and once more as it comes."""
+    ran = (*COMMON, *CASES["adamw"], *PS, "train.clip_grad_norm=1.0", "train.eval_every_epochs=1", *overrides)
+    replay = f"strategy.replay={root}/first/arrivals"
+    return [
+        train(*ran, f"run_dir={root}/first"),
+        train(*ran, f"run_dir={root}/again", replay),
+        train(*ran, f"run_dir={root}/other"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (3, ("strategy.servers=1", "strategy.max_staleness=inf")),
+        pytest.param(
+            4,
+            ("strategy.servers=all", "strategy.max_staleness=2", "data.num_workers=1"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_replay_gives_the_same_bits(tmp_path: Path, world_size: int, overrides: tuple[str, ...]) -> None:
+    results = run_ranks(train_and_replay, world_size, str(tmp_path), *overrides, init=False, timeout_s=100)[0]
+    first, again, _ = results
+    assert first["steps"] == 20 and first["train/loss"] < 2
+    assert first["param_sha256"] == again["param_sha256"]
+    arrivals = (tmp_path / "first" / "arrivals").read_text()
+    assert arrivals == (tmp_path / "again" / "arrivals").read_text()
+    assert arrivals.count("push") == 20 * (world_size - 1 if world_size == 3 else 16)
+
+
+@pytest.mark.slow
+def test_a_dead_worker_is_named(tmp_path: Path) -> None:
+    fault = ("fault=kill", "fault.rank=2", "fault.step=5")
+    with pytest.raises(RankFailure):
+        run_ranks(train, 3, *COMMON, *CASES["sgd"], *PS, *fault, f"run_dir={tmp_path}", init=False)
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert (failure["rank"], failure["step"]) == (2, 5), failure
+
+
+def stop_after_the_first_log(root: str, *overrides: str) -> int:
+    """Signal the last rank as soon as there are figures; return the step after which this rank stopped."""
+
+    def tell() -> None:
+        while not (Path(root) / "metrics.jsonl").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if int(os.environ["RANK"]) == 2:
+        threading.Thread(target=tell, daemon=True).start()
+    with pytest.raises(StoppedBySignal) as stopped:
+        train(*overrides, f"run_dir={root}")
+    return stopped.value.step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["0", "3", "inf"])
+def test_a_signal_to_one_rank_stops_all_after_a_whole_step(tmp_path: Path, staleness: str) -> None:
+    ran = (*COMMON, *CASES["sgd"], *PS, f"strategy.max_staleness={staleness}", "train.epochs=100000")
+    endless = ("train.max_steps=1000000", "schedule=constant")
+    steps = run_ranks(stop_after_the_first_log, 3, str(tmp_path), *ran, *endless, init=False)
+    assert steps == [steps[0]] * 3
+    on = ("resume=auto", f"train.max_steps={steps[0] + 10}", "schedule=constant", f"run_dir={tmp_path}")
+    assert run_ranks(train, 3, *ran, *on, init=False)[0]["steps"] == steps[0] + 10

@@ -1,0 +1,91 @@
+"""A model split over several devices is the same model; inputs move where a unit lies elsewhere."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from tests.runs import job_of, trained
+from trainer.errors import UserError
+from trainer.loop import fit
+from trainer.strategies.split import Split
+
+COMMON = (
+    "train.max_steps=6",
+    "train.global_batch_size=16",
+    "train.eval_every_epochs=0",
+    "train.log_every_steps=3",
+    "checkpoint.every_epochs=null",
+)
+GPT_RUN = ("data=text", "model=gpt", "data.dataset.block_size=16", "model.width=16", "model.depth=3")
+MODELS = {"mlp": ("model.hidden=[64,64]",), "gpt": (*GPT_RUN, "model.num_heads=2", "optim.lr=0.1")}
+
+
+def both(root: str, *strategy: str) -> dict[str, list[dict[str, Tensor]]]:
+    """Each model whole and split."""
+    ways = {"whole": (), "split": ("strategy.devices_per_replica=2", "strategy.devices=[cpu,cpu]")}
+    return {
+        name: [
+            trained(*COMMON, *overrides, *strategy, *way, f"run_dir={root}/{name}-{key}")
+            for key, way in ways.items()
+        ]
+        for name, overrides in MODELS.items()
+    }
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2)])
+def test_a_split_model_has_the_same_bits(tmp_path: Path, strategy: str, world_size: int) -> None:
+    ranks = run_ranks(both, world_size, str(tmp_path), f"strategy={strategy}", init=False)
+    for rank in ranks:
+        for name, (whole, split) in rank.items():
+            assert all(torch.equal(whole[key], split[key]) for key in whole), name
+
+
+def count_moves(root: str) -> dict[str, float]:
+    split = ("strategy=single", "strategy.devices_per_replica=3", "strategy.devices=[cpu,cpu,cpu]")
+    with job_of(*COMMON, "model.hidden=[64,64]", *split, f"run_dir={root}") as job:
+        fit(job)
+        return job.strategy.metrics()
+
+
+def test_moves_are_counted(tmp_path: Path) -> None:
+    (metrics,) = run_ranks(count_moves, 1, str(tmp_path), init=False)
+    assert metrics == {"split/moves_per_pass": 3.0}  # two to the next, one back to the targets
+
+
+def test_units_are_given_out_in_order_and_tied_weights_lie_together() -> None:
+    cpu = torch.device("cpu")
+    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+    split = Split(layers, [cpu, cpu])
+    first = [*layers[0].parameters(), *layers[1].parameters(), *layers[1].buffers()]
+    second = [*layers[3].parameters(), *layers[4].parameters()]
+    assert split.num_bytes == [sum(t.nbytes for t in first), sum(t.nbytes for t in second)]
+    assert layers(torch.ones(2, 8)).shape == (2, 4)
+    assert split.moves == 2  # to the second, and back
+
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    tied[3].weight = tied[0].weight
+    split = Split(tied, [cpu, cpu])
+    assert split.num_bytes[0] == sum(
+        t.nbytes for t in (*tied[0].parameters(), *tied[1].parameters(), tied[3].bias)
+    )
+    tied(torch.ones(2, 8))
+    assert split.moves == 2  # to the third, and back to the one that is tied: the output is where it was
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("strategy.devices_per_replica=2",), r"strategy.devices=\[cpu,cpu\]"),
+        (("strategy.devices=[cpu,cpu]",), "set it to 2"),
+        (
+            ("strategy.devices_per_replica=9", "strategy.devices=[" + ",".join(["cpu"] * 9) + "]"),
+            "has 3 units",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_one_message(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        trained(*COMMON, "strategy=single", *overrides, f"run_dir={tmp_path}")

@@ -1,0 +1,146 @@
+"""Where the figures of a run go: several loggers at once, a user's own, W&B; and how TensorBoard lays them out."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.ranks import run_ranks
+from tests.runs import job_of, train
+from trainer.errors import UserError
+from trainer.loggers import tensorboard
+from trainer.scalars import read_scalars
+
+SHORT = ("train.max_steps=8", "train.log_every_steps=2", "model.hidden=[16]", "checkpoint.every_epochs=null")
+NOTED = ("+logger.noted._target_=tests.user_parts.Noted", "+logger.noted.word=hear")
+
+
+def test_each_logger_is_told_the_same(tmp_path: Path) -> None:
+    run_ranks(train, 2, *SHORT, *NOTED, f"run_dir={tmp_path}", init=False)
+    calls: list[list[Any]] = [json.loads(line) for line in (tmp_path / "noted.jsonl").open()]
+    assert calls[0] == ["begin", "hear", ["first_step", "run_id", "settings"]], "once: on rank 0"
+    assert calls[-1] == ["close"]
+    told: dict[str, dict[int, float]] = {}
+    for _, values, step in (call for call in calls if call[0] == "scalars"):
+        for name, value in values.items():
+            told.setdefault(name, {})[step] = value
+    written = read_scalars(tmp_path)
+    last = written.pop("comm/last_rank")
+    assert told == written
+    _, _, counts, edges, step = next(
+        call for call in reversed(calls) if call[:2] == ["histogram", "comm/last_rank"]
+    )
+    assert (sum(counts), step, edges[0]) == (4, 8, -0.5)
+    assert counts == [list(last.values()).count(rank) for rank in range(len(counts))]
+
+    page = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert page.Tags()["histograms"] == ["6_comm/last_rank"]
+    assert set(page.Tags()["scalars"]) == {tensorboard.tag(name, told) for name in told}
+    order = sorted(page.Tags()["scalars"])
+    places = [
+        order.index(tag)
+        for tag in ("1_loss/train", "2_eval/accuracy", "3_train/lr", "4_speed/samples_per_second")
+    ]
+    assert places == sorted(places)
+    assert order.index("5_memory/peak_mib/cpu") < order.index("6_comm/total_ms")
+
+
+def refused(run_dir: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as error, job_of(f"run_dir={run_dir}", "logger=jsonl", *overrides):
+        pass
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["+logger.mine._target_=tests.user_parts.Deaf"],
+            "logger.mine: tests.user_parts.Deaf makes a Deaf without text",
+        ),
+        (["+logger.mine._target_=tests.user_parts.Noted"], "missing 1 required positional argument: 'word'"),
+    ],
+)
+def test_every_rank_ends_on_what_is_no_logger(tmp_path: Path, overrides: list[str], words: str) -> None:
+    one, other = run_ranks(refused, 2, tmp_path, *overrides, init=False)
+    assert words in one
+    assert one == other
+
+
+def test_the_run_has_its_name_on_the_page() -> None:
+    board = tensorboard._logdir
+    assert (
+        board(Path("runs/2026-11-22/10-00-00"))
+        == "--logdir_spec 10-00-00:runs/2026-11-22/10-00-00/tensorboard"
+    )
+    assert board(Path("runs/a,b")) == "--logdir runs/a,b/tensorboard", "a comma separates runs there"
+
+
+def test_losses_are_on_one_footing() -> None:
+    smoothed = {"train/loss": 0.6, "train/plain_loss": 0.2}
+    assert tensorboard.tag("train/loss", {"train/loss": 0.2}) == "1_loss/train"
+    assert tensorboard.tag("train/plain_loss", smoothed) == "1_loss/train"
+    assert tensorboard.tag("train/loss", smoothed) == "1_loss/train_objective"
+    assert tensorboard.tag("eval/loss", {}) == "1_loss/eval"
+
+
+def records(file: Path) -> Iterator[Any]:
+    """What W&B has written: LevelDB's log format behind seven bytes of its own, a protobuf in each record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def show_wandb(run_dir: Path) -> None:
+    from matplotlib.figure import Figure
+
+    pytest.MonkeyPatch().setenv("WANDB_SILENT", "true")
+    with job_of(
+        *SHORT, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline", f"run_dir={run_dir}"
+    ) as job:
+        job.run_log.scalars({"train/loss": 0.5, "eval/accuracy": float("nan")}, 7)
+        job.run_log.texts({"said": "<b>"}, 7)
+        job.run_log.images({"seen": torch.rand(3, 8, 8), "grey": torch.zeros(1, 8, 8, dtype=torch.uint8)}, 7)
+        job.run_log.histograms({"spread": (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]))}, 7)
+        job.run_log.figures(lambda: {"drawn": Figure()}, 7, at_end=True)
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run_ranks(show_wandb, 1, tmp_path, init=False)
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-tests.wandb")
+    history: dict[str, Any] = {}
+    for record in records(file):
+        for item in record.history.item if record.WhichOneof("record_type") == "history" else ():
+            *path, last = item.nested_key or [item.key]
+            within = history
+            for key in path:
+                within = within.setdefault(key, {})
+            within[last] = json.loads(item.value_json)
+    assert history["train/loss"] == 0.5
+    assert history["step"] == 7
+    assert history["said"]["_type"] == "html-file"
+    assert history["seen"]["_type"] == history["grey"]["_type"] == history["drawn"]["_type"] == "image-file"
+    assert history["spread"]["values"] == [1, 2]
+    assert (tmp_path / "tensorboard").is_dir()

@@ -1,0 +1,67 @@
+"""The command line of what comes after training: `python -m trainer.COMMAND RUN [OPTIONS] [OVERRIDES]`.
+
+Imports no torch, so that a mistake is reported before torch has loaded.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.launch import local
+from trainer.launch.exits import exits
+from trainer.launch.fresh import die_with_parent, extend_path, launched_by
+from trainer.launch.place import place, publish
+from trainer.saved_settings import MAY_CHANGE, saved_settings
+
+
+def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of what all the commands take; add options to it."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument(
+        "--checkpoint",
+        default="newest",
+        metavar="newest|best|PATH",
+        help="best: by the run's checkpoint.keep_best; PATH: of a checkpoint, or its name in the run",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="OVERRIDES",
+        help=f"other settings than the run's: strategy=fsdp launch=local; of {', '.join(MAY_CHANGE)}",
+    )
+    return parser
+
+
+def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
+    """Call `do` with the options and the run's settings; or have it called in processes of launch=local.
+
+    Ends with status 2 for a mistake, and 130 for a Ctrl-C.
+    """
+    die_with_parent()
+    extend_path()
+    options = parser.parse_intermixed_args()
+    try:
+        with exits():
+            config = saved_settings(options.run, options.overrides)
+            if config.launch.name == "slurm":
+                raise UserError(
+                    f"launch=slurm is for training; in a job of your own, srun python -m {module} "
+                    f"{options.run}; or take launch=local"
+                )
+            if config.launch.name == "local" and launched_by() is None:
+                sys.exit(local.launch_module(config, module, sys.argv[1:]))
+            publish(place(config.distributed))
+            do(options, config)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -1,0 +1,128 @@
+"""The model alone of a run's checkpoint, found and read: for what comes after training, or beside it."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from trainer.checkpoint.agreement import Agreement
+from trainer.checkpoint.matching import compare_shapes
+from trainer.checkpoint.source import Source, whole
+from trainer.checkpoint.store import Store, best_checkpoint
+from trainer.checkpoint.tree import put_together
+from trainer.config import KeepBest
+from trainer.errors import UserError
+from trainer.state import buffers_outside
+
+log = logging.getLogger(__name__)
+
+_AVERAGE = "ema.weights."
+_TRIES = 3  # a run that still trains may delete a checkpoint while it is being read
+
+
+def read_model(
+    model: nn.Module,
+    run_dir: Path,
+    run_id: str | None,
+    which: str,
+    best: KeepBest | None,
+    agreement: Agreement,
+) -> Source:
+    """Give `model`, whole or sharded, the values of a checkpoint, and return that (a collective).
+
+    Nothing in `run_dir` is changed, and a run may be writing there.
+
+    Args:
+        run_id: the run's own, which `newest` and `best` are of; None takes any.
+        which: newest (of those that verify), best (by the metric `best`), or a path.
+
+    Raises:
+        UserError: on every rank alike: there is none, it is damaged, or it is of another model.
+    """
+    for left in reversed(range(_TRIES)):
+        found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
+        try:
+            source = _first_whole(found, agreement, which)
+            agreement.everywhere(partial(_read, model, source, agreement))
+        except UserError:
+            if not left or agreement.on_main(partial(_are_there, found)):
+                raise
+        else:
+            return source
+    raise AssertionError("unreachable")
+
+
+def _are_there(found: list[Path]) -> bool:
+    return all(path.is_dir() for path in found)
+
+
+def _candidates(run_dir: Path, run_id: str | None, which: str, best: KeepBest | None) -> list[Path]:
+    if which == "best":
+        if best is None:
+            raise UserError(
+                f"{run_dir} was not told what is best: its checkpoint.keep_best is null; add for instance "
+                "'checkpoint.keep_best={metric: eval/loss, mode: min}'"
+            )
+        return [best_checkpoint(run_dir, best.metric, best.mode, run_id)]
+    if which == "newest":
+        found = Store(run_dir / "checkpoints", run_id).newest_first()
+        if not found:
+            raise UserError(f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} holds none of this run")
+        return found
+    named = [path for path in (Path(which), run_dir / "checkpoints" / which) if path.is_dir()]
+    if not named:
+        raise UserError(f"the checkpoint {which} is no directory; say newest, best or the path of one")
+    if (named[0] / "checkpoints").is_dir():
+        raise UserError(f"the checkpoint {which} is a run; name one of {named[0] / 'checkpoints'}")
+    return named[:1]
+
+
+def _first_whole(found: list[Path], agreement: Agreement, which: str) -> Source:
+    reasons: list[str] = []
+    for directory in found:
+        look = partial(whole, directory.resolve(), agreement.rank, agreement.world_size)
+        try:
+            return agreement.everywhere(look)
+        except UserError as error:
+            if which != "newest":
+                raise
+            reasons.append(str(error))
+            if agreement.rank == 0:
+                log.warning("passing over %s: %s", directory.name, error)
+    raise UserError(f"none of the {len(found)} checkpoints in {found[0].parent} is whole: {reasons[0]}")
+
+
+def read_averages(model: nn.Module, source: Source, agreement: Agreement) -> None:
+    """Put the moving averages in `source` in the place of the weights that they are of (a collective).
+
+    Raises:
+        UserError: there are none.
+    """
+    if not any(name.startswith(_AVERAGE) for name in source.shapes):
+        raise UserError(f"{source.directory} holds no averages: its run had ema.decay=null")
+    targets = {
+        f"{_AVERAGE}{name}": value
+        for name, value in get_model_state_dict(model).items()
+        if f"{_AVERAGE}{name}" in source.shapes and isinstance(value, Tensor)
+    }
+    with torch.no_grad():
+        agreement.everywhere(lambda: source.read_into(targets, agreement.group))
+
+
+def _read(model: nn.Module, source: Source, agreement: Agreement) -> None:
+    held = get_model_state_dict(model)
+    targets = {f"model.{name}": value for name, value in held.items() if isinstance(value, Tensor)}
+    saved = {name: shape for name, shape in source.shapes.items() if name.startswith("model.")}
+    compare_shapes(saved, {name: (target.shape, target.dtype) for name, target in targets.items()})
+    others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}
+    targets |= {
+        name: buffer
+        for name, buffer in others.items()
+        if source.shapes.get(name) == (buffer.shape, buffer.dtype)
+    }
+    with torch.no_grad():
+        source.read_into(targets, agreement.group)
+    set_model_state_dict(model, put_together(source.facts["state"]["model"], targets, "model"))

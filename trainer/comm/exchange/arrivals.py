@@ -1,0 +1,41 @@
+"""The file that tells in which order asynchronous servers did what they did, so that it can be done again.
+
+A line of JSON for each round: its first step, how many it made, and each server's events in order. A run that
+goes on from a checkpoint writes some rounds again; of those that begin at the same step the last one counts.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_FIELDS = ("roles", "first_step", "steps", "events")
+
+
+def append(
+    file: Path, roles: Mapping[str, Any], first_step: int, steps: int, events: Sequence[Sequence[str]]
+) -> None:
+    """Add a round. `roles` is what a run that repeats it must have in common. OSError as of any file."""
+    line = json.dumps(dict(zip(_FIELDS, (roles, first_step, steps, events), strict=True)))
+    with file.open("a") as out:
+        out.write(line + "\n")
+
+
+def read(file: Path, roles: Mapping[str, Any]) -> dict[int, tuple[int, list[list[str]]]]:
+    """By first step of a round: its steps, and each server's events.
+
+    Raises:
+        OSError: no such file.
+        ValueError: it is none of ours, or of a run with other roles.
+    """
+    found = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            own, first_step, steps, events = (json.loads(line)[field] for field in _FIELDS)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"line {number} is no round of an asynchronous run") from error
+        for name, value in roles.items():
+            if own.get(name) != value:
+                raise ValueError(f"it is of a run with {name} {own.get(name)}, and this one has {value}")
+        found[first_step] = (steps, events)
+    return found

@@ -1,0 +1,95 @@
+"""How a batch comes to the device, where uint8 images become floats: a quarter of the bytes on the way."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.errors import UserError
+
+
+class Mirrored(NamedTuple):
+    """A batch whose images are yet to be mirrored, where `which` (B,) bool says so."""
+
+    batch: Any
+    which: Tensor
+
+
+class Normalise:
+    """uint8 images (B, C, H, W) to float32: scaled to [0, 1], less `mean`, divided by `std`, per channel."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], device: torch.device) -> None:
+        means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+        self.mean = tuple(mean)
+        # (x / 255 - mean) / std, folded into one multiplication and one addition
+        self._scale, self._shift = (1 / (255 * stds)).to(device), (-means / stds).to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if len(self.mean) not in (1, images.shape[1]):
+            raise UserError(
+                f"data.images.mean={list(self.mean)} is for {len(self.mean)} channels, but the images have "
+                f"{images.shape[1]}"
+            )
+        return (images * self._scale).add_(self._shift)
+
+
+class ToDevice:
+    """Returns a batch (tensors in tuples, lists, dicts) on the device, asynchronously from pinned memory.
+
+    Its images, the first uint8 tensor (B, C, H, W) in it, are mirrored where that was drawn, and normalised.
+
+    Args:
+        channels_last: lay out tensors of four dimensions so.
+        normalise: None leaves images as they are.
+    """
+
+    def __init__(self, device: torch.device, channels_last: bool, normalise: Normalise | None) -> None:
+        self.device, self.channels_last, self.normalise = device, channels_last, normalise
+
+    def __call__(self, batch: Any) -> Any:
+        if isinstance(batch, Mirrored):
+            return self._with_images(self._moved(batch.batch), self._moved(batch.which))
+        return self._with_images(self._moved(batch), None)
+
+    def _moved(self, batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            if self.channels_last and batch.ndim == 4:
+                return batch.to(self.device, non_blocking=True, memory_format=torch.channels_last)
+            return batch.to(self.device, non_blocking=True)
+        if isinstance(batch, dict):
+            return {key: self._moved(value) for key, value in batch.items()}
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*map(self._moved, batch))
+        if isinstance(batch, list | tuple):
+            return type(batch)(map(self._moved, batch))
+        return batch
+
+    def _with_images(self, batch: Any, mirrored: Tensor | None) -> Any:
+        """`batch` with its images made ready, be it a tensor, or a dict, list or tuple of tensors."""
+        if self.normalise is None and mirrored is None:
+            return batch
+        if isinstance(batch, Tensor):
+            return self._ready(batch, mirrored) if _are_images(batch) else batch
+        values = batch if isinstance(batch, dict) else dict(enumerate(batch))
+        found = next((key for key, value in values.items() if _are_images(value)), None)
+        if found is None:
+            if mirrored is not None:
+                raise UserError(
+                    "data.images.flip is true, but the batch holds no uint8 images (B, C, H, W): let the "
+                    "dataset hand them out as bytes, or flip by data.train_transforms"
+                )
+            return batch
+        ready = {**values, found: self._ready(values[found], mirrored)}
+        if isinstance(batch, dict):
+            return ready
+        return type(batch)(*ready.values()) if hasattr(batch, "_fields") else type(batch)(ready.values())
+
+    def _ready(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
+        if mirrored is not None:
+            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+        return self.normalise(images) if self.normalise is not None else images
+
+
+def _are_images(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim == 4

@@ -1,0 +1,89 @@
+"""A dataset of Hugging Face's `datasets`, read as a stream: files of one's own, or one of their hub."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from trainer.data.images import check_split
+from trainer.errors import UserError
+
+
+def hugging_face(
+    split: str,
+    path: str,
+    columns: Sequence[str] | None = None,
+    splits: dict[str, str] | None = None,
+    shuffle_buffer: int = 0,
+    **options: Any,
+) -> "Rows":
+    """The rows of ``datasets.load_dataset(path, streaming=True, **options)``, numbers and images as tensors.
+
+    Args:
+        path: the name of a dataset, or of a kind of files: json, csv, parquet, text, imagefolder, ...
+        columns: of a row, what the task takes, as a tuple; None: all, as a dict.
+        splits: what they call ours, such as {eval: validation}.
+        shuffle_buffer: so many rows of the training data are held to draw from. The buffer is no part of the
+            stream's state: a resumed run reads all rows up to where it stopped, and draws the same.
+        options: such as data_files={train: ..., eval: ...}.
+
+    Raises:
+        UserError: `datasets` is not installed, or cannot load that.
+    """
+    check_split(split)
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("data=hugging_face needs: pip install 'ringmaster-trainer[hugging_face]'") from None
+    theirs = (splits or {}).get(split, split)
+    try:
+        rows = datasets.load_dataset(path, split=theirs, streaming=True, **options)
+        if columns is not None:
+            rows = rows.select_columns(list(columns))
+    except Exception as error:  # whatever its many kinds of files and hubs raise
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"datasets.load_dataset({path!r}, split={theirs!r}) cannot be read: {said}"
+        ) from error
+    rows = rows.with_format("torch")
+    if shuffle_buffer and split == "train":
+        return Rows(rows.shuffle(seed=0, buffer_size=shuffle_buffer), columns)
+    return RowsWithState(rows, columns)
+
+
+class Rows(IterableDataset[Any]):
+    """A streaming dataset as ``trainer.data.stream.Stream`` has it.
+
+    Attributes:
+        num_classes: of a column of labels, where there is one.
+    """
+
+    def __init__(self, rows: Any, columns: Sequence[str] | None) -> None:
+        self.rows, self.columns = rows, columns
+        self.num_shards: int = rows.num_shards
+        features = rows.features or {}  # unknown for some kinds of files
+        for name in columns or features:
+            if (number := getattr(features.get(name), "num_classes", None)) is not None:
+                self.num_classes: int = number
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
+
+    def decode(self, row: dict[str, Any]) -> Any:
+        return row if self.columns is None else tuple(row[name] for name in self.columns)
+
+    def shard(self, num_shards: int, index: int) -> "Rows":
+        return type(self)(self.rows.shard(num_shards, index), self.columns)
+
+
+class RowsWithState(Rows):
+    """One that goes on where it stood without reading what came before."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rows.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows.load_state_dict(state)

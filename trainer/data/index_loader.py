@@ -1,0 +1,123 @@
+"""Loaders of data that is read by index, in an order of the harness's own."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from trainer.data.batch import BatchSplit
+from trainer.data.loader import Batches, LoaderSettings, data_loader, raise_errors
+from trainer.data.reader import EvalReader, TrainReader
+from trainer.data.sampler import EvalSampler, TrainSampler
+from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
+
+
+class IndexTrainLoader:
+    """A TrainLoader of data read by index; ``timeout_s`` is how long to wait for a batch from the workers.
+
+    ``parts`` hands out (step, replica), where ranks have no replica of their own.
+
+    Raises:
+        UserError: the dataset is smaller than a global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        settings: LoaderSettings,
+        batch: BatchSplit,
+        *,
+        replica: int,
+        seed: int,
+        device: torch.device,
+        timeout_s: float = 600,
+        heartbeat: Heartbeat | None = None,
+        parts: Callable[[], Iterator[tuple[int, int]]] | None = None,
+    ) -> None:
+        self._sampler = TrainSampler(
+            dataset,  # type: ignore[arg-type]
+            batch,
+            replica=replica,
+            seed=seed,
+            parts=parts,
+        )
+        self._reader = TrainReader(dataset, seed, settings.on_bad_sample, heartbeat)
+        self._loader = data_loader(self._reader, self._sampler, settings, device, timeout_s)
+
+        self.num_samples: int | None = self._reader.num_samples
+        self.steps_per_epoch: int | None = self._sampler.steps_per_epoch
+
+    @property
+    def num_skipped(self) -> int:
+        return self._reader.num_skipped
+
+    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
+        """What lies before ``first_sample`` is not read."""
+        self._sampler.epoch, self._sampler.first_sample = epoch, first_sample
+        return _Counted(raise_errors(self._loader), len(self._sampler))
+
+    def place(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, places: list[dict[str, Any]]) -> None:
+        if any(places):
+            raise UserError("the checkpoint is of training on a stream, and this data is read by index")
+
+
+class IndexEvalLoader:
+    """An EvalLoader of data read by index."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        settings: LoaderSettings,
+        batch: BatchSplit,
+        *,
+        replica: int,
+        seed: int,
+        device: torch.device,
+        timeout_s: float = 600,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        if len(dataset) == 0:  # type: ignore[arg-type]
+            raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
+        sampler = EvalSampler(
+            dataset,  # type: ignore[arg-type]
+            batch,
+            replica=replica,
+        )
+        self.batch_size = sampler.batch_size
+        self._reader = EvalReader(dataset, seed, settings.on_bad_sample, heartbeat)
+        self._loader = data_loader(self._reader, sampler, settings, device, timeout_s)
+
+        self.num_samples: int | None = self._reader.num_samples
+
+    @property
+    def num_skipped(self) -> int:
+        return self._reader.num_skipped
+
+    def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
+        return raise_errors(self._loader)
+
+
+class _Counted(Batches):
+    """So many micro-batches as ``left`` says."""
+
+    def __init__(self, batches: Iterator[Any], left: int) -> None:
+        self._batches, self._left, self._peeked = batches, left, deque[Any]()
+
+    @property
+    def more(self) -> bool:  # type: ignore[override]
+        return self._left > 0
+
+    def peek(self) -> Any:
+        self._peeked.append(next(self._batches))
+        return self._peeked[0]
+
+    def __next__(self) -> Any:
+        batch = self._peeked.popleft() if self._peeked else next(self._batches)
+        self._left -= 1
+        return batch

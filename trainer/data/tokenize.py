@@ -1,0 +1,125 @@
+"""Text made into token files, once: ``python -m trainer.data.tokenize PATH OUT --tokenizer bytes|gpt2``.
+
+PATH is a file or a folder of text or .jsonl. OUT becomes a folder with train.bin and val.bin, of uint16
+or uint32, and tokens.json, which says what they are; data=tokens trains on it, and so does nanoGPT.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from trainer.data.texts import Texts
+from trainer.data.tokenizers import NAMES, Tokenizer, tokenizer
+from trainer.data.tokens import FACTS, FILES
+from trainer.errors import UserError
+
+PIECES_AT_ONCE = 64  # so many are shared out to the cores: 8 MiB of text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status: 0, or 2 for a mistake, after one message."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.data.tokenize", description=__doc__)
+    parser.add_argument(
+        "path", type=Path, help="a file, or a folder of files, of text or JSON lines (.jsonl)"
+    )
+    parser.add_argument("out", type=Path, help="the folder to write; must not exist")
+    parser.add_argument("--tokenizer", choices=NAMES, default="gpt2")
+    parser.add_argument(
+        "--vocabulary", type=Path, help="gpt2's, where it cannot be fetched: a file or a folder"
+    )
+    parser.add_argument("--field", default="text", help="the key of the text in JSON lines (text)")
+    parser.add_argument("--eval-fraction", type=float, default=0.005, help="of the bytes, held out (0.005)")
+    chosen = parser.parse_args(arguments)
+    try:
+        facts = tokenize(
+            Texts(chosen.path, chosen.field),
+            chosen.out,
+            tokenizer(chosen.tokenizer, chosen.vocabulary),
+            chosen.tokenizer,
+            chosen.eval_fraction,
+        )
+    except KeyboardInterrupt:
+        print(f"interrupted; {chosen.out} was not written", file=sys.stderr)
+        return 130
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return UserError.exit_code
+    except OSError as error:
+        print(f"{chosen.out} cannot be written: {error}", file=sys.stderr)
+        return UserError.exit_code
+    print(
+        f"{chosen.out}: {facts['train']:,} tokens to train on, {facts['eval']:,} held out, {facts['dtype']}; "
+        f"data.task.bytes_per_token={facts['bytes_per_token']} gives bits_per_byte"
+    )
+    return 0
+
+
+def tokenize(
+    texts: Texts, out: Path, by: Tokenizer, name: str, eval_fraction: float
+) -> dict[str, int | float | str]:
+    """Write the folder ``out``, all of it or nothing; return what its tokens.json holds.
+
+    Raises:
+        UserError: ``out`` exists, or the text is none, or too short to hold out the fraction.
+        OSError: it cannot be written.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists; remove it, or name another")
+    if not 0 < eval_fraction < 1:
+        raise UserError(f"--eval-fraction is {eval_fraction}, but must lie between 0 and 1")
+    part = out.with_name(f"{out.name}.part{os.getpid()}")
+    dtype = np.dtype(np.uint16 if by.vocab_size <= 2**16 else np.uint32)
+    num_train = texts.num_bytes - round(texts.num_bytes * eval_fraction)
+    ranges = {"train": (0, num_train), "eval": (num_train, texts.num_bytes)}
+    part.mkdir(parents=True)
+    try:
+        with tqdm(total=texts.num_bytes, unit="B", unit_scale=True, mininterval=0.5, desc=str(out)) as bar:
+            written = {
+                split: _write(part / FILES[split], texts, bounds, by, dtype, bar)
+                for split, bounds in ranges.items()
+            }
+        counts = {split: count for split, (count, _) in written.items()}
+        for split, count in counts.items():
+            if not count:
+                raise UserError(f"--eval-fraction={eval_fraction} leaves nothing for {split}; change it")
+        facts: dict[str, int | float | str] = {
+            "tokenizer": name,
+            "vocab_size": by.vocab_size,
+            "dtype": dtype.name,
+            **counts,
+            "bytes_per_token": round(sum(size for _, size in written.values()) / sum(counts.values()), 4),
+        }
+        (part / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return facts
+
+
+def _write(
+    path: Path, texts: Texts, bounds: tuple[int, int], by: Tokenizer, dtype: np.dtype, bar: "tqdm[None]"
+) -> tuple[int, int]:
+    """The number of tokens, and of the bytes of text that they are made of."""
+    count, num_bytes, pieces = 0, 0, texts.pieces(*bounds)
+    with path.open("wb") as file:
+        while some := list(itertools.islice(pieces, PIECES_AT_ONCE)):
+            for piece, tokens in zip(some, by.encode([piece.text for piece in some]), strict=True):
+                whole = np.concatenate([tokens, by.end]) if piece.ends_document else tokens
+                file.write(whole.astype(dtype).tobytes())
+                count, num_bytes = count + len(whole), num_bytes + len(piece.text)
+            bar.update(sum(piece.num_bytes for piece in some))
+        file.flush()
+        os.fsync(file.fileno())
+    return count, num_bytes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

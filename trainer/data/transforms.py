@@ -1,0 +1,97 @@
+"""What is done to samples besides what their dataset does: transforms by the settings, who is mirrored."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from trainer.data.device import Mirrored
+from trainer.data.reader import collate, fetches_batches, generators_kept
+from trainer.errors import UserError
+
+
+class _Upon(Dataset[Any]):
+    """Round another dataset, whose facts (num_classes, mean and the like) are its own.
+
+    Args:
+        setting: that asked for it, for messages.
+    """
+
+    def __init__(self, dataset: Any, setting: str) -> None:
+        if isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"{setting} is for data that is read by index; a stream transforms its own samples"
+            )
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("dataset", "draw"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class Transformed(_Upon):
+    """Passes each sample that is read through `transforms`, as torchvision's transforms.v2 takes them.
+
+    In a sample that is a tuple or dict they change the image: a PIL image, a tv_tensor or, where there is
+    none, the first tensor. They draw their random numbers after (seed, epoch, index), as any dataset does.
+    """
+
+    def __init__(self, dataset: Any, transforms: Sequence[Callable[..., Any]], setting: str) -> None:
+        super().__init__(dataset, setting)
+        from torchvision.transforms import v2  # only here: half a second that a run on text needs not
+
+        self._transform, self._setting = v2.Compose(transforms), setting
+
+    def __getitem__(self, index: int) -> Any:
+        return self._transform(self.dataset[index])
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of the first tensor in a sample, as the transforms leave it."""
+        with generators_kept():
+            leaves = list(_leaves(self[0]))
+        shapes = [tuple(value.shape) for value in leaves if isinstance(value, Tensor)]
+        if not shapes:
+            raise UserError(
+                f"{self._setting} leaves no tensor in a sample of {type(self.dataset).__name__}, but "
+                f"{', '.join(type(value).__name__ for value in leaves)}; let it end with "
+                "{_target_: torchvision.transforms.v2.PILToTensor}"
+            )
+        return shapes[0]
+
+
+def _leaves(sample: Any) -> Iterator[Any]:
+    if not isinstance(sample, dict | list | tuple):
+        yield sample
+        return
+    for value in sample.values() if isinstance(sample, dict) else sample:
+        yield from _leaves(value)
+
+
+class _EachMirrored(_Upon):
+    def __getitem__(self, index: int) -> Mirrored:
+        return Mirrored(self.dataset[index], torch.rand(()) < 0.5)
+
+
+class _BatchesMirrored(_Upon):
+    """Of a dataset that hands out whole batches: each sample's number decides."""
+
+    def draw(self, indices: Sequence[int], numbers: np.ndarray) -> Mirrored:
+        own = getattr(self.dataset, "draw", None)
+        batch = own(indices, numbers) if own else collate(self.dataset.__getitems__(indices))
+        return Mirrored(batch, torch.from_numpy(numbers >> np.uint64(63) == 1))
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        return self.dataset.__getitems__(indices)
+
+
+def mirrored_at_random(dataset: Any) -> Dataset[Any]:
+    """Every other training image, drawn after (seed, epoch, index), is to be mirrored on the device."""
+    return (_BatchesMirrored if fetches_batches(dataset) else _EachMirrored)(dataset, "data.images.flip")

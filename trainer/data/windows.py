@@ -1,0 +1,75 @@
+"""Windows of tokens: side by side for evaluation, for training drawn anew each epoch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainer.errors import UserError
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of ``block_size`` tokens and, one token further on, what is to be predicted.
+
+    By index, they are windows ``numbers`` of those that lie side by side in the texts. Drawn, each begins up
+    to ``block_size - 1`` tokens later than that, as far as its text goes, held-out windows left alone: an
+    epoch reads all of the text about once, but never in the same pieces.
+
+    Args:
+        texts: arrays of an integer dtype, mapped files or not; no window reaches from one into the next.
+        vocab_size: tokens are 0 to ``vocab_size - 1``.
+        numbers: of the windows; None: all.
+    """
+
+    def __init__(
+        self, texts: Sequence[np.ndarray], block_size: int, vocab_size: int, numbers: range | None = None
+    ) -> None:
+        self.block_size, self.vocab_size = block_size, vocab_size
+        # Overlapping views, a row for each position: no token is read before it is fetched.
+        self._views = [sliding_window_view(text, block_size + 1) for text in texts if len(text) > block_size]
+        num_windows = [-(-len(view) // block_size) for view in self._views]
+        self._starts = np.cumsum([0, *num_windows])  # the window at which each text begins
+        self.numbers = range(int(self._starts[-1])) if numbers is None else numbers
+        # The last position of each text at which a window may begin.
+        self._lasts = np.array([len(view) - 1 for view in self._views])
+        if self.numbers.stop < self._starts[-1]:
+            which, position = self._places(np.array([self.numbers.stop - 1]))
+            self._lasts[which] = position
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens, targets = self._fetch(*self._places(np.array([self.numbers[index]])))
+        return tokens[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The batch (tokens (B, block_size), targets (B, block_size)), both int64."""
+        return self._fetch(*self._places(np.asarray(indices) + self.numbers.start))
+
+    def draw(self, indices: Sequence[int], numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+        """As ``__getitems__``, each window moved on by its random number."""
+        which, positions = self._places(np.asarray(indices) + self.numbers.start)
+        positions = positions + (numbers % np.uint64(self.block_size)).astype(np.int64)
+        return self._fetch(which, np.minimum(positions, self._lasts[which]))
+
+    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The text of each window, and the position in it."""
+        which = self._starts.searchsorted(numbers, side="right") - 1
+        return which, (numbers - self._starts[which]) * self.block_size
+
+    def _fetch(self, which: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+        rows = np.empty((len(which), self.block_size + 1), dtype=np.int64)
+        for text in np.unique(which):
+            chosen = which == text
+            rows[chosen] = self._views[text][positions[chosen]]
+        if rows.max() >= self.vocab_size:
+            raise UserError(
+                f"the data holds token {rows.max()}, but data.dataset.vocab_size is {self.vocab_size}: 0 "
+                f"to {self.vocab_size - 1} are tokens; give the size of the vocabulary that it was made with"
+            )
+        batch = torch.from_numpy(rows)
+        return batch[:, :-1], batch[:, 1:]

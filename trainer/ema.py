@@ -1,0 +1,105 @@
+"""A moving average of the weights: kept beside them while they train, put in their place to be evaluated."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class MovingAverage:
+    """An exponential moving average of what training changes in a model, each part where its own lies.
+
+    Sharded parameters have sharded averages. Buffers have theirs because running statistics belong to the
+    weights with which they were taken. Costs the memory of the weights once more, and a pass over both for
+    each step.
+
+        average(0) = weights(0)        average(t) = d average(t - 1) + (1 - d) weights(t)
+
+    Args:
+        parameters: by their names in a checkpoint; one that has two names is there under both.
+        buffers: the module and the attribute of each, since a module may put another tensor there.
+        decay: d, from 0 to below 1.
+        warmup: d is at most (1 + t) / (10 + t), so that the first weights do not weigh for long.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, tuple[nn.Module, str]],
+        decay: float,
+        warmup: bool,
+    ) -> None:
+        self._parameters, self._buffers, self._decay, self._warmup = parameters, buffers, decay, warmup
+        weights = self._weights()
+        copies = {weight: weight.detach().clone() for weight in weights.values()}
+        self._averages = {name: copies[weight] for name, weight in weights.items()}
+        self._num_updates = 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Count the weights as they are now in."""
+        self._num_updates += 1
+        begin = (1 + self._num_updates) / (10 + self._num_updates)
+        decay = min(self._decay, begin) if self._warmup else self._decay
+        pairs = self._pairs()
+        get_ema_multi_avg_fn(decay)([average for average, _ in pairs], [weight for _, weight in pairs], None)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model's weights are the averages; after it, to the bit, what they were.
+
+        The averages hold the weights meanwhile: this takes the memory of the largest tensor, not of all.
+        """
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    def restart(self) -> None:
+        """Begin anew from the weights as they are now."""
+        self._num_updates = 0
+        with torch.no_grad():
+            for average, weight in self._pairs():
+                average.copy_(weight)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The averages of parameters, live."""
+        return ((name, self._averages[name]) for name in self._parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The live tensors, not copied."""
+        return {"num_updates": self._num_updates, "weights": dict(self._averages)}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Tensors must come sharded as they are here."""
+        self._num_updates = saved["num_updates"]
+        with torch.no_grad():
+            for name, value in saved["weights"].items():
+                self._averages[name].copy_(value)
+
+    def _weights(self) -> dict[str, Tensor]:
+        buffers = {name: getattr(module, attribute) for name, (module, attribute) in self._buffers.items()}
+        return {**self._parameters, **buffers}
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each average and what it is of, once, and of sharded ones this rank's part."""
+        weights = self._weights()
+        distinct = {average: weights[name] for name, average in self._averages.items()}
+        return [(_local(average), _local(weight)) for average, weight in distinct.items()]
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, weight in self._pairs():
+            held = weight.clone()
+            weight.copy_(average)
+            average.copy_(held)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,72 @@
+"""Evaluate a trained model: `python -m trainer.evaluate RUN [--checkpoint newest|best|PATH] [OVERRIDES]`.
+
+Writes RUN/evaluation.json: eval/* as in result.json, each held-out sample counted once, and what it is of.
+Runs alone, under torchrun or with launch=local launch.processes=N, and also while RUN still trains. At the
+world size and strategy of the run its figures are those of the run's own evaluation, to the bit.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.after_training import arguments, start
+from trainer.config import Config
+from trainer.saved_settings import saved_settings
+from trainer.whole_file import whole_file
+
+
+def main() -> None:
+    """Do what `sys.argv` says, and print what evaluation.json then holds."""
+
+    def do(options: Any, config: Config) -> None:
+        found = _evaluate(config, options.checkpoint)
+        if found is not None:
+            print(json.dumps(found, indent=2))
+
+    start("trainer.evaluate", arguments("trainer.evaluate", __doc__), do)
+
+
+def evaluate(
+    run_dir: str | Path, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
+) -> dict[str, Any] | None:
+    """What evaluation.json then holds, on rank 0; None on others (a collective of all ranks there are).
+
+    Raises:
+        UserError: no run, no such checkpoint or no held-out data; or settings that do not fit.
+    """
+    return _evaluate(saved_settings(Path(run_dir), overrides), str(checkpoint))
+
+
+def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
+    from trainer import evaluation  # torch is loaded only once the settings are good
+    from trainer.distributed import on_main
+    from trainer.trained import averages_stand_in, held_out, trained
+
+    config.train.eval_every_epochs = config.train.eval_every_epochs or 1  # so that the task must know how
+    with trained(config, checkpoint) as at_work:
+        _, loader = held_out(at_work)
+        figures = {"eval/": evaluation.evaluate(at_work, loader).figures}
+        if config.ema.decay is not None and not averages_stand_in(config):
+            at_work.take_averages()
+            figures["eval/ema/"] = evaluation.evaluate(at_work, loader).figures
+        found = {
+            "checkpoint": str(at_work.source.directory),
+            "step": at_work.source.progress.step,
+            "strategy": config.strategy.name,
+            "world_size": at_work.dist.world_size,
+            "samples": loader.num_samples and loader.num_samples - loader.num_skipped,  # null: of a stream
+            **{f"{of}{name}": value for of, those in figures.items() for name, value in those.items()},
+        }
+        path = Path(config.run_dir or "") / "evaluation.json"
+        on_main(lambda: _write(path, found), at_work.dist)
+    return found if at_work.dist.is_main else None
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    with whole_file(path, replace=True) as file:
+        file.write((json.dumps(found, indent=2) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

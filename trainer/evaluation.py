@@ -1,0 +1,109 @@
+"""What held-out data says of a model: figures that count each sample once, and what the task has to show."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.device import ToDevice
+from trainer.data.loader import EvalLoader
+from trainer.distributed import Dist, on_main, sum_over_ranks
+from trainer.loggers import RunLog
+from trainer.rows import RowGather, Rows
+from trainer.seeding import rng_state, set_rng_state
+from trainer.strategies import Strategy
+from trainer.tasks import Evaluation, Task, offers
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What the outputs of a model are computed with; evaluation needs no more."""
+
+    dist: Dist
+    strategy: Strategy
+    task: Task
+    model: nn.Module  # as the strategy wrapped it
+    to_device: ToDevice
+
+
+@torch.no_grad()
+def evaluate(job: Forward, loader: EvalLoader) -> Evaluation:
+    """Evaluate the model on the held-out data (a collective).
+
+    A rank that has run out of samples still takes part in each forward pass, for FSDP's gathers.
+
+    Raises:
+        UserError: rows that are not one for each sample, or differ in shape.
+    """
+    job.dist.heartbeat.enter("evaluate")
+    job.strategy.sync_buffers(job.model)
+    task, model = job.task, job.strategy.unwrap(job.model).eval()
+    gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
+    gather = RowGather(job.dist, loader.batch_size, f"{type(task).__name__}.rows")
+    totals: Tensor | None = None
+    gathered: list[Rows] = []
+    first: Any = None
+    for host_batch, indices in loader:
+        job.dist.heartbeat.enter("evaluate")
+        batch = job.to_device(host_batch)
+        first = batch if first is None else first
+        if gives_sums:
+            with job.strategy.autocast():
+                sums = task.eval_sums(model, batch).double()
+            counted = sums if indices else torch.zeros_like(sums)
+            totals = counted if totals is None else totals + counted
+        if gives_rows:
+            with job.strategy.autocast():
+                own = task.rows(model, batch)
+            if (of_all := gather(own, indices)) is not None:
+                gathered.append(of_all[1])
+    figures: dict[str, float] = {}
+    rows: Rows | None = None
+    if totals is not None:
+        figures |= task.summarise(sum_over_ranks(totals))
+    if gives_rows:
+        if job.dist.is_main:
+            rows = {name: torch.cat([part[name] for part in gathered]) for name in gathered[0]}
+        figures |= on_main(lambda: _floats(task.summarise_rows(rows or {})), job.dist)
+    return Evaluation(figures, totals, rows, first)
+
+
+@torch.no_grad()
+def predict(job: Forward, loader: EvalLoader) -> Iterator[tuple[list[int], Rows] | None]:
+    """Yield, batch after batch, indices and what the task predicts of those samples (a collective).
+
+    On rank 0 each sample comes once, in the dataset's order, whatever the world size; on others None.
+
+    Raises:
+        UserError: rows that are not one for each sample, or differ in shape.
+    """
+    job.dist.heartbeat.enter("evaluate")
+    job.strategy.sync_buffers(job.model)
+    model = job.strategy.unwrap(job.model).eval()
+    gather = RowGather(job.dist, loader.batch_size, f"{type(job.task).__name__}.predict")
+    for host_batch, indices in loader:
+        job.dist.heartbeat.enter("evaluate")
+        with job.strategy.autocast():
+            rows = job.task.predict(model, job.to_device(host_batch))
+        yield gather(rows, indices)
+
+
+@torch.no_grad()
+def show(job: Forward, evaluation: Evaluation, run_log: RunLog, step: int, at_end: bool) -> None:
+    """Log what the task has to show (a collective): at the end, and before for at most 1 % of the time."""
+    if not offers(job.task, "show") or not on_main(lambda: at_end or run_log.shows.is_due(), job.dist):
+        return
+    generators = rng_state()
+    with run_log.shows, job.strategy.autocast():
+        shown = job.task.show(job.strategy.unwrap(job.model).eval(), evaluation)
+        run_log.texts(shown.texts, step)
+        run_log.images(shown.images, step)
+        run_log.figures(lambda: {name: draw() for name, draw in shown.figures.items()}, step, at_end=True)
+    set_rng_state(generators)
+
+
+def _floats(figures: dict[str, Any]) -> dict[str, float]:
+    """Metrics of other libraries come as scalars of NumPy or torch."""
+    return {name: float(value) for name, value in figures.items()}

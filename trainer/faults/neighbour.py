@@ -1,0 +1,153 @@
+"""A rank of this host, perhaps this one: all that can be seen of it from outside, also after its death."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.faults import processes, stacks
+from trainer.faults.heartbeat import Beat, Heartbeat, Records
+from trainer.faults.verdict import Observed
+
+TICK_S = 0.2  # a rank's watch looks at least so often
+_MAY_READ = ("data", "evaluate", "set_up")  # phases in which a rank waits for its data workers
+_MAY_WRITE = ("checkpoint", "end")  # and for the disk; in others, what is written asynchronously holds nobody
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank, as it introduced itself to the others."""
+
+    rank: int
+    host: int
+    hostname: str
+    pid: int
+    heartbeat_fd: int
+    stacks_fd: int
+    attempt: int  # how often its launcher says that it has restarted the run
+
+
+def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:
+    """What a `Member` is made of, but for the index of its host, which is known once all have met."""
+    return {
+        "rank": rank,
+        "hostname": socket.gethostname(),
+        "pid": os.getpid(),
+        "heartbeat_fd": heartbeat.fd,
+        "stacks_fd": own_stacks.fd,
+        "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+    }
+
+
+class Neighbour:
+    """Its memory and its process, opened while it lives.
+
+    Raises:
+        OSError: it is gone, or of another container or user.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.records = Records.of(member.pid, member.heartbeat_fd)
+        self.stacks = stacks.StackReader(member.pid, member.stacks_fd)
+        self.death_fd = processes.watch_for_death(member.pid)
+        self.died_at_ns: int | None = None
+        self.ending: str | None = None
+        self.frames: tuple[int, list[stacks.Frame]] | None = None  # taken at which position,
+        self.frames_at_s = 0.0  # and when
+        self.worker_words: str | None = None
+
+    def close(self) -> None:
+        self.stacks.close()
+        if self.death_fd != -1:
+            os.close(self.death_fd)
+
+    def look_for_death(self) -> None:
+        if self.died_at_ns is None and processes.state(self.member.pid) == "dead":
+            self.died_at_ns = time.monotonic_ns()
+            self.ending = processes.ending(self.member.pid)
+
+    def observe(self) -> Observed:
+        beat, note, now = self.records.main(), self.records.note() or {}, time.monotonic_ns()
+        member, frames = self.member, None
+        if self.frames is not None and self.frames[0] == beat.position:
+            frames = self.frames[1]
+        state = "running"
+        if self.died_at_ns is not None:
+            state = "dead"
+            text = self.stacks.read()
+            frames = stacks.frames_of(text) if "Fatal Python" in text else None
+        elif now - beat.tick_ns > 2e9 * TICK_S:
+            state = processes.state(member.pid)
+        progress_ns = max([beat.progress_ns, *(worker.progress_ns for worker in self.busy_workers(beat))])
+        ended_at_ns = note.get("at_ns") or self.died_at_ns
+        return Observed(
+            rank=member.rank,
+            host=member.host,
+            hostname=member.hostname,
+            pid=member.pid,
+            phase=note.get("phase") or beat.phase,
+            step=beat.step,
+            position=beat.position,
+            buckets=beat.buckets,
+            bucket=beat.bucket,
+            silent_s=(now - progress_ns) / 1e9,
+            asleep_s=(now - beat.tick_ns) / 1e9 if beat.tick_ns else 0.0,
+            state=state,
+            ended_s=(now - ended_at_ns) / 1e9 if ended_at_ns else None,
+            ending=self.ending,
+            status=note.get("status"),
+            error=note.get("error"),
+            orderly=note.get("orderly", False),
+            symptom=note.get("symptom", False),
+            peer=note.get("peer"),
+            where=note.get("where") or (stacks.where(frames) if frames else None),
+            waits=stacks.waits(frames or []),
+            worker=note.get("worker") or self.worker_words,
+            patience_s=beat.disk_ns / 1e9 if beat.phase in _MAY_WRITE else 0.0,
+        )
+
+    def busy_workers(self, beat: Beat, blamed: str = "") -> list[Beat]:
+        """Its data workers in the middle of a batch: all while it waits for one, else those blamed by pid."""
+        if beat.phase not in _MAY_READ and not blamed:
+            return []
+        busy = [worker for worker in self.records.workers().values() if worker.index is not None]
+        if beat.phase in _MAY_READ:
+            return busy
+        return [worker for worker in busy if str(worker.pid) in re.findall(r"\d+", blamed)]
+
+    def stuck_worker(self, memory_kills: processes.MemoryKills, error: str = "") -> str | None:
+        """The data worker that this rank waits for, in words: one that is dead, or has read the longest.
+
+        torch raises in whatever phase it learns of a worker's death; `error` tells the pid then.
+        """
+        busy = self.busy_workers(self.records.main(), error)
+        if not busy:
+            return None
+        dead = [worker for worker in busy if processes.state(worker.pid) == "dead"]
+        if dead:
+            how = processes.ending(dead[0].pid) or "is gone without a word"
+            because = f", {words}" if (words := memory_kills.words()) else ""
+            return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}{because}"
+        worker = min(busy, key=lambda beat: beat.progress_ns)
+        (text,) = stacks.ask([(worker.pid, self.stacks)])
+        seconds = (time.monotonic_ns() - worker.progress_ns) / 1e9
+        words = f"its data worker {worker.pid} has been reading sample {worker.index} for {seconds:.1f} s"
+        where = stacks.where(stacks.frames_of(text, of_worker=True)) if text else None
+        return f"{words}, at {where}" if where else words
+
+    def end_workers(self) -> None:
+        """Kill its data workers in the middle of a batch, to be called in this process when it has failed.
+
+        Its end would wait for theirs, and what they do may never end, nor let a SIGTERM be heard.
+        """
+        with contextlib.suppress(ValueError):  # torch raises on such a death, and only in the main thread
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for worker in self.records.workers().values():
+            if worker.index is not None and processes.parent(worker.pid) == self.member.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)

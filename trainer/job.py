@@ -1,0 +1,37 @@
+"""The parts of a run: what `run` puts together and the loop works with."""
+
+from dataclasses import dataclass
+
+from trainer.checkpoint import Checkpointer
+from trainer.config import EmaConfig, TrainConfig
+from trainer.data.batch import BatchSplit
+from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.evaluation import Forward
+from trainer.flops import ModelFlops
+from trainer.learning import Learning
+from trainer.loggers import RunLog
+from trainer.profiling import Profile
+from trainer.replicas import ReplicaGuard
+from trainer.signals import StopRequest
+from trainer.state import TrainState
+
+
+@dataclass(frozen=True)
+class Job(Forward):
+    """All of one process's parts of a run."""
+
+    settings: TrainConfig
+    ema: EmaConfig
+    state: TrainState  # of what the strategy says is owned of `model`
+    train_loader: TrainLoader
+    eval_loader: EvalLoader | None  # None: never evaluate
+    batch: BatchSplit
+    first_step: int  # where a resumed run goes on
+    total_steps: int  # at most: a stream may end train.epochs before
+    checkpointer: Checkpointer
+    replicas: ReplicaGuard
+    run_log: RunLog
+    learning: Learning
+    flops: ModelFlops | None  # of rank 0 alone, where the peak of its device is known
+    profile: Profile
+    stop_request: StopRequest

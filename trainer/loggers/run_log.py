@@ -1,0 +1,160 @@
+"""The voice of a run: rank 0 alone tells the loggers, metrics.jsonl and the terminal how it goes."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trainer.build import build
+from trainer.config import Config, flatten
+from trainer.distributed import Dist, on_main
+from trainer.errors import UserError, writing
+from trainer.loggers.base import METHODS, Logger
+from trainer.scalars import FILE as METRICS
+from trainer.scalars import ScalarFile
+from trainer.terminal import Progress
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Pace:
+    """Keeps what happens within `with pace:` to 1 % of the time, if it is asked before whether it is due.
+
+    Args:
+        first_after_s: seconds until it is due for the first time.
+    """
+
+    def __init__(self, first_after_s: float = 0) -> None:
+        self._due = time.perf_counter() + first_after_s
+
+    def is_due(self) -> bool:
+        return time.perf_counter() >= self._due
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        ended = time.perf_counter()
+        self._due = ended + 99 * (ended - self._began)
+
+
+class RunLog:
+    """The voice of rank 0; on other ranks it says nothing, and all may call it.
+
+    Raises:
+        UserError: a logger of `config.logger` that cannot be built or lacks a method; on every rank.
+    """
+
+    def __init__(self, dist: Dist, config: Config, run_id: str, total_steps: int, first_step: int) -> None:
+        assert config.run_dir is not None
+        run_dir = Path(config.run_dir)
+        self.enabled = dist.is_main
+        self.shows = Pace(first_after_s=10)
+        self._figures = Pace(first_after_s=60)  # the first picture imports matplotlib: 0.6 s, 1 % of a minute
+        self._run_dir = run_dir
+        self._loggers: list[Logger] = []
+        self._times: dict[str, list[int]] = {}  # how often a figure that is a rank was which
+        told = {"run_dir": run_dir, "run_id": run_id, "first_step": first_step, "settings": flatten(config)}
+
+        def begin() -> None:
+            with writing(run_dir):
+                self._scalars = ScalarFile(run_dir, first_step)
+                self._loggers += [
+                    _logger(f"logger.{name}", node, told) for name, node in config.logger.items()
+                ]
+            self.progress = Progress(total_steps, first_step)
+
+        on_main(begin, dist)
+
+    @property
+    def look(self) -> str:
+        """How a person looks at the run."""
+        ways = [getattr(logger, "look", "") for logger in self._loggers]
+        return "  ".join(filter(None, ways)) or str(self._run_dir / METRICS)
+
+    def advance(self) -> None:
+        if self.enabled:
+            self.progress.advance()
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write `values` to metrics.jsonl and to the loggers at optimizer step `step`.
+
+        To these, one named `.../..._rank` is no height of a curve: they get how often it was which, so far.
+        """
+        if not self.enabled:
+            return
+        curves = {name: value for name, value in values.items() if not name.endswith("_rank")}
+        with writing(self._run_dir):
+            self._scalars.write(values, step)
+            for logger in self._loggers:
+                logger.scalars(curves, step)
+        for name in values.keys() - curves.keys():
+            times = self._times.setdefault(name, [])
+            times += [0] * (int(values[name]) + 1 - len(times))
+            times[int(values[name])] += 1
+            edges = torch.arange(len(times) + 1, dtype=torch.float64) - 0.5
+            self.histograms({name: (torch.tensor(times, dtype=torch.float64), edges)}, step)
+
+    def texts(self, texts: Mapping[str, str], step: int) -> None:
+        """Write Markdown by name."""
+        for name, text in texts.items():
+            self._tell("text", name, text, step)
+
+    def images(self, images: Mapping[str, Tensor], step: int) -> None:
+        """Write pictures (3 or 1, H, W) by name, uint8 or floats in [0, 1]."""
+        for name, image in images.items():
+            self._tell("image", name, image.cpu(), step)
+
+    def histograms(self, histograms: Mapping[str, tuple[Tensor, Tensor]], step: int) -> None:
+        """Write, by name, how many values lie between one edge and the next: (n,) and (n + 1,), float64."""
+        for name, (counts, edges) in histograms.items():
+            self._tell("histogram", name, counts, edges, step)
+
+    def figures(self, draw: Callable[[], Mapping[str, "Figure"]], step: int, at_end: bool = False) -> None:
+        """Draw figures at the end of a run, and before that for at most 1 % of the time."""
+        if self._loggers and (at_end or self._figures.is_due()):
+            with self._figures:
+                for name, figure in draw().items():
+                    self._tell("figure", name, figure, step)
+
+    def step_line(self, text: str) -> None:
+        """Print a line on how the steps go; without a terminal not each of them."""
+        if self.enabled:
+            self.progress.step_line(text)
+
+    def line(self, text: str) -> None:
+        """Print a line on something that happens seldom."""
+        if self.enabled:
+            self.progress.line(text)
+
+    def leave_terminal(self) -> None:
+        """To be called however the run ends: what is printed next begins on a line of its own."""
+        if self.enabled:
+            self.progress.close()
+
+    def close(self) -> None:
+        self.leave_terminal()
+        with writing(self._run_dir):
+            for logger in self._loggers:
+                logger.close()
+            if self.enabled:
+                self._scalars.close()
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        with writing(self._run_dir):
+            for logger in self._loggers:
+                getattr(logger, method)(*arguments)
+
+
+def _logger(name: str, node: dict[str, Any], told: dict[str, Any]) -> Logger:
+    logger: Logger = build(name, node, **told)
+    if lacking := [method for method in METHODS if not callable(getattr(logger, method, None))]:
+        raise UserError(
+            f"{name}: {node['_target_']} makes a {type(logger).__name__} without {', '.join(lacking)}; a "
+            "logger has the methods of trainer.loggers.Logger"
+        )
+    return logger

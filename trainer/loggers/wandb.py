@@ -1,0 +1,82 @@
+"""Weights & Biases: online, or offline in run_dir/wandb for `wandb sync`."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from trainer.errors import UserError
+from trainer.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Wandb(Logger):
+    """One run there for a run here, also when it is resumed: its id is the run's own.
+
+    Figures lie over `step`, the optimizer step. W&B counts its own steps and takes none back: those that a
+    resumed run writes again are there twice.
+
+    Args:
+        mode: online | offline | disabled | shared; None leaves it to WANDB_MODE and the login.
+        init: what else `wandb.init` takes: project, entity, group, tags, ...
+
+    Raises:
+        UserError: wandb is not installed, nobody is logged in, or the service does not answer.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run_id: str,
+        first_step: int,
+        settings: Mapping[str, Any],
+        mode: str | None = None,
+        name: str | None = None,
+        **init: Any,
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                f"logger.wandb needs the package wandb ({error}): pip install 'ringmaster-trainer[wandb]'"
+            ) from error
+        self._wandb = wandb
+        offline = (mode or os.environ.get("WANDB_MODE")) == "offline"
+        init |= {"id": run_id, "mode": mode, "resume": "allow" if first_step and not offline else None}
+        init |= {"name": name or run_dir.resolve().name, "dir": run_dir, "config": dict(settings)}
+        try:
+            # The terminal is ours, and train.log has what was said there.
+            self._run = wandb.init(settings=wandb.Settings(console="off"), **init)
+        except wandb.errors.Error as error:
+            said = " ".join(str(error).split())
+            raise UserError(f"logger.wandb: {said}; logger.wandb.mode=offline needs no network") from error
+        self._run.define_metric("*", step_metric="step")
+        self.look = self._run.url or f"wandb sync {Path(self._run.dir).parent}"
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log({"step": step, **values})
+
+    def text(self, name: str, text: str, step: int) -> None:
+        self._run.log({"step": step, name: self._wandb.Html(f"<pre>{_escaped(text)}</pre>")})
+
+    def image(self, name: str, image: Tensor, step: int) -> None:
+        pixels = (image * 255).byte() if image.is_floating_point() else image
+        self._run.log({"step": step, name: self._wandb.Image(pixels.permute(1, 2, 0).numpy())})
+
+    def figure(self, name: str, figure: "Figure", step: int) -> None:
+        self._run.log({"step": step, name: self._wandb.Image(figure)})
+
+    def histogram(self, name: str, counts: Tensor, edges: Tensor, step: int) -> None:
+        drawn = self._wandb.Histogram(np_histogram=(counts.numpy(), edges.numpy()))
+        self._run.log({"step": step, name: drawn})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

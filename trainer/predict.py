@@ -1,0 +1,91 @@
+"""Write what a trained model makes of each held-out sample: `python -m trainer.predict RUN --out FILE`.
+
+FILE ends in .csv, .jsonl or .pt and appears whole, at the end, or not at all. Each held-out sample has a row,
+in the dataset's order: its index, its input's name where the dataset knows one, and what the task predicts.
+Runs alone, under torchrun or with launch=local launch.processes=N, and also while RUN still trains.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from trainer.after_training import arguments, start
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.launch.place import place
+from trainer.saved_settings import saved_settings
+from trainer.whole_file import check_free, whole_file
+
+
+def main() -> None:
+    """Do what `sys.argv` says."""
+    parser = arguments("trainer.predict", __doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="must not exist")
+
+    def do(options: Any, config: Config) -> None:
+        _predict(config, options.checkpoint, options.out)
+
+    start("trainer.predict", parser, do)
+
+
+def predict(
+    run_dir: str | Path, out: str | Path, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
+) -> int:
+    """Write `out` and return the number of its rows (a collective of all ranks there are).
+
+    Raises:
+        UserError: no run, no such checkpoint, no held-out data, or a task that predicts nothing; or `out`
+            exists or cannot be written.
+    """
+    return _predict(saved_settings(Path(run_dir), overrides), str(checkpoint), Path(out))
+
+
+def _predict(config: Config, checkpoint: str, out: Path) -> int:
+    if place(config.distributed).rank == 0:
+        check_free(out)
+    from trainer.evaluation import predict  # torch is loaded only once the settings are good
+    from trainer.row_file import kind_of
+    from trainer.tasks import offers
+    from trainer.trained import held_out, trained
+
+    kind = kind_of(out)
+    with trained(config, checkpoint) as at_work, ExitStack() as written:
+        if not offers(at_work.task, "predict"):
+            raise UserError(
+                f"data.task: {config.data.task['_target_']} predicts nothing: it has no method predict, as "
+                "trainer.tasks.Task describes it"
+            )
+        dataset, loader = held_out(at_work)
+        name_of, num_rows = _names(dataset), 0
+        file = kind(written.enter_context(whole_file(out))) if at_work.dist.is_main else None
+        for of_all in predict(at_work, loader):
+            if file is None or of_all is None:
+                continue
+            indices, rows = of_all
+            names = {"index": indices}
+            if name_of is not None:
+                names["input"] = list(map(name_of, indices))
+            file.write(names, rows)
+            num_rows += len(indices)
+        if file is not None:
+            file.end()
+    return num_rows
+
+
+def _names(dataset: Any) -> Callable[[int], Any] | None:
+    """What tells a sample's input from others: `dataset.name_of(index)`, or the path in a folder of files."""
+    from torch.utils.data import Subset
+
+    if isinstance(dataset, Subset):
+        inner = _names(dataset.dataset)
+        return inner and (lambda index: inner(dataset.indices[index]))
+    if hasattr(dataset, "name_of"):
+        return dataset.name_of
+    if isinstance(getattr(dataset, "samples", None), list):  # torchvision's folders: (path, class)
+        return lambda index: dataset.samples[index][0]
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Let a trained language model go on with a text: `python -m trainer.sample RUN --prompt TEXT --tokens N`.
+
+The text comes on standard output as it is made, all else on standard error; at the end how many tokens that
+were in a second. Runs alone, under torchrun or with launch=local, also where the model is sharded.
+"""
+
+import argparse
+import codecs
+import collections
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from trainer.after_training import arguments, start
+from trainer.config import Config
+from trainer.errors import UserError
+
+
+def main() -> None:
+    """Do what `sys.argv` says."""
+    parser = arguments("trainer.sample", __doc__)
+    parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
+    parser.add_argument("--tokens", type=_count, default=200, metavar="N", help="how many; default: 200")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn; default: 0")
+    parser.add_argument(
+        "--temperature", type=_temperature, default=1.0, metavar="T", help="0: the likeliest; default: 1"
+    )
+    parser.add_argument("--top-k", type=_count, metavar="K", help="draw from the K likeliest alone")
+    parser.add_argument("--no-cache", action="store_true", help="compute all anew for each token, to compare")
+    start("trainer.sample", parser, _sample)
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{count} is not at least 1")
+    return count
+
+
+def _temperature(text: str) -> float:
+    temperature = float(text)
+    if not 0 <= temperature < float("inf"):
+        raise argparse.ArgumentTypeError(f"{temperature} is not a finite number from 0 on")
+    return temperature
+
+
+def _sample(options: Any, config: Config) -> None:
+    import torch  # loaded only once the settings are good
+
+    from trainer.generation import generate
+    from trainer.trained import trained
+
+    config.train.compile = False  # each length would be compiled anew
+    with trained(config, options.checkpoint) as at_work:
+        model, tokenizer = at_work.module, getattr(at_work.train_set(), "tokenizer", None)
+        block_size = getattr(model, "block_size", None)
+        if tokenizer is None or not isinstance(block_size, int):
+            raise UserError(
+                f"{config.model['_target_']} on {config.data.dataset['_target_']} is no model of text: "
+                "sampling needs a model with a block_size, as models.gpt.GPT, and data with a tokenizer, "
+                "as trainer.data.text.Text"
+            )
+        prompt = tokenizer.encode([os.fsencode(options.prompt)])[0].tolist()
+        if not 0 < len(prompt) <= block_size:
+            raise UserError(
+                f"--prompt has {len(prompt)} tokens, but must have 1 to {block_size}, the model's block_size"
+            )
+        use_cache = not options.no_cache and hasattr(model, "empty_cache")
+        tokens = generate(
+            model,
+            prompt,
+            options.tokens,
+            block_size=block_size,
+            vocab_size=tokenizer.vocab_size,
+            device=at_work.dist.device,
+            generator=torch.Generator().manual_seed(options.seed),
+            temperature=options.temperature,
+            top_k=options.top_k,
+            use_cache=use_cache,
+        )
+        with at_work.strategy.autocast():
+            tokens = _in_time(tokens, at_work.dist.heartbeat.enter)
+            if at_work.dist.is_main:
+                _print(tokens, prompt, tokenizer, "with" if use_cache else "without")
+            else:
+                collections.deque(tokens, maxlen=0)
+
+
+def _in_time(tokens: Iterator[int], enter: Callable[[str], None]) -> Iterator[int]:
+    """`tokens`, each a sign of life to the other ranks."""
+    for token in tokens:
+        enter("evaluate")
+        yield token
+
+
+def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: str) -> None:
+    """Print the text as far as it is whole characters, and then how fast it came.
+
+    What is no UTF-8 is shown as U+FFFD; a character that the end cuts in two, too.
+    """
+    # What a terminal's encoding lacks is spelt out: \\u00e9.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    began = time.perf_counter()
+    at_s = []
+    print(text.decode(tokenizer.decode(prompt)), end="", flush=True)
+    for token in tokens:
+        at_s.append(time.perf_counter() - began)
+        print(text.decode(tokenizer.decode([token])), end="", flush=True)
+    print(text.decode(b"", final=True))
+    rate = f", {(len(at_s) - 1) / (at_s[-1] - at_s[0]):.1f} tokens/s from then on" if len(at_s) > 1 else ""
+    print(
+        f"{len(at_s)} tokens {cache} a key-value cache: the first after {at_s[0] * 1e3:.1f} ms{rate}",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""A parameter server without steps in common: stale-synchronous (max_staleness=K) or asynchronous (inf)."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.comm.exchange import arrivals
+from trainer.comm.exchange.order import Order, OutOfOrderError
+from trainer.comm.exchange.rounds import Guest, Host
+from trainer.comm.timeline.report import draw_staleness
+from trainer.config import ParameterServerConfig
+from trainer.distributed import Dist
+from trainer.errors import NonFiniteLossError, UserError, writing
+from trainer.optim import after_step
+from trainer.state import TrainState
+from trainer.strategies.parameter_server import ParameterServer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class StaleParameterServer(ParameterServer):
+    """Each push is an update of its own, of gradients / workers; all ranks meet after a round of steps.
+
+    A round goes to the next step at which the loop looks at the run as a whole: logs, saves, evaluates.
+    """
+
+    updates_in_turns = True
+
+    def __init__(
+        self,
+        settings: ParameterServerConfig,
+        dist_: Dist,
+        precision: str,
+        compile_model: bool,
+        timeout_s: float,
+        clip_grad_norm: float | None,
+        run_dir: Path,
+    ) -> None:
+        super().__init__(settings, dist_, precision, compile_model, timeout_s)
+        self._max_norm, self._run_dir = clip_grad_norm, run_dir
+        self._max_staleness = float(settings.max_staleness)
+        self._roles = {
+            "servers": self.servers,
+            "workers": self.workers,
+            "max_staleness": settings.max_staleness,
+            "bucket_mb": settings.bucket_mb,
+        }
+        self._recorded: dict[int, tuple[int, list[list[str]]]] | None = None
+        if settings.replay is not None:
+            try:
+                self._recorded = arrivals.read(Path(settings.replay), self._roles)
+            except (OSError, ValueError) as error:
+                raise UserError(f"strategy.replay={settings.replay} cannot be repeated: {error}") from error
+        self._host: Host | None = None
+        self._guest: Guest | None = None
+        self._stops: Callable[[], bool] = lambda: False
+        self._made, self._norms = 0, [0.0, 0.0]  # steps of this round; sum and number of gradient norms
+        bound = (
+            "without bound" if math.isinf(self._max_staleness) else f"at most {settings.max_staleness} ahead"
+        )
+        self.notes.append(
+            f"parameter_server: asynchronous, a worker is {bound}; run_dir/arrivals tells the order"
+        )
+
+    def _connect(self, model: nn.Module) -> None:
+        super()._connect(model)
+        if self._server is not None:
+            self._host = Host(self._server, Order(self.timeout_s), self._max_staleness, self._apply)
+        if self._replica is not None:
+            bounded = not math.isinf(self._max_staleness) and self._recorded is None
+            client = self._replica.client
+            self._guest = Guest(client, self.num_replicas, bounded, lambda: self._stops())
+            self._replica.before_push, self._replica.commit = self._guest.before_push, self._commit
+
+    def begin(self, state: TrainState) -> None:
+        super().begin(state)
+        self._state, self._num_updates = state, 0
+
+    # ---- what a round is made of
+
+    @property
+    def parts(self) -> Callable[[], Iterator[tuple[int, int]]]:
+        return self._parts
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        assert self._guest is not None
+        while (part := self._guest.draw()) is not None:
+            yield part
+
+    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[bool]:
+        self._stops = stops
+        if self._host is not None:
+            self._host.begin(steps, self._recorded_events(steps))
+        if self._guest is not None:
+            self._guest.begin()
+            with self._plain_errors():
+                while self._guest.has_part():
+                    yield False
+
+    def _recorded_events(self, steps: int) -> list[str] | None:
+        if self._recorded is None:
+            return None
+        first = self._state.progress.step
+        made, events = self._recorded.get(first, (0, []))
+        if not 0 < made <= steps:
+            raise UserError(
+                f"strategy.replay={self.settings.replay} has no round of {steps} steps after step {first}; "
+                "repeat a run with its settings, train.log_every_steps and checkpoint.every_steps among them"
+            )
+        return events[self.servers.index(self.dist.rank)]
+
+    @contextmanager
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        assert self._guest is not None
+        if not self._pulled:
+            with self._plain_errors():
+                self._guest.before_pull()
+        with super().gradient_sync(model, enabled):
+            yield
+        if enabled:
+            self._pulled = False
+
+    def _commit(self) -> None:
+        """The worker's last word on a push; a gradient alone is clipped alone."""
+        assert self._guest is not None
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = float(nn.utils.get_total_norm(gradients))
+        clipped = 1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
+        self._norms = [self._norms[0] + norm, self._norms[1] + 1]
+        self._guest.after_push(clipped / self.num_replicas)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _apply(self, gradients: dict[int, Tensor], there: Tensor) -> bool:
+        """The server's update, in the thread that received the push."""
+        if not all(torch.isfinite(gradient).all() for gradient in gradients.values()):
+            return False
+        self._give_gradients(gradients, there)
+        self._state.optimizer.step()
+        self._state.optimizer.zero_grad(set_to_none=True)
+        self._num_updates += 1
+        if self._num_updates % self.num_replicas == 0:
+            after_step(self._state.schedule)
+            self._state.update_average()
+        return True
+
+    def aggregate(self, model: nn.Module) -> None:
+        """Wait for the end of the round, and agree on what it was."""
+        if self._host is not None:
+            with self._plain_errors():
+                self._made = self._host.finish()
+        mine = (
+            (self._made, self._host.order.events, self._host.not_finite) if self._host is not None else None
+        )
+        everyones: list[Any] = [None] * self.dist.world_size
+        dist.all_gather_object(everyones, mine)
+        told = [everyones[server] for server in self.servers]
+        self._made = told[0][0]
+        if (bad := next((rank for _, _, rank in told if rank is not None), None)) is not None:
+            raise NonFiniteLossError(
+                f"the gradient of {self.dist.place(bad)} is NaN or Inf; no server applied it. Lower "
+                "optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+                ranks=(bad,),
+            )
+        if self.dist.is_main:
+            with writing(self._run_dir):
+                events = [own for _, own, _ in told]
+                first = self._state.progress.step
+                arrivals.append(self._run_dir / "arrivals", self._roles, first, self._made, events)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+        """The mean norm of the round's gradients, each of which was clipped alone."""
+        norms = torch.tensor(self._norms, device=self.device)
+        self._norms = [0.0, 0.0]
+        dist.all_reduce(norms)
+        return norms[0] / norms[1]
+
+    def update(self, state: TrainState) -> int:
+        if not self.serves:
+            for _ in range(self._made):
+                after_step(state.schedule)
+                state.update_average()
+        return self._made
+
+    # ---- what others look at
+
+    def equal_ranks(self) -> list[tuple[int, ...]]:
+        return []
+
+    def _of_timeline(self) -> dict[str, float]:
+        assert self._replica is not None
+        return self._replica.timeline.means()  # no word of arrivals: passes of workers do not belong together
+
+    def metrics(self) -> dict[str, float]:
+        found = super().metrics()
+        staleness = self._staleness()
+        if total := sum(staleness.values()):
+            found["ps/staleness/mean"] = sum(late * count for late, count in staleness.items()) / total
+            found["ps/staleness/max"] = float(max(staleness))
+            for late, count in sorted(staleness.items()):
+                found[f"ps/staleness/{late}"] = count / total
+        return found
+
+    def figures(self) -> dict[str, "Figure"]:
+        pictures = super().figures()
+        if self._host is not None and self._host.staleness:
+            pictures["ps/staleness"] = draw_staleness(self._host.staleness)
+        return pictures
+
+    def summary(self) -> str:
+        staleness = self._staleness()
+        total = max(1, sum(staleness.values()))
+        lines = [f"{late:>3} updates late: {count / total:6.1%}" for late, count in sorted(staleness.items())]
+        return "\n".join([super().summary(), "pushes by the updates that their values lacked:", *lines])
+
+    def _staleness(self) -> dict[int, int]:
+        """Of the first server, over the run (a collective)."""
+        box = [dict(self._host.staleness) if self._host is not None else {}]
+        dist.broadcast_object_list(box, src=self.servers[0])
+        return box[0]
+
+    @contextmanager
+    def _plain_errors(self) -> Iterator[None]:
+        try:
+            with super()._plain_errors():
+                yield
+        except OutOfOrderError as error:
+            raise RuntimeError(f"rank {self.dist.rank} serves no more: {error}") from error

@@ -1,0 +1,111 @@
+"""One class for each input."""
+
+import torch
+from torch import Tensor, nn
+
+from trainer.tasks.base import Evaluation, Shown
+from trainer.tasks.cross_entropy import CrossEntropy, logits_of
+
+_CONFUSIONS_OF = 100  # classes at most: their square is counted
+_TABLE_OF = 20  # classes at most: more are a list of what is confused most
+
+
+class Classification:
+    """One class for each input: batches are (inputs (B, ...), labels (B,)), the model returns (B, classes).
+
+    Evaluation: mean cross entropy (without smoothing, so that runs compare), accuracy and, where there are
+    more than five classes, top5_accuracy. To see: the first held-out images with the classes they are taken
+    for, and which classes are taken for which others.
+    """
+
+    figures = ("loss", "accuracy", "top5_accuracy")
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing={label_smoothing} is not within [0, 1]")
+        self.label_smoothing = label_smoothing
+        self.plain_loss: Tensor | None = None
+        self._cross_entropy = CrossEntropy("model.num_classes")
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, labels = batch
+        logits = logits_of(model(inputs))
+        if self.label_smoothing:
+            self.plain_loss = self._cross_entropy(logits.detach(), labels)
+        return self._cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+
+    def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """[loss, right, samples, right among the top five, samples with more than five classes, confusions]
+
+        The confusions are the samples of class i taken for class j, at i * classes + j.
+        """
+        inputs, labels = batch
+        logits = logits_of(model(inputs))
+        has_top5 = logits.shape[1] > 5
+        likeliest = _likeliest(logits)
+        hits = likeliest == labels.unsqueeze(1)
+        loss = self._cross_entropy(logits, labels, reduction="sum")
+        count = torch.full_like(loss, len(labels), dtype=torch.float64)
+        sums = [loss.double(), hits[:, 0].sum(), count, hits.sum() * has_top5, count * has_top5]
+        return torch.cat([torch.stack(sums), _confusions(likeliest[:, 0], labels, logits.shape[1])])
+
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """label (B,), prediction (B,), the class that is likeliest, and probabilities (B, classes)."""
+        inputs, labels = batch
+        logits = logits_of(model(inputs))
+        prediction = _likeliest(logits)[:, 0]
+        return {"label": labels, "prediction": prediction, "probabilities": logits.softmax(dim=1)}
+
+    def summarise(self, sums: Tensor) -> dict[str, float]:
+        loss, top1, count, top5, count_top5 = sums[:5].tolist()
+        metrics = {"loss": loss / count, "accuracy": top1 / count}
+        return metrics | {"top5_accuracy": top5 / count_top5} if count_top5 else metrics
+
+    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
+        assert evaluation.sums is not None
+        confusions = evaluation.sums[5:]
+        texts = {"eval/confusion": _in_words(confusions)} if len(confusions) else {}
+        inputs, labels = (values[:32] for values in evaluation.batch)
+        taken_for = _likeliest(logits_of(model(inputs)))[:, 0].tolist()
+        if inputs.ndim != 4 or inputs.shape[1] not in (1, 3) or labels.ndim != 1:
+            return Shown(texts)
+        from trainer.tasks.pictures import captioned  # which imports Pillow
+
+        pairs = list(zip(labels.tolist(), taken_for, strict=True))
+        words = [f"{label}" if label == taken else f"{label} as {taken}" for label, taken in pairs]
+        return Shown(texts, {"eval/samples": captioned(inputs, words, [one == two for one, two in pairs])})
+
+
+def _confusions(taken_for: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """How many samples of each class are taken for each; none for many classes, or labels that are shares."""
+    if classes > _CONFUSIONS_OF or labels.ndim != 1:
+        return torch.zeros(0, dtype=torch.float64, device=labels.device)
+    is_class = labels >= 0  # -100 is none
+    where = torch.where(is_class, labels * classes + taken_for, 0)
+    counts = torch.zeros(classes**2, dtype=torch.float64, device=labels.device)
+    return counts.index_add_(0, where, is_class.double())
+
+
+def _in_words(confusions: Tensor) -> str:
+    """A table of all classes; of many, the ten that are taken for another most often."""
+    matrix = confusions.reshape(int(len(confusions) ** 0.5), -1).long()
+    classes, of_class = range(len(matrix)), matrix.sum(1).tolist()
+    if len(matrix) <= _TABLE_OF:
+        head = [
+            "| class, taken for | " + " | ".join(map(str, classes)) + " |",
+            "|---" * (len(matrix) + 1) + "|",
+        ]
+        rows = [f"| **{k}** | " + " | ".join(map(str, matrix[k].tolist())) + " |" for k in classes]
+        return "\n".join(head + rows)
+    matrix.fill_diagonal_(0)
+    counts, where = matrix.flatten().topk(10)
+    pairs = [
+        (count, *divmod(place, len(matrix)))
+        for count, place in zip(counts.tolist(), where.tolist(), strict=True)
+    ]
+    return "\n".join(f"- {i} as {j}: {count} of {of_class[i]}" for count, i, j in pairs if count)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """The five likeliest classes, or of five and less the one, likeliest first; one answer where two tie."""
+    return logits.topk(5 if logits.shape[1] > 5 else 1, dim=1).indices

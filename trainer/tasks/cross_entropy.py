@@ -1,0 +1,46 @@
+"""Cross entropy that names a label which is no class of the model."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from trainer.errors import UserError
+
+
+class CrossEntropy:
+    """torch's, which on a CPU names no more than one label that is no class, and on a GPU none.
+
+    A GPU is asked for the labels of the first batch alone: each look would wait for it.
+    """
+
+    def __init__(self, setting: str) -> None:
+        self._setting, self._looked = setting, False
+
+    def __call__(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        if labels.is_cuda and not self._looked:
+            self._refuse_others(logits, labels)
+        self._looked = True
+        try:
+            return F.cross_entropy(logits, labels, **options)
+        except IndexError:
+            self._refuse_others(logits, labels)
+            raise
+
+    def _refuse_others(self, logits: Tensor, labels: Tensor) -> None:
+        """Raise UserError where a label is no class of the model; -100 is torch's word for none at all."""
+        if labels.is_floating_point():  # the probability of each class
+            return
+        num_classes, given = logits.shape[1], labels[labels != -100]
+        if len(given) and not 0 <= int(given.min()) <= int(given.max()) < num_classes:
+            smallest, largest = int(given.min()), int(given.max())
+            raise UserError(
+                f"the largest label is {largest} and the smallest {smallest}, but the model knows 0 to "
+                f"{num_classes - 1}; set {self._setting}={max(largest + 1, num_classes)}, or look at the data"
+            )
+
+
+def logits_of(output: Any) -> Tensor:
+    """What a model returns, in fp32: its logits, or as Hugging Face's models do an object that has them."""
+    logits: Tensor = getattr(output, "logits", output)
+    return logits.float()

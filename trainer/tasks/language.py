@@ -1,0 +1,94 @@
+"""The next token at each position."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from trainer.tasks.base import Evaluation, Shown
+from trainer.tasks.cross_entropy import CrossEntropy, logits_of
+
+_TEMPERATURE = 0.8
+
+
+class LanguageModelling:
+    """The next token at each position: batches are (tokens, targets), (B, T) each; logits are (B, T, vocab).
+
+    Evaluation: mean cross entropy in nats per token, its exponential the perplexity, and bits_per_byte.
+
+    To see: how the model goes on from the first held-out sequence.
+
+    Args:
+        show_tokens: how many it goes on for, each of them a forward pass; 0 shows nothing.
+        bytes_per_token: 1 for text read byte by byte, otherwise the tokenizer's mean; None leaves
+            bits_per_byte out.
+    """
+
+    def __init__(self, bytes_per_token: float | None = 1.0, show_tokens: int = 64) -> None:
+        if bytes_per_token is not None and not bytes_per_token > 0:
+            raise ValueError(f"bytes_per_token={bytes_per_token} is not above 0")
+        if show_tokens < 0:
+            raise ValueError(f"show_tokens={show_tokens} is below 0")
+        self.bytes_per_token, self.show_tokens = bytes_per_token, show_tokens
+        self.figures = ("loss", "perplexity") + (("bits_per_byte",) if bytes_per_token is not None else ())
+        self._cross_entropy = CrossEntropy("model.vocab_size")
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self._loss(model, batch, "mean")
+
+    def num_tokens(self, batch: tuple[Tensor, Tensor]) -> int:
+        return batch[1].numel()
+
+    def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """[loss, tokens]"""
+        loss = self._loss(model, batch, "sum").double()
+        return torch.stack([loss, torch.full_like(loss, batch[1].numel())])
+
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Of each sequence: loss (B,), in nats per token, and accuracy (B,), the share of tokens foreseen."""
+        tokens, targets = batch
+        logits = logits_of(model(tokens))
+        loss = self._cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        right = logits.argmax(dim=2) == targets
+        return {"loss": loss.view_as(targets).mean(dim=1), "accuracy": right.float().mean(dim=1)}
+
+    def summarise(self, sums: Tensor) -> dict[str, float]:
+        total, tokens = sums.tolist()
+        loss = total / tokens
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
+        if self.bytes_per_token is not None:
+            metrics["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        return metrics
+
+    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
+        if not self.show_tokens:
+            return Shown()
+        tokens = evaluation.batch[0][:1]
+        length = tokens.shape[1]  # in each pass the same, so that a compiled model is compiled once
+        generator = torch.Generator().manual_seed(0)  # the same at each evaluation, so that texts compare
+        for _ in range(self.show_tokens):
+            likely = logits_of(model(tokens[:, -length:]))[0, -1].cpu().div(_TEMPERATURE).softmax(dim=0)
+            likely = likely.nan_to_num(1.0)  # a model gone bad says anything, and the run goes on
+            drawn = torch.multinomial(likely, 1, generator=generator)
+            tokens = torch.cat([tokens, drawn.to(tokens.device)[None]], dim=1)
+        as_text = _of_bytes if len(likely) <= 256 else _of_numbers
+        before, after = as_text(tokens[0, :length].tolist()), as_text(tokens[0, length:].tolist())
+        return Shown({"eval/text": f"{_quoted(before)}\n\ngoes on:\n\n{_quoted(after)}"})
+
+    def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
+        tokens, targets = batch
+        logits = logits_of(model(tokens)).flatten(0, 1)
+        return self._cross_entropy(logits, targets.flatten(), reduction=reduction)
+
+
+def _of_bytes(tokens: list[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+def _of_numbers(tokens: list[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def _quoted(text: str) -> str:
+    """As Markdown that shows it as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())

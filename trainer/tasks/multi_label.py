@@ -1,0 +1,95 @@
+"""Any number of labels for each input."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.errors import UserError
+from trainer.tasks.base import Evaluation, Shown
+from trainer.tasks.cross_entropy import logits_of
+from trainer.tasks.ranking import auc, average_precision, f1
+
+
+class MultiLabel:
+    """Batches are (inputs (B, ...), labels (B, L) of 0 and 1); the model returns a logit for each label.
+
+    Evaluation, from the scores of all samples: loss, the mean binary cross entropy; auc and
+    mean_average_precision, means over those labels that some samples have and others lack; f1 of all
+    decisions together and macro_f1, the mean of each label's, at the threshold.
+
+    Args:
+        threshold: the probability from which on a label is taken to be there.
+        names: of the labels, for what is shown; None numbers them.
+    """
+
+    figures = ("loss", "auc", "mean_average_precision", "f1", "macro_f1")
+
+    def __init__(self, threshold: float = 0.5, names: Sequence[str] | None = None) -> None:
+        if not 0 < threshold < 1:
+            raise ValueError(f"threshold={threshold} is not between 0 and 1")
+        self.names = names
+        self._least_score = math.log(threshold / (1 - threshold))
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(*self._scores(model, batch))
+
+    def rows(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """loss (B,), scores (B, L) float32, labels (B, L) bool."""
+        scores, labels = self._scores(model, batch)
+        loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="none").mean(dim=1)
+        return {"loss": loss, "scores": scores, "labels": labels > 0.5}
+
+    def summarise_rows(self, rows: dict[str, Tensor]) -> dict[str, float]:
+        scores, labels = rows["scores"], rows["labels"]
+        predicted = scores >= self._least_score
+        each = [(scores[:, k], labels[:, k], predicted[:, k]) for k in range(labels.shape[1])]
+        return {
+            "loss": float(rows["loss"].double().mean()),
+            "auc": _mean([auc(score, label) for score, label, _ in each if not label.all()]),
+            "mean_average_precision": _mean(
+                [average_precision(*one[:2]) for one in each if not one[1].all()]
+            ),
+            "f1": f1(predicted, labels),
+            "macro_f1": _mean([f1(guess, label) for _, label, guess in each]),
+        }
+
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """labels, predictions (0 or 1) and probabilities, (B, L) each."""
+        scores, labels = self._scores(model, batch)
+        predictions = (scores >= self._least_score).long()
+        return {"labels": labels.long(), "predictions": predictions, "probabilities": scores.sigmoid()}
+
+    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
+        """A table with a line for each label."""
+        if evaluation.rows is None:
+            return Shown()
+        scores, labels = evaluation.rows["scores"], evaluation.rows["labels"]
+        lines = ["| label | samples | AUC | average precision | F1 |", "|---|---|---|---|---|"]
+        for k in range(labels.shape[1]):
+            score, label = scores[:, k], labels[:, k]
+            figures = (
+                auc(score, label),
+                average_precision(score, label),
+                f1(score >= self._least_score, label),
+            )
+            words = " | ".join(f"{figure:.4f}" for figure in figures)
+            lines.append(f"| {self.names[k] if self.names else k} | {int(label.sum())} | {words} |")
+        return Shown(texts={"eval/labels": "\n".join(lines)})
+
+    def _scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        inputs, labels = batch
+        scores = logits_of(model(inputs))
+        if scores.shape != labels.shape:
+            raise UserError(
+                f"the labels are {tuple(labels.shape)}, one column for each label, but the model returns "
+                f"{tuple(scores.shape)}; the two must be equal: set model.num_classes to the number of labels"
+            )
+        return scores, labels.float()
+
+
+def _mean(values: list[float]) -> float:
+    """Of those that are defined: a label that no sample has, or each, has no ranking."""
+    defined = [value for value in values if not math.isnan(value)]
+    return math.fsum(defined) / len(defined) if defined else float("nan")

@@ -1,0 +1,38 @@
+"""Pictures of samples with a word under each, for whoever looks on; drawn by Pillow, in milliseconds."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.nn import functional as F
+
+_TILE = 64  # pixels, at least
+_STRIP = 14  # for the caption
+_GOOD, _BAD = (0, 110, 0), (190, 0, 0)
+
+
+def captioned(images: Tensor, captions: Sequence[str], right: Sequence[bool], columns: int = 8) -> Tensor:
+    """Lay out images in rows of `columns`, captions below them, green where `right` and red elsewhere.
+
+    Args:
+        images: (N, 1 or 3, H, W), each stretched from its own darkest to its brightest value.
+
+    Returns:
+        (3, height, width), uint8.
+    """
+    pixels = images.detach().float().cpu()
+    low, high = pixels.amin((1, 2, 3), keepdim=True), pixels.amax((1, 2, 3), keepdim=True)
+    pixels = (pixels - low) / (high - low).clamp(min=1e-12) * 255
+    scale = max(1, -(-_TILE // max(pixels.shape[2:])))
+    pixels = F.interpolate(pixels, scale_factor=scale).expand(-1, 3, -1, -1).round().to(torch.uint8)
+    height, width = pixels.shape[2], max(pixels.shape[3], _TILE)
+    rows = -(-len(pixels) // columns)
+    canvas = Image.new("RGB", (columns * width, rows * (height + _STRIP)), "white")
+    draw = ImageDraw.Draw(canvas)
+    for number, (tile, caption, is_right) in enumerate(zip(pixels, captions, right, strict=True)):
+        x, y = number % columns * width, number // columns * (height + _STRIP)
+        canvas.paste(Image.fromarray(tile.permute(1, 2, 0).contiguous().numpy()), (x, y))
+        draw.text((x + 2, y + height + 1), caption, fill=_GOOD if is_right else _BAD)
+    return torch.from_numpy(np.array(canvas)).permute(2, 0, 1)

@@ -1,0 +1,83 @@
+"""Numbers to predict."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.errors import UserError
+from trainer.tasks.base import Evaluation, Shown
+from trainer.tasks.cross_entropy import logits_of
+
+_LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
+
+
+class Regression:
+    """Batches are (inputs (B, ...), targets (B,) or (B, K)); the model returns as many numbers.
+
+    Evaluation: the loss; rmse and mae in the targets' units; r2, the share of the targets' variance round
+    the mean of each of the K that is explained (0 for who always guesses the mean).
+
+    Args:
+        loss: mse | l1 | huber, the mean over all numbers.
+    """
+
+    figures = ("loss", "rmse", "mae", "r2")
+
+    def __init__(self, loss: str = "mse") -> None:
+        if loss not in _LOSSES:
+            raise ValueError(f"loss={loss} is not one of {', '.join(_LOSSES)}")
+        self._loss = _LOSSES[loss]
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return self._loss(*self._outputs(model, batch))
+
+    def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """[loss, squared error, absolute error, samples, K sums of targets, K sums of their squares]"""
+        outputs, targets = (values.double() for values in self._outputs(model, batch))
+        error = outputs - targets
+        samples = torch.full_like(error[0, :1], len(error))
+        totals = [self._loss(outputs, targets, reduction="sum"), error.square().sum(), error.abs().sum()]
+        return torch.cat([torch.stack(totals), samples, targets.sum(0), targets.square().sum(0)])
+
+    def summarise(self, sums: Tensor) -> dict[str, float]:
+        loss, squared, absolute, samples = sums[:4].tolist()
+        targets, squares = sums[4:].chunk(2)
+        count, variation = samples * len(targets), float((squares - targets.square() / samples).sum())
+        return {
+            "loss": loss / count,
+            "rmse": math.sqrt(squared / count),
+            "mae": absolute / count,
+            "r2": 1 - squared / variation if variation > 0 else float("nan"),
+        }
+
+    def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """target and prediction, (B, K) each."""
+        outputs, targets = self._outputs(model, batch)
+        return {"target": targets, "prediction": outputs}
+
+    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
+        """The first held-out samples beside their predictions."""
+        outputs, targets = self._outputs(model, evaluation.batch)
+        lines = ["| target | prediction |", "|---|---|"]
+        for target, output in zip(targets[:16, :4].tolist(), outputs[:16, :4].tolist(), strict=True):
+            lines.append(f"| {_numbers(target)} | {_numbers(output)} |")
+        return Shown(texts={"eval/predictions": "\n".join(lines)})
+
+    def _outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(B, K) each. A single number may stand in a column or not: torch would make (B, B) of the two."""
+        inputs, targets = batch
+        outputs, targets = (
+            values.float().reshape(len(values), -1) for values in (logits_of(model(inputs)), targets)
+        )
+        if outputs.shape != targets.shape:
+            raise UserError(
+                f"the data has {targets.shape[1]} numbers to predict for each sample, but the model returns "
+                f"{outputs.shape[1]}; set model.num_classes={targets.shape[1]}, or what your model calls it"
+            )
+        return outputs, targets
+
+
+def _numbers(values: list[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
