@@ -36,7 +36,7 @@ def test_a_link_has_its_rate_in_both_directions(sender: int) -> None:
         source, target = members[sender], members[1 - sender]
         sent, received = source.counters()[0], target.counters()[1]
         seconds = max(run_ranks(_send, 2, 10_000_000, hosts=[source, target]))
-        assert 20e6 < 80e6 / seconds < 205e6  # a busy machine may be slower than its link, never faster
+        assert 80e6 / seconds < 205e6  # a busy machine may be slower than its link, never faster
         for count in (source.counters()[0] - sent, target.counters()[1] - received):
             assert 10_000_000 < count < 10_800_000
 

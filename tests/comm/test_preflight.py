@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -21,9 +22,10 @@ import torch.distributed as dist
 from tests.hosts import hosts
 from tests.programs import finish_ranks
 from tests.ranks import RankFailure, run_ranks
-from trainer.comm import preflight
+from trainer.comm import plan, preflight
 from trainer.comm.network import links
 from trainer.comm.network.checks import CHECKS, NEED_TWO
+from trainer.comm.schedules.algorithms import ALGORITHMS
 
 
 def _preflight(*argv: str) -> tuple[int, str]:
@@ -65,7 +67,8 @@ def test_nccl_needs_a_gpu() -> None:
 
 @pytest.mark.slow
 @pytest.mark.netns
-def test_two_hosts_are_measured(tmp_path: Path) -> None:
+def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What depends on how fast this machine is stands in benchmarks/predictions.py."""
     figures = tmp_path / "figures.json"
     with hosts(2, rate="200mbit") as (a, b):
         results = run_ranks(_preflight, 4, "--json", str(figures), init=False, hosts=[a, a, b, b])
@@ -75,9 +78,19 @@ def test_two_hosts_are_measured(tmp_path: Path) -> None:
     read = json.loads(figures.read_text())
     rates = {(link["source"], link["target"]): link["gbit_s"] for link in read["links"]}
     assert set(rates) == {(0, 0), (1, 1), (0, 1), (1, 0)}
-    assert all(0.15 < rates[ends] < 0.21 for ends in ((0, 1), (1, 0)))
-    assert min(rates[0, 0], rates[1, 1]) > 0.5
+    # A busy machine is slower than its link; a stream that it cuts short fits into the link's own buffer.
+    assert all(0 < rates[ends] < 0.4 for ends in ((0, 1), (1, 0)))
+    assert all(0 < rate < math.inf for rate in rates.values())
     assert [host["interface"] for host in read["hosts"]] == ["eth0", "eth0"]
+
+    asked = ["--hosts", "2", "--per-host", "2", "--from", str(figures)]
+    assert plan.main(asked) == 0
+    table = capsys.readouterr().out
+    assert "measured by the preflight" in table and all(name in table for name in ALGORITHMS)
+    predicted = plan.predict_all(plan.parse([*asked, "--gbit", "0.001"]), num_hosts=2)  # 1, 1.5 and 2 N
+    order = [name for name in predicted if name in ("hierarchical", "ring", "master_worker")]
+    assert order == ["hierarchical", "ring", "master_worker"]
+    assert all(0 < prediction.seconds < math.inf for prediction in predicted.values())
 
 
 def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:

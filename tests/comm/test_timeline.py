@@ -32,13 +32,23 @@ def test_hidden_and_exposed_add_up() -> None:
 def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dict[str, Any]:
     model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
     hook = attach(model, algorithm, hosts=hosts, timeout_s=20.0)
+    store, arrive = dist.distributed_c10d._get_default_store(), hook.timeline.arrive
+
+    def tell(index: int, num_bytes: int, is_last: bool, sparse: bool = False) -> BucketRecord:
+        noted = arrive(index, num_bytes, is_last, sparse)
+        store.add("passes", int(is_last))
+        return noted
+
+    hook.timeline.arrive = tell  # type: ignore[method-assign]
     found: list[dict[str, float]] = []
     for late in (False, False, False, True):
         loss = model(torch.randn(8, 20)).sum()
         dist.barrier()
         began = time.perf_counter()
         if late and dist.get_rank() == sleeper:
-            time.sleep(1.0)
+            while store.add("passes", 0) < 4 * len(hosts) - 1:  # until all others have arrived
+                time.sleep(0.01)
+            time.sleep(0.5)
         loss.backward()
         pass_ms = 1e3 * (time.perf_counter() - began)
         found.append(hook.timeline.metrics())
@@ -67,8 +77,8 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(
     for rank, found in enumerate(results):
         late = found["late"]
         assert late["comm/last_rank"] == sleeper
-        # Less than the second slept only by how late the others were themselves; no more than the pass took.
-        assert 100 < late["comm/arrival_skew_ms"] < max(result["pass_ms"] for result in results) + 100
+        # It began to sleep when the others had arrived; what clocks of hosts are apart comes on top.
+        assert 100 < late["comm/arrival_skew_ms"] < 2 * max(result["pass_ms"] for result in results)
         assert (
             min(before["comm/arrival_skew_ms"] for before in found["before"]) < late["comm/arrival_skew_ms"]
         )
@@ -81,8 +91,8 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(
 
 def stamps_of(hosts: list[int], wrong_by: float, drift_after_s: float) -> list[torch.Tensor]:
     """All ranks stamp the same moment, thrice; the clock of host 1 is wrong, and jumps before the third."""
-    clock, jump, later = time.perf_counter, 0.0, 0.0
-    time.perf_counter = lambda: clock() + later + (wrong_by + jump if hosts[dist.get_rank()] == 1 else 0.0)
+    jump, later = 0.0, 0.0  # on a clock that does not run: a busy machine takes its time
+    time.perf_counter = lambda: 100.0 + later + (wrong_by + jump if hosts[dist.get_rank()] == 1 else 0.0)
     common = CommonClock(dist.group.WORLD, hosts)
     rows = []
     for round_ in range(3):
@@ -98,7 +108,7 @@ def test_clocks_of_other_hosts_are_put_right_again_and_again() -> None:
     for rows in run_ranks(stamps_of, 4, [0, 0, 1, 1], 1234.5, 11.0):
         for stamps in rows:
             assert stamps.shape == (4, 1)
-            assert float(stamps.max() - stamps.min()) < 0.4
+            assert float(stamps.max() - stamps.min()) < 1e-9
 
 
 def test_clocks_are_not_compared_at_every_look() -> None:
