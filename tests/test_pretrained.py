@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from models.vision import vision
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import job_of, train
+from trainer.config import UnitsConfig
 from trainer.errors import UserError
 from trainer.loop import fit
 from trainer.strategies.units import checkpoint_activations
@@ -104,7 +105,7 @@ def test_units_are_computed_twice_and_keep_less() -> None:
     results = []
     for turn in range(2):
         if turn:
-            assert "3 units" in checkpoint_activations(model, 10)
+            assert "3 units" in checkpoint_activations(model, UnitsConfig("x", 10))
         kept.append(0)
         model.zero_grad()
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
@@ -113,7 +114,7 @@ def test_units_are_computed_twice_and_keep_less() -> None:
     assert all(map(torch.equal, *results)) and kept[2] < kept[1]
     assert [module.calls for module in model] == [3, 3, 3]
     with pytest.raises(UserError, match="none of its modules has"):
-        checkpoint_activations(model, 1000)
+        checkpoint_activations(model, UnitsConfig("x", 1000))
 
 
 def _hashes(root: Path, strategy: str) -> list[str]:

@@ -209,9 +209,17 @@ class StrategyConfig:
 
 
 @dataclass
-class SingleConfig(StrategyConfig):
-    activation_checkpointing: bool = MISSING
-    unit_min_params: int = at_least(1)
+class UnitsConfig(StrategyConfig):
+    """What is common to strategies that treat a model unit by unit (trainer/strategies/units.py)."""
+
+    unit_min_params: int = _limited(lambda value: value >= 1, "at least 1", 1_000_000)
+    activation_checkpointing: bool = False
+    activation_checkpointing_every: int = _limited(lambda value: value >= 1, "at least 1", 1)
+    activation_checkpointing_keep: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SingleConfig(UnitsConfig):
     devices_per_replica: int = at_least(1)
     devices: list[str] | None = MISSING
 
@@ -221,7 +229,7 @@ class SingleConfig(StrategyConfig):
 
 
 @dataclass
-class DdpConfig(StrategyConfig):
+class DdpConfig(UnitsConfig):
     bucket_cap_mb: float = _limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
     first_bucket_mb: float = _limited(
         lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)"
@@ -230,8 +238,6 @@ class DdpConfig(StrategyConfig):
     static_graph: bool = MISSING
     find_unused_parameters: bool = MISSING
     sync_batchnorm: bool = MISSING
-    activation_checkpointing: bool = False
-    unit_min_params: int = _limited(lambda value: value >= 1, "at least 1", 1_000_000)
     devices_per_replica: int = _limited(lambda value: value >= 1, "at least 1", 1)
     devices: list[str] | None = None
 
@@ -241,24 +247,22 @@ class DdpConfig(StrategyConfig):
 
 
 @dataclass
-class FsdpConfig(StrategyConfig):
+class FsdpConfig(UnitsConfig):
     shard_group: str = like(r"world|host|0*[1-9][0-9]*", "world, host or a number of ranks")
-    unit_min_params: int = at_least(1)
-    reshard_after_forward: bool = MISSING
+    reshard_after_forward: bool | None = MISSING
+    prefetch_units: int | None = _limited(lambda value: value >= 1, "at least 1", None)
+    reduce_every_micro_batch: bool = False
     cpu_offload: bool = MISSING
-    activation_checkpointing: bool = MISSING
     param_dtype: str | None = one_of(*_PRECISIONS)
     reduce_dtype: str = one_of(*_PRECISIONS)
 
 
 @dataclass
-class ParameterServerConfig(StrategyConfig):
+class ParameterServerConfig(UnitsConfig):
     servers: str = like(r"all|0*[1-9][0-9]*", "a number of ranks, 1 or more, or all")
     max_staleness: str = like(r"inf|\d+", "a number of steps, 0 or more, or inf")
     replay: str | None = _limited(bool, "a file that an asynchronous run has left, or null")
     bucket_mb: float = _limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
-    activation_checkpointing: bool = MISSING
-    unit_min_params: int = at_least(1)
 
 
 @dataclass
@@ -594,6 +598,13 @@ def _check_contradictions(config: Config) -> None:
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; take strategy=ddp, or comm.wire_dtype=fp32"
         )
+    if isinstance(strategy, UnitsConfig) and not strategy.activation_checkpointing:
+        for name, idle in (("every", 1), ("keep", [])):
+            if (value := getattr(strategy, setting := f"activation_checkpointing_{name}")) != idle:
+                raise UserError(
+                    f"strategy.{setting} is {value}, but nothing is computed again: "
+                    "set strategy.activation_checkpointing=true, too"
+                )
     if isinstance(strategy, ParameterServerConfig):
         _check_parameter_server(config, strategy)
     if isinstance(strategy, SingleConfig | DdpConfig):

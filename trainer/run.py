@@ -14,16 +14,7 @@ from torch import nn
 
 from trainer import fingerprint
 from trainer.checkpoint import Agreement, Checkpointer, saved_seed
-from trainer.config import (
-    Config,
-    DdpConfig,
-    FsdpConfig,
-    ParameterServerConfig,
-    SingleConfig,
-    TrainConfig,
-    flatten,
-    to_yaml,
-)
+from trainer.config import Config, TrainConfig, UnitsConfig, flatten, to_yaml
 from trainer.data.batch import split_batch
 from trainer.deferred import Deferred, deferred
 from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
@@ -174,9 +165,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
 
 
 def _wrapped(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
-    settings, units = config.strategy, (SingleConfig, DdpConfig, FsdpConfig, ParameterServerConfig)
-    if isinstance(settings, units) and settings.activation_checkpointing:
-        strategy.notes.append(checkpoint_activations(model.module, settings.unit_min_params))
+    if isinstance(config.strategy, UnitsConfig) and config.strategy.activation_checkpointing:
+        strategy.notes.append(checkpoint_activations(model.module, config.strategy))
     wrapped = strategy.wrap(model.module, model.fill)
     keep_frozen_statistics(strategy.unwrap(wrapped))
     strategy.notes += model.notes

@@ -132,7 +132,15 @@ def odd(parameter: Tensor) -> nn.Module:
 
 
 def fsdp(precision: str = "fp32", min_params: int = MIN_PARAMS) -> Fsdp:
-    settings = FsdpConfig("fsdp", "world", min_params, True, False, False, None, "fp32")
+    settings = FsdpConfig(
+        name="fsdp",
+        shard_group="world",
+        unit_min_params=min_params,
+        reshard_after_forward=None,
+        cpu_offload=False,
+        param_dtype=None,
+        reduce_dtype="fp32",
+    )
     return Fsdp(settings, tiny.facts(), precision, compile_model=False)
 
 

@@ -79,6 +79,10 @@ class Fsdp(Strategy):
         whole.note(model)
         shard(model, mp_policy=root_precision)
         whole.guard()
+        if self.settings.reshard_after_forward is None:
+            model.register_forward_hook(_reshard_without_gradient)
+        if self.settings.prefetch_units is not None:
+            _prefetch(model, self.settings.prefetch_units)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
             + (f"; {len(norms)} batch norms are units of their own, in fp32" if norms else "")
@@ -142,7 +146,11 @@ class Fsdp(Strategy):
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
-        cast(FSDPModule, model).set_requires_gradient_sync(enabled)
+        sharded = cast(FSDPModule, model)
+        if self.settings.reduce_every_micro_batch:
+            sharded.set_requires_all_reduce(enabled)  # hybrid: shards meet their replicas once a step
+        else:
+            sharded.set_requires_gradient_sync(enabled)
         yield
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
@@ -158,6 +166,35 @@ class Fsdp(Strategy):
     def equal_ranks(self) -> list[tuple[int, ...]]:
         # Hybrid: those that hold the same shard, which is a column of the mesh.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
+
+
+def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
+    """The root stays whole for the backward pass; where none follows, nobody is to find it so."""
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, root).reshard()
+
+
+def _prefetch(model: nn.Module, depth: int) -> None:
+    """Have each unit ask for the next `depth` ones when its own parameters have come, both ways.
+
+    The host then issues their all-gathers earlier, and so many more units are whole at a time. By itself
+    torch gathers one ahead in the backward pass and, on CUDA streams alone, in the forward pass. The order is
+    that in which the modules stand.
+    """
+    begun: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    ended: list[FSDPModule] = [module for module in _children_first(model) if isinstance(module, FSDPModule)]
+    for order, prefetch in (
+        (begun, FSDPModule.set_modules_to_forward_prefetch),
+        (list(dict.fromkeys(ended))[::-1], FSDPModule.set_modules_to_backward_prefetch),
+    ):
+        for number, unit in enumerate(order, start=1):
+            prefetch(unit, order[number : number + depth])
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
 
 
 class _WholeParameters:

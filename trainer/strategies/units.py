@@ -1,37 +1,84 @@
 """Parts of a model that are treated one at a time: gathered by FSDP, or computed again for the gradient."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch._ops import OpOverload
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from trainer.config import UnitsConfig
 from trainer.errors import UserError
 from trainer.strategies.base import parameter_count
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
+# What a person may call several of ATen's operations by; each kernel of attention has one of its own.
+_FAMILIES = {
+    "matmul": ("mm", "addmm", "bmm", "baddbmm"),
+    "convolution": ("convolution",),
+    "attention": tuple(
+        f"_scaled_dot_product_{kernel}"
+        for kernel in (
+            "flash_attention",
+            "efficient_attention",
+            "cudnn_attention",
+            "flash_attention_for_cpu",
+        )
+    ),
+}
 
 
-def checkpoint_activations(model: nn.Module, unit_min_params: int) -> str:
-    """Have each unit keep only its inputs, and compute what lies within again when its gradient is due.
+def checkpoint_activations(model: nn.Module, settings: UnitsConfig) -> str:
+    """Have units keep only their inputs, and compute what lies within again when its gradient is due.
 
-    Saves the memory of activations within units, and costs one more forward pass. To be called before the
-    model is wrapped, under any strategy. Returns what was done.
+    Saves the memory of activations within units, and costs up to one more forward pass. To be called before
+    the model is wrapped, under any strategy. Returns what was done.
+
+    Args:
+        settings: every n-th unit does so, beginning with the first; `keep` names operations within them
+            whose results stay all the same, so that only what is cheap is computed again.
 
     Raises:
-        UserError: the model names no units, and has none of the size that is asked for.
+        UserError: the model names no units, and has none of the size that is asked for; or what is to be
+            kept is no operation.
     """
-    units = getattr(model, "fsdp_units", None)
+    units = list(getattr(model, "fsdp_units", None) or ())
     if not units:
-        units = list(units_by_size(model, unit_min_params, lambda module: True))
+        units = list(units_by_size(model, settings.unit_min_params, lambda module: True))
     if not units:
         raise UserError(
             f"strategy.activation_checkpointing: {type(model).__name__} names no fsdp_units, and none of its "
-            f"modules has strategy.unit_min_params={unit_min_params} parameters; lower that"
+            f"modules has strategy.unit_min_params={settings.unit_min_params} parameters; lower that"
         )
-    for unit in units:
-        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
-    return f"activations of {len(units)} units are computed again in the backward pass"
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kept := settings.activation_checkpointing_keep:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _operations(kept))
+    chosen = units[:: settings.activation_checkpointing_every]
+    for unit in chosen:
+        unit.forward = functools.partial(checkpoint, unit.forward, **options)
+    of_all = f" of {len(units)}" * (len(chosen) < len(units))
+    but = f", but for {', '.join(kept)}" * bool(kept)
+    return f"activations of {len(chosen)}{of_all} units are computed again in the backward pass{but}"
+
+
+def _operations(names: Sequence[str]) -> list[OpOverload]:
+    """Those of ATen that `names` stand for, with all their overloads.
+
+    Raises:
+        UserError: a name that is none.
+    """
+    found: list[OpOverload] = []
+    for name in names:
+        packets = [getattr(torch.ops.aten, each, None) for each in _FAMILIES.get(name, (name,))]
+        if not any(packets):
+            raise UserError(
+                f"strategy.activation_checkpointing_keep: {name} is neither {', '.join(_FAMILIES)} nor the "
+                "name of an operation of ATen, such as mm or gelu"
+            )
+        found += [getattr(packet, each) for packet in packets if packet for each in packet.overloads()]
+    return found
 
 
 def units_by_size(

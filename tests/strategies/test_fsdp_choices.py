@@ -1,0 +1,100 @@
+"""What FSDP and activation checkpointing let one choose changes memory and traffic, not the gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from models.gpt import GPT
+from tests.checkpoint import tiny
+from tests.ranks import run_ranks
+from trainer.config import FsdpConfig, UnitsConfig
+from trainer.errors import UserError
+from trainer.strategies.fsdp import Fsdp
+from trainer.strategies.units import checkpoint_activations
+
+# By name: settings, and whether sums come in another order.
+CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
+    "all freed": ({"reshard_after_forward": True}, False),
+    "none freed": ({"reshard_after_forward": False}, False),
+    "three ahead": ({"prefetch_units": 3}, False),
+    "sharded sums": ({"reduce_every_micro_batch": True}, True),
+    "hybrid": ({"shard_group": "2"}, True),
+    "hybrid, sharded sums": ({"shard_group": "2", "reduce_every_micro_batch": True}, True),
+    "computed again": ({"activation_checkpointing": True}, False),
+    "every other": ({"activation_checkpointing": True, "activation_checkpointing_every": 2}, False),
+    "products kept": (
+        {"activation_checkpointing": True, "activation_checkpointing_keep": ["matmul", "attention"]},
+        False,
+    ),
+}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return GPT(vocab_size=11, block_size=6, width=8, depth=3, num_heads=2)
+
+
+def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, Tensor], Tensor, int]:
+    """The gradients of two micro-batches of each rank, whole; their norm, and the messages that took."""
+    model = _model()
+    strategy = None
+    if settings is not None:
+        defaults = {"name": "fsdp", "shard_group": "world", "reshard_after_forward": None}
+        defaults |= {"cpu_offload": False, "param_dtype": None, "reduce_dtype": "fp32"}
+        config = FsdpConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+        if config.activation_checkpointing:
+            checkpoint_activations(model, config)
+        strategy = Fsdp(config, tiny.facts(), "fp32", compile_model=False)
+        model = strategy.wrap(model)
+    draw = torch.Generator().manual_seed(rank)
+    for micro in range(2):
+        tokens = torch.randint(11, (2, 6), generator=draw)
+        if strategy is None:
+            model(tokens).square().mean().backward()
+            continue
+        with strategy.gradient_sync(model, enabled=micro == 1):
+            model(tokens).square().mean().backward()
+    with CommDebugMode() as messages:
+        if strategy is None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+        else:
+            norm = strategy.clip_grad_norm(model, torch.inf)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    whole = {name: grad.full_tensor() if strategy else grad for name, grad in found.items()}  # type: ignore
+    return whole, norm, messages.get_total_counts()
+
+
+def _differences() -> dict[str, tuple[float, float, int]]:
+    """Of each choice: the largest distance of a gradient, that of the norm, and the messages for it."""
+    world = torch.distributed.get_world_size()
+    own = [_accumulated(None, rank)[0] for rank in range(world)]
+    plain = {name: sum(each[name] for each in own) / world for name in own[0]}
+    default = _accumulated({}, tiny.facts().rank)[0]
+    found = {}
+    for name, (settings, other_order) in {"default": ({}, True), **CHOICES}.items():
+        ours, norm, messages = _accumulated(settings, tiny.facts().rank)
+        reference = plain if other_order else default
+        far = max(float((ours[key] - value).abs().max()) for key, value in reference.items())
+        true_norm = torch.stack([value.norm() for value in plain.values()]).norm()
+        found[name] = (far, abs(float(norm / true_norm) - 1), messages)
+    return found
+
+
+def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
+    for name, (far, norm_far, messages) in run_ranks(_differences, 4)[0].items():
+        exact = name in CHOICES and not CHOICES[name][1]
+        assert far == 0 if exact else far < 1e-6, f"{name}: {far}"
+        assert norm_far < 1e-5 and messages == 1, f"{name}: the norm takes {messages} messages"
+
+
+def test_what_is_kept_must_be_an_operation_and_something_be_computed_again() -> None:
+    from tests.runs import settings
+
+    chosen = UnitsConfig("x", 1, True, 1, ["attention", "matmull"])
+    with pytest.raises(UserError, match="matmull is neither matmul"):
+        checkpoint_activations(_model(), chosen)
+    with pytest.raises(UserError, match="every is 2, but nothing is computed again"):
+        settings("strategy=single", "strategy.activation_checkpointing_every=2")
