@@ -3,8 +3,7 @@
 import functools
 import traceback
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -22,14 +21,18 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
 from trainer.config import FsdpConfig
-from trainer.deferred import has_gradient_hook
 from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import DTYPES, Fill, Strategy
 from trainer.strategies.reads import read_from_outside
+from trainer.strategies.shardable import (
+    WholeParameters,
+    batch_norms,
+    is_closed,
+    owners_of,
+    refuse_what_cannot_be_sharded,
+)
 from trainer.strategies.units import CONTAINERS, units_by_size
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Fsdp(Strategy):
@@ -52,9 +55,9 @@ class Fsdp(Strategy):
         root_precision = MixedPrecisionPolicy(param_dtype, precision.reduce_dtype, output_dtype=torch.float32)
         # Running statistics are fp32, and so must be the weight beside them; the input is taken as it comes.
         in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
-        norms = _batch_norms(model) if param_dtype != torch.float32 else []
+        norms = batch_norms(model) if param_dtype != torch.float32 else []
         units = self._units(model, norms)
-        _refuse_what_cannot_be_sharded(model, [*norms, *units])
+        refuse_what_cannot_be_sharded(model, [*norms, *units])
         shard = functools.partial(
             fully_shard,
             mesh=self.mesh,
@@ -62,7 +65,7 @@ class Fsdp(Strategy):
             offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
         )
         # Each unit has its values only when it is sharded: it is whole in memory during a step, too.
-        whole = _WholeParameters(model)
+        whole = WholeParameters(model)
         for norm in norms:
             fill(norm)
             whole.note(norm)
@@ -96,10 +99,10 @@ class Fsdp(Strategy):
             UserError: `fsdp_units` names what is no submodule, or is never called.
         """
         names, kind = {module: name for name, module in model.named_modules()}, type(model).__name__
-        owners, read = _owners(model), read_from_outside(model)
+        owners, read = owners_of(model), read_from_outside(model)
 
         def can_be_gathered(module: nn.Module) -> bool:
-            return module not in read and _is_closed(module, owners)
+            return module not in read and is_closed(module, owners)
 
         chosen = getattr(model, "fsdp_units", None)
         if not chosen:
@@ -197,38 +200,6 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-class _WholeParameters:
-    """The parameters that sharding takes the place of, lest somebody goes on with them.
-
-    Who holds one otherwise than as a module's attribute, in a list or a closure, would compute with its first
-    value for ever, and it would get a gradient that no optimizer sees.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
-        self._held: dict[str, weakref.ref[nn.Parameter]] = {}
-
-    def note(self, unit: nn.Module) -> None:
-        """Remember, without holding them, those that `unit` is about to have sharded."""
-        for name, parameter in unit.named_parameters():
-            if not isinstance(parameter, DTensor):
-                self._held[self._prefixes[unit] + name] = weakref.ref(parameter)
-
-    def guard(self) -> None:
-        """Let the first gradient of one that is held still end the run; who only keeps it may."""
-        for name, reference in self._held.items():
-            parameter = reference()
-            if parameter is not None and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(functools.partial(_refuse_held, name))
-
-
-def _refuse_held(name: str, parameter: Tensor) -> None:
-    raise UserError(
-        f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
-        "which sharding cannot follow; take it from its module where it is used; or take strategy=ddp"
-    )
-
-
 def _mesh(shard_group: str, dist: Dist) -> DeviceMesh:
     size = {"world": dist.world_size, "host": dist.local_world_size}.get(shard_group) or int(shard_group)
     if dist.world_size % size:
@@ -240,63 +211,6 @@ def _mesh(shard_group: str, dist: Dist) -> DeviceMesh:
         return init_device_mesh(dist.device.type, (size,), mesh_dim_names=("shard",))
     shape = (dist.world_size // size, size)
     return init_device_mesh(dist.device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
-    """The modules that have each parameter as an attribute of their own: several, where weights are tied."""
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(module)
-    return owners
-
-
-def _is_closed(module: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
-    """Whether no module outside has a parameter of `module`: fully_shard cannot have one in two units."""
-    within = set(module.modules())
-    return all(owners[parameter] <= within for parameter in module.parameters())
-
-
-def _batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Those with a weight beside their running statistics."""
-    return [module for module in model.modules() if isinstance(module, _BATCH_NORMS) and module.affine]
-
-
-def _refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Raise UserError, by name, for parameters that fully_shard would refuse later or in other words."""
-    reasons = {
-        "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
-        "no elements; leave them out": lambda parameter: parameter.numel() == 0,
-        "gaps or another order in memory; call .contiguous() before nn.Parameter": lambda parameter: (
-            not parameter.is_contiguous()
-        ),
-        "a hook on the gradient, which comes in shards": has_gradient_hook,
-    }
-    for reason, applies in reasons.items():
-        if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
-            raise UserError(
-                f"strategy=fsdp cannot shard {', '.join(found[:5])}: parameters with {reason}; or take "
-                "strategy=ddp"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(
-                f"strategy=fsdp cannot shard {name or 'the model'}, a ScriptModule; take strategy=ddp"
-            )
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    taken: set[nn.Parameter] = set()
-    for unit in (*units, model):
-        dtypes: dict[torch.dtype, str] = {}
-        for parameter in unit.parameters():
-            if parameter not in taken and parameter.requires_grad:
-                dtypes.setdefault(parameter.dtype, names[parameter])
-            taken.add(parameter)
-        if len(dtypes) > 1:
-            listed = " beside ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
-            raise UserError(
-                f"strategy=fsdp gathers a unit's parameters as one, and finds {listed}: name the module of "
-                "one of the two in the model's fsdp_units, give both the same dtype, or take strategy=ddp"
-            )
 
 
 def _short(value: object) -> str:

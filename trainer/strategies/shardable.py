@@ -1,0 +1,103 @@
+"""What of a model fully_shard can take, and who would go on with what it has replaced."""
+
+import functools
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.deferred import has_gradient_hook
+from trainer.errors import UserError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class WholeParameters:
+    """The parameters that sharding takes the place of, lest somebody goes on with them.
+
+    Who holds one otherwise than as a module's attribute, in a list or a closure, would compute with its first
+    value for ever, and it would get a gradient that no optimizer sees.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
+        self._held: dict[str, weakref.ref[nn.Parameter]] = {}
+
+    def note(self, unit: nn.Module) -> None:
+        """Remember, without holding them, those that `unit` is about to have sharded."""
+        for name, parameter in unit.named_parameters():
+            if not isinstance(parameter, DTensor):
+                self._held[self._prefixes[unit] + name] = weakref.ref(parameter)
+
+    def guard(self) -> None:
+        """Let the first gradient of one that is held still end the run; who only keeps it may."""
+        for name, reference in self._held.items():
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(functools.partial(_refuse_held, name))
+
+
+def _refuse_held(name: str, parameter: Tensor) -> None:
+    raise UserError(
+        f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
+        "which sharding cannot follow; take it from its module where it is used; or take strategy=ddp"
+    )
+
+
+def owners_of(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
+    """The modules that have each parameter as an attribute of their own: several, where weights are tied."""
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(module)
+    return owners
+
+
+def is_closed(module: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
+    """Whether no module outside has a parameter of `module`: fully_shard cannot have one in two units."""
+    within = set(module.modules())
+    return all(owners[parameter] <= within for parameter in module.parameters())
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Those with a weight beside their running statistics."""
+    return [module for module in model.modules() if isinstance(module, _BATCH_NORMS) and module.affine]
+
+
+def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
+    """Raise UserError, by name, for parameters that fully_shard would refuse later or in other words."""
+    reasons = {
+        "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
+        "no elements; leave them out": lambda parameter: parameter.numel() == 0,
+        "gaps or another order in memory; call .contiguous() before nn.Parameter": lambda parameter: (
+            not parameter.is_contiguous()
+        ),
+        "a hook on the gradient, which comes in shards": has_gradient_hook,
+    }
+    for reason, applies in reasons.items():
+        if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
+            raise UserError(
+                f"strategy=fsdp cannot shard {', '.join(found[:5])}: parameters with {reason}; or take "
+                "strategy=ddp"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"strategy=fsdp cannot shard {name or 'the model'}, a ScriptModule; take strategy=ddp"
+            )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    taken: set[nn.Parameter] = set()
+    for unit in (*units, model):
+        dtypes: dict[torch.dtype, str] = {}
+        for parameter in unit.parameters():
+            if parameter not in taken and parameter.requires_grad:
+                dtypes.setdefault(parameter.dtype, names[parameter])
+            taken.add(parameter)
+        if len(dtypes) > 1:
+            listed = " beside ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
+            raise UserError(
+                f"strategy=fsdp gathers a unit's parameters as one, and finds {listed}: name the module of "
+                "one of the two in the model's fsdp_units, give both the same dtype, or take strategy=ddp"
+            )
