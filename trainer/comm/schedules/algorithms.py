@@ -1,124 +1,13 @@
-"""All-reduce algorithms as data: what one rank sends, receives, adds and copies, round by round.
+"""All-reduce algorithms as data; what a schedule is stands in schedule.py."""
 
-A schedule knows no tensor and no network. The executor runs it, the simulator proves it, the traffic
-counter and the cost model read it. Three rules make a family of schedules (one per rank) valid:
-
-- a message sent in round k is received in round k, so every rank's schedule has the same number of rounds;
-- a send reads the chunk as the rounds before left it;
-- each part is summed to the end on one rank, in one fixed order, and copied from there, so that all ranks
-  end with the same bits. The rank that does so owns the part.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-
-class Kind(Enum):
-    SEND = "send"  # the chunk to the peer
-    ADD = "add"  # what the peer sends into the chunk
-    COPY = "copy"  # what the peer sends over the chunk
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """One message with a peer: the chunk is the parts [begin, end) of the bucket."""
-
-    kind: Kind
-    peer: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """`repeat` rounds of the same ops, each round moving every chunk back by its own width within `ring`.
-
-    The repetition keeps the schedule of thousands of ranks small: a ring is two phases at any world size.
-    """
-
-    ops: tuple[Op, ...]
-    repeat: int = 1
-    ring: tuple[int, int] = (0, 1)  # the parts [low, high) within which chunks move
-
-    def round(self, index: int) -> tuple[Op, ...]:
-        """The ops of repetition `index`."""
-        if index == 0:
-            return self.ops
-        low, high = self.ring
-        moved = []
-        for op in self.ops:
-            width = op.end - op.begin
-            begin = low + (op.begin - low - index * width) % (high - low)
-            moved.append(Op(op.kind, op.peer, begin, begin + width))
-        return tuple(moved)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One rank's part in an all-reduce of a bucket that is cut into `parts` nearly equal parts."""
-
-    parts: int
-    reduce: tuple[Phase, ...]
-    owned: tuple[int, int]  # after `reduce` this rank alone holds the sum of the parts [begin, end)
-    gather: tuple[Phase, ...]
-
-    @property
-    def num_reduce_rounds(self) -> int:
-        return sum(phase.repeat for phase in self.reduce)
-
-    @property
-    def num_rounds(self) -> int:
-        return self.num_reduce_rounds + sum(phase.repeat for phase in self.gather)
-
-    def rounds(self) -> Iterator[tuple[Op, ...]]:
-        """The rounds in order, made one at a time."""
-        for phase in (*self.reduce, *self.gather):
-            for index in range(phase.repeat):
-                yield phase.round(index)
-
-    def peers(self, *kinds: Kind) -> list[int]:
-        """The ranks with which this one has moves of the given kinds, in order."""
-        return sorted({op.peer for op in self._ops() if op.kind in kinds})
-
-    @property
-    def widest(self) -> int:
-        """Parts in the longest message."""
-        return max((op.end - op.begin for op in self._ops()), default=0)
-
-    def _ops(self) -> Iterator[Op]:
-        return (op for phase in (*self.reduce, *self.gather) for op in phase.ops)
-
-    def boundary(self, part: int, numel: int) -> int:
-        """The first element of `part` in a bucket of `numel` elements; part `parts` begins at its end."""
-        return part * numel // self.parts
-
+from trainer.comm.schedules.places import Hosts, by_host, line, places_in_hosts
+from trainer.comm.schedules.places import tree as tree_of
+from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule
 
 Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its part
-
-
-@lru_cache(maxsize=16)
-def _members(hosts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host, hosts in the order of their first rank."""
-    by_host: dict[int, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(rank)
-    return tuple(tuple(ranks) for ranks in by_host.values())
-
-
-@lru_cache(maxsize=16)
-def _places(hosts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Each rank's (host, index within the host), both counted as in `_members`."""
-    places = {r: (h, i) for h, ranks in enumerate(_members(hosts)) for i, r in enumerate(ranks)}
-    return tuple(places[rank] for rank in range(len(hosts)))
-
-
-@lru_cache(maxsize=16)
-def _line(hosts: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks host by host, so that neighbours share a host where they can; and each rank's place in it."""
-    order = tuple(rank for ranks in _members(hosts) for rank in ranks)
-    return order, tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _ring(ring: Sequence[int], place: int, parts: int, low: int = 0) -> Schedule:
@@ -145,17 +34,13 @@ def ring(rank: int, hosts: Sequence[int]) -> Schedule:
     Sends 2N(P-1)/P bytes per rank, the least there is, in 2(P-1) rounds. Source: Patarasuk & Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
     """
-    order, place = _line(tuple(hosts))
+    order, place = line(Hosts.of(hosts))
     return _ring(order, place[rank], parts=len(hosts))
 
 
-def _heap_depth(index: int) -> int:
-    return (index + 1).bit_length() - 1
-
-
 @lru_cache(maxsize=16)
-def _tree_depth(hosts: tuple[int, ...]) -> int:
-    return max(_heap_depth(h) + _heap_depth(i) for h, i in _places(hosts))
+def _deepest(hosts: Hosts) -> int:
+    return max(kin.depth for kin in tree_of(hosts))
 
 
 def tree(rank: int, hosts: Sequence[int]) -> Schedule:
@@ -165,18 +50,9 @@ def tree(rank: int, hosts: Sequence[int]) -> Schedule:
     bytes up and N down per neighbour. Source: Thakur, Rabenseifner & Gropp, "Optimization of collective
     communication operations in MPICH", IJHPCA 2005, section 4; NCCL's trees are laid out alike.
     """
-    members = _members(tuple(hosts))
-    host, index = _places(tuple(hosts))[rank]
-    local, leaders = members[host], [ranks[0] for ranks in members]
-
-    children = [local[i] for i in (2 * index + 1, 2 * index + 2) if i < len(local)]
-    parent = local[(index - 1) // 2] if index > 0 else None
-    if index == 0:
-        children += [leaders[i] for i in (2 * host + 1, 2 * host + 2) if i < len(leaders)]
-        parent = leaders[(host - 1) // 2] if host > 0 else None
-
-    depth = _heap_depth(host) + _heap_depth(index)
-    deepest = _tree_depth(tuple(hosts))
+    tree = tree_of(Hosts.of(hosts))
+    parent, children, depth = tree[rank].parent, tree[rank].children, tree[rank].depth
+    deepest = _deepest(Hosts.of(hosts))
     up: list[list[Op]] = [[] for _ in range(deepest)]
     down: list[list[Op]] = [[] for _ in range(deepest)]
     for child in children:
@@ -198,7 +74,7 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
     chunks, so that what crosses hosts is small. Source: Rabenseifner, "Optimization of collective reduction
     operations", ICCS 2004; Thakur, Rabenseifner & Gropp 2005, section 4.5.
     """
-    order, places = _line(tuple(hosts))
+    order, places = line(Hosts.of(hosts))
     place, world_size = places[rank], len(hosts)
     levels = world_size.bit_length() - 1
     core, excess = 1 << levels, world_size - (1 << levels)
@@ -239,8 +115,8 @@ def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
     to the owners of the shards and take from them. Source: Jia et al., "Highly Scalable Deep Learning
     Training System with Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
     """
-    members = _members(tuple(hosts))
-    host, index = _places(tuple(hosts))[rank]
+    members = by_host(Hosts.of(hosts))
+    host, index = places_in_hosts(Hosts.of(hosts))[rank]
     local, num_hosts = members[host], len(members)
     num_shards = min(len(ranks) for ranks in members)
     owners = local[:num_shards]

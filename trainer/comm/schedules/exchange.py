@@ -7,7 +7,7 @@ OSDI 2014.
 
 from collections.abc import Sequence
 
-from trainer.comm.schedules.algorithms import Kind, Op, Phase, Schedule
+from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule
 
 
 def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:

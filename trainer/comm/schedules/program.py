@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainer.comm.schedules.algorithms import Kind, Op, Schedule
 from trainer.comm.schedules.pipeline import IN_FLIGHT, num_segments, segment_bounds, sweeps
+from trainer.comm.schedules.schedule import Kind, Op, Schedule
 
 
 @dataclass(frozen=True, slots=True)

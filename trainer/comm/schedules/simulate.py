@@ -1,26 +1,27 @@
-"""Run the schedules of all ranks with no network, and prove the all-reduce right for any numbers it adds.
+"""Run the schedules of all ranks with no network, and prove the collective right for any numbers it adds.
 
-What a part holds is the set of ranks whose values are in it. A schedule is right if every message sent is
-received in its round, no value is added twice, an owner's sum is complete, and every rank ends with every
-part complete.
+What a part holds is the set of ranks whose values are in it; in an all-gather all of them, or none yet. A
+schedule is right if every message sent is received in its round, no value is added twice, an owner's sum is
+complete, and every rank ends with what its `Collective` promises.
 """
 
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from trainer.comm.schedules.algorithms import Kind, Op, Schedule
+from trainer.comm.schedules.schedule import Collective, Kind, Op, Schedule
 
 
 class ScheduleError(ValueError):
-    """The schedules do not make an all-reduce; the message names round, rank and chunk."""
+    """The schedules do not make the collective; the message names round, rank and chunk."""
 
 
-def simulate(schedules: Sequence[Schedule]) -> None:
+def simulate(schedules: Sequence[Schedule], collective: Collective = Collective.ALL_REDUCE) -> None:
     """Check the family of schedules, one per rank.
 
     Raises:
         ScheduleError: a message without its receive or the reverse (which would hang), a value added twice,
-            a sum that is not complete, parts with two owners, or ranks that disagree on rounds or parts.
+            a block gathered twice, a sum that is not complete, parts with two owners or, where parts are
+            blocks, another owner than theirs, or ranks that disagree on rounds or parts.
     """
     shapes = {(s.parts, s.num_reduce_rounds, s.num_rounds) for s in schedules}
     if len(shapes) != 1:
@@ -28,6 +29,10 @@ def simulate(schedules: Sequence[Schedule]) -> None:
     parts, num_reduce_rounds, _ = shapes.pop()
     everyone = (1 << len(schedules)) - 1
     held = [[1 << rank] * parts for rank in range(len(schedules))]  # bit sets of ranks, by rank and part
+    if collective is not Collective.ALL_REDUCE:
+        _check_blocks(schedules)
+    if collective is Collective.ALL_GATHER:
+        held = [[everyone * (part in range(*s.owned)) for part in range(parts)] for s in schedules]
 
     if num_reduce_rounds == 0:
         _check_owners(schedules, held, everyone)
@@ -35,6 +40,8 @@ def simulate(schedules: Sequence[Schedule]) -> None:
         _run_round(number, ops, held, everyone)
         if number + 1 == num_reduce_rounds:
             _check_owners(schedules, held, everyone)
+    if collective is Collective.REDUCE_SCATTER:  # and the owners of blocks have been checked
+        return
     for rank, sums in enumerate(held):
         for part, ranks in enumerate(sums):
             if ranks != everyone:
@@ -67,6 +74,8 @@ def _run_round(number: int, ops: Sequence[Sequence[Op]], held: list[list[int]], 
                     raise ScheduleError(f"{where}: the values of {twice} would be added twice")
                 if op.kind is Kind.COPY and ranks != everyone:
                     raise ScheduleError(f"{where}: copies an unfinished sum of {_names(ranks)}")
+                if op.kind is Kind.COPY and held[rank][part] == everyone:
+                    raise ScheduleError(f"{where}: copies what is there already")
                 held[rank][part] = ranks if op.kind is Kind.COPY else held[rank][part] | ranks
     lost = [pair for pair, queue in in_flight.items() if queue]
     if lost:
@@ -87,6 +96,18 @@ def _check_owners(schedules: Sequence[Schedule], held: list[list[int]], everyone
             owners[part] = rank
     if len(owners) != schedules[0].parts:
         raise ScheduleError(f"parts {sorted(set(range(schedules[0].parts)) - set(owners))} have no owner")
+
+
+def _check_blocks(schedules: Sequence[Schedule]) -> None:
+    """Every part is the block of one rank, which owns it."""
+    for rank, schedule in enumerate(schedules):
+        if schedule.blocks is None or sorted(schedule.blocks) != list(range(len(schedules))):
+            raise ScheduleError(f"rank {rank}: not one part for the block of each rank: {schedule.blocks}")
+        if schedule.blocks != schedules[0].blocks:
+            raise ScheduleError(f"rank {rank} numbers the blocks otherwise than rank 0")
+        own = schedule.blocks.index(rank)
+        if schedule.owned != (own, own + 1):
+            raise ScheduleError(f"rank {rank} owns parts {schedule.owned}, and its block is part {own}")
 
 
 def _names(ranks: int) -> str:

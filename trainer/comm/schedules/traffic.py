@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainer.comm.schedules.algorithms import Kind, Op, Phase, Schedule
+from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Payload bytes of one all-reduce; headers of the network come on top."""
+    """Payload bytes of one collective; headers of the network come on top."""
 
     sent: list[int]  # by rank
     received: list[int]  # by rank
@@ -42,8 +42,8 @@ def _moves(schedule: Schedule, numel: int) -> Iterator[tuple[Op, int]]:
 def phase_elements(schedule: Schedule, phase: Phase, op: Op, numel: int) -> int:
     """Elements that `op` moves in all the rounds of `phase`, without walking them.
 
-    The chunk moves back by its width each round, so it covers one stretch of the phase's ring, perhaps
-    wrapping round it.
+    The chunk moves by its width each round, so it covers one stretch of the phase's ring, perhaps wrapping
+    round it.
     """
 
     def elements(begin: int, end: int) -> int:
@@ -53,6 +53,9 @@ def phase_elements(schedule: Schedule, phase: Phase, op: Op, numel: int) -> int:
     if phase.repeat == 1:
         return elements(op.begin, op.end)
     turns, rest = divmod(phase.repeat * (op.end - op.begin), high - low)
-    begin = op.end - rest
-    wrapped = elements(begin + high - low, high) if begin < low else 0
-    return turns * elements(low, high) + elements(max(begin, low), op.end) + wrapped
+    begin = op.begin if phase.forward else op.end - rest
+    begin = low + (begin - low) % (high - low)
+    wrapped = max(0, begin + rest - high)
+    return (
+        turns * elements(low, high) + elements(begin, begin + rest - wrapped) + elements(low, low + wrapped)
+    )

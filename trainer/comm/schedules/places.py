@@ -1,0 +1,74 @@
+"""Where ranks are: who shares a host with whom, and in which order a schedule goes through them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+
+class Hosts(tuple[int, ...]):
+    """The host of every rank, hashed once: who makes the schedules of thousands of ranks passes this."""
+
+    @classmethod
+    def of(cls, hosts: Sequence[int]) -> "Hosts":
+        return hosts if isinstance(hosts, cls) else cls(hosts)
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@lru_cache(maxsize=16)
+def by_host(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host, hosts in the order of their first rank."""
+    found: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        found.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+@lru_cache(maxsize=16)
+def places_in_hosts(hosts: Hosts) -> tuple[tuple[int, int], ...]:
+    """Each rank's (host, index within the host), both counted as in `by_host`."""
+    found = {r: (h, i) for h, ranks in enumerate(by_host(hosts)) for i, r in enumerate(ranks)}
+    return tuple(found[rank] for rank in range(len(hosts)))
+
+
+@lru_cache(maxsize=16)
+def line(hosts: Hosts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks host by host, so that neighbours share a host where they can; and each rank's place in it."""
+    order = tuple(rank for ranks in by_host(hosts) for rank in ranks)
+    return order, tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """A rank's place in the tree of `tree`."""
+
+    parent: int | None
+    children: tuple[int, ...]
+    depth: int  # 0 at the root
+
+
+@lru_cache(maxsize=16)
+def tree(hosts: Hosts) -> tuple[Kin, ...]:
+    """By rank: a binary tree of the hosts' first ranks, and one inside each host that hangs from them."""
+    groups = by_host(hosts)
+    leaders = [ranks[0] for ranks in groups]
+
+    def kin(host: int, index: int) -> Kin:
+        local = groups[host]
+        children = [local[i] for i in (2 * index + 1, 2 * index + 2) if i < len(local)]
+        parent = local[(index - 1) // 2] if index > 0 else None
+        if index == 0:
+            children += [leaders[i] for i in (2 * host + 1, 2 * host + 2) if i < len(leaders)]
+            parent = leaders[(host - 1) // 2] if host > 0 else None
+        return Kin(parent, tuple(children), _heap_depth(host) + _heap_depth(index))
+
+    return tuple(kin(*place) for place in places_in_hosts(hosts))
+
+
+def _heap_depth(index: int) -> int:
+    return (index + 1).bit_length() - 1

@@ -1,0 +1,109 @@
+"""What one rank sends, receives, adds and copies, round by round: a collective as data.
+
+A schedule knows no tensor and no network. The executor runs it, the simulator proves it, the traffic
+counter and the cost model read it. Three rules make a family of schedules (one per rank) valid:
+
+- a message sent in round k is received in round k, so every rank's schedule has the same number of rounds;
+- a send reads the chunk as the rounds before left it;
+- each part is summed to the end on one rank, in one fixed order, and copied from there, so that all ranks
+  end with the same bits. The rank that does so owns the part.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Collective(Enum):
+    """What a family of schedules is to achieve."""
+
+    ALL_REDUCE = "all-reduce"  # every rank ends with the sum of every part
+    ALL_GATHER = "all-gather"  # every rank begins with its own block, and ends with those of all
+    REDUCE_SCATTER = "reduce-scatter"  # every rank ends with the sum of its own block
+
+
+class Kind(Enum):
+    SEND = "send"  # the chunk to the peer
+    ADD = "add"  # what the peer sends into the chunk
+    COPY = "copy"  # what the peer sends over the chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One message with a peer: the chunk is the parts [begin, end) of the bucket."""
+
+    kind: Kind
+    peer: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """`repeat` rounds of the same ops, each round moving every chunk back by its own width within `ring`.
+
+    The repetition keeps the schedule of thousands of ranks small: a ring is two phases at any world size.
+    `forward` ones move on instead: those of a schedule that runs backwards.
+    """
+
+    ops: tuple[Op, ...]
+    repeat: int = 1
+    ring: tuple[int, int] = (0, 1)  # the parts [low, high) within which chunks move
+    forward: bool = False
+
+    def round(self, index: int) -> tuple[Op, ...]:
+        """The ops of repetition `index`."""
+        if index == 0:
+            return self.ops
+        low, high = self.ring
+        moved = []
+        for op in self.ops:
+            width = op.end - op.begin
+            step = width if self.forward else -width
+            begin = low + (op.begin - low + index * step) % (high - low)
+            moved.append(Op(op.kind, op.peer, begin, begin + width))
+        return tuple(moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One rank's part in a collective over a bucket that is cut into `parts` nearly equal parts.
+
+    An all-gather and a reduce-scatter have as many parts as ranks, each the block of one rank.
+    """
+
+    parts: int
+    reduce: tuple[Phase, ...]
+    owned: tuple[int, int]  # after `reduce` this rank alone holds the sum of the parts [begin, end)
+    gather: tuple[Phase, ...]
+    blocks: tuple[int, ...] | None = None  # whose block each part is; blocks lie in the order of ranks
+
+    @property
+    def num_reduce_rounds(self) -> int:
+        return sum(phase.repeat for phase in self.reduce)
+
+    @property
+    def num_rounds(self) -> int:
+        return self.num_reduce_rounds + sum(phase.repeat for phase in self.gather)
+
+    def rounds(self) -> Iterator[tuple[Op, ...]]:
+        """The rounds in order, made one at a time."""
+        for phase in (*self.reduce, *self.gather):
+            for index in range(phase.repeat):
+                yield phase.round(index)
+
+    def peers(self, *kinds: Kind) -> list[int]:
+        """The ranks with which this one has moves of the given kinds, in order."""
+        return sorted({op.peer for op in self._ops() if op.kind in kinds})
+
+    @property
+    def widest(self) -> int:
+        """Parts in the longest message."""
+        return max((op.end - op.begin for op in self._ops()), default=0)
+
+    def _ops(self) -> Iterator[Op]:
+        return (op for phase in (*self.reduce, *self.gather) for op in phase.ops)
+
+    def boundary(self, part: int, numel: int) -> int:
+        """The first element of `part` in a bucket of `numel` elements; part `parts` begins at its end."""
+        return part * numel // self.parts
