@@ -37,7 +37,8 @@ MAY_USE = {
     "loggers": {"build", "config", "distributed", "errors", "scalars", "terminal"},
     "terminal": {"distributed", "errors"},
     "replicas": {"distributed", "errors", "state"},
-    "strategies": {"comm", "config", "deferred", "distributed", "errors", "optim", "state"},
+    "strategies": {"comm", "config", "deferred", "distributed", "errors", "optim", "state"} | {"switches"},
+    "switches": {"config"},
     "checkpoint": {"config", "distributed", "errors", "faults", "pieces", "seeding", "state"},
     "run_dir": {"checkpoint", "errors", "new_directory"},
     "parts": {"build", "checkpoint", "config", "data", "deferred", "distributed", "errors"}

@@ -92,6 +92,8 @@ class TrainConfig:
     global_batch_size: int = at_least(1)
     micro_batch_size: int | None = at_least(1)
     precision: str = one_of(*_PRECISIONS)
+    matmul_precision: str = one_of("highest", "high")
+    cudnn_benchmark: bool = MISSING
     compile: bool = MISSING
     channels_last: bool = MISSING
     clip_grad_norm: float | None = above(0)

@@ -43,14 +43,15 @@ _PEAKS = {
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """What the table knows of the device; None for a CPU, an unknown GPU, and fp32 computed in TF32."""
+    """What the table knows of the device; None for a CPU and an unknown GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     half, single = next((peaks for part, peaks in _PEAKS.items() if part in name), (None, None))
-    if precision != "fp32":
+    if half is None or precision != "fp32":
         return half
-    return single if torch.get_float32_matmul_precision() == "highest" else None
+    in_tf32 = torch.backends.cuda.matmul.allow_tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return half / 2 if in_tf32 else single  # each GPU since Ampere makes half as many in TF32 as in bf16
 
 
 def model_flops(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import fingerprint
+from trainer import fingerprint, switches
 from trainer.checkpoint import Agreement, Checkpointer, saved_seed
 from trainer.config import Config, TrainConfig, UnitsConfig, flatten, to_yaml
 from trainer.data.batch import split_batch
@@ -219,7 +219,7 @@ def start_table(config: Config, job: Job, num_parameters: int) -> str:
         {
             "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
             "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
-            "precision": config.train.precision + (", compiled" if config.train.compile else ""),
+            "precision": switches.described(config.train, dist.device),
             "model": f"{config.model['_target_']}, {num_parameters:,} parameters",
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),

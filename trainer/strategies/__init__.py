@@ -6,16 +6,24 @@ from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig,
 from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import Strategy, devices_of_replica
+from trainer.switches import set_switches
 
 __all__ = ["Strategy", "build_strategy"]
 
 
 def build_strategy(config: Config, dist: Dist) -> Strategy:
-    """Return the strategy that `config.strategy` names.
+    """Return the strategy that `config.strategy` names, and have the device compute as `config.train` says.
 
     Raises:
         UserError: more processes than the strategy can use, or an option this machine cannot serve.
     """
+    set_switches(config.train, dist.device)
+    strategy = _named(config, dist)
+    strategy.channels_last = config.train.channels_last
+    return strategy
+
+
+def _named(config: Config, dist: Dist) -> Strategy:
     settings, train = config.strategy, config.train
     match settings:
         case DdpConfig():

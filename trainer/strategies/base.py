@@ -33,6 +33,7 @@ class Strategy:
         replica: which of the parts is this process's.
         trains: whether this process computes gradients; one that does not takes part in all else.
         devices: the devices that this process keeps busy.
+        channels_last: whether weights of four dimensions lie in memory as the images of a batch do.
         updates_in_turns: whether parameters change in `turns` already, a round of which is several steps.
         changes_after_first_step: whether the first backward pass changes how later ones sum gradients.
         notes: what a person should know about how the request was met.
@@ -43,6 +44,7 @@ class Strategy:
     trains = True
     changes_after_first_step = False
     updates_in_turns = False
+    channels_last = False
 
     def __init__(
         self,
@@ -78,6 +80,8 @@ class Strategy:
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a whole model to where this process computes."""
+        if self.channels_last:
+            lay_out_channels_last(model)
         if not self._split_over:
             return model.to(self.device)
         self._split = Split(model, self._split_over)
@@ -213,6 +217,13 @@ def devices_of_replica(settings: SingleConfig | DdpConfig, first: torch.device) 
         )
     assert first.index is not None
     return [torch.device(first.type, first.index + number) for number in range(count)]
+
+
+def lay_out_channels_last(model: nn.Module) -> None:
+    """Lay out the weights of convolutions once, or each convolution would do so at each call."""
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
 def parameter_count(parameters: Iterable[nn.Parameter]) -> int:
