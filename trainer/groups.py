@@ -7,13 +7,17 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainer.build import build
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.errors import UserError
-from trainer.optim import check_optimizer
+from trainer.optim import check_optimizer, sparse_weights
 from trainer.state import parameter_names
+
+_FUSED = (Adam, AdamW, SGD)  # those of torch that have one kernel for a step on a GPU
+_FUSED_ON = ("cuda",)  # on a CPU, where it gives other last bits, the settings must ask for it
 
 
 def freeze(model: nn.Module, node: dict[str, Any]) -> None:
@@ -55,10 +59,10 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any]) -> Optimizer:
     """
     sets = parameter_sets(model, optim)
     own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
-    optimizer: Optimizer = build(
-        "optim", own, sets if len(sets) > 1 or len(sets[0]) > 1 else sets[0]["params"]
-    )
+    optimizer = _built(own, sets)
     check_optimizer(optimizer, model)
+    if _has_one_kernel(optimizer, own) and not sparse_weights(model):
+        optimizer = _built(own | {"fused": True}, sets)
     asked = any(entry.weight_decay is not None for entry in parameter_groups(optim)[0])
     if asked and "weight_decay" not in optimizer.defaults:
         raise UserError(
@@ -66,6 +70,32 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any]) -> Optimizer:
             "take optim=adamw"
         )
     return optimizer
+
+
+def _built(optim: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
+    named = [dict(each) for each in sets]  # copies, in which an optimizer may note its defaults
+    return build("optim", optim, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
+
+
+def _has_one_kernel(optimizer: Optimizer, optim: dict[str, Any]) -> bool:
+    """Whether a step can be `fused`, where its parameters are and unless `optim` chooses otherwise.
+
+    It then reads each tensor once, and under fp16 learns on the device that it is to be skipped: the others
+    ask for that number, and the host waits for it. What FSDP keeps on the host for a GPU counts, too: there
+    the others loop in Python.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable", "differentiable"))
+    return (
+        type(optimizer) in _FUSED
+        and not chosen
+        and not optimizer.defaults.get("differentiable")
+        and all(p.is_floating_point() and _computed_on(p) in _FUSED_ON for p in parameters)
+    )
+
+
+def _computed_on(parameter: Tensor) -> str:
+    return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
 
 
 def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> list[dict[str, Any]]:

@@ -191,8 +191,8 @@ def train_step(
     strategy.aggregate(job.model)
 
     grad_norm = None
+    state.scaler.unscale_(state.optimizer)  # here, as a fused step would ask no other rank for an overflow
     if job.settings.clip_grad_norm is not None or measure:
-        state.scaler.unscale_(state.optimizer)
         if measure and not strategy.updates_in_turns:
             job.learning.before_update(state.progress.step + 1)
         grad_norm = strategy.clip_grad_norm(job.model, job.settings.clip_grad_norm or math.inf)

@@ -210,11 +210,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"optim: {name} keeps tensors as its attribute {kept}, which no checkpoint holds; let it keep "
             "them in self.state, under a parameter or a name"
         )
-    sparse = {
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
+    sparse = sparse_weights(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(optimizer, SparseAdam) and (dense := [names[p] for p in names if p in optimized - sparse]):
         raise UserError(
@@ -236,6 +232,15 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             "optim: Adafactor keeps sums over rows and columns, which torch cannot compute of sharded "
             "parameters; take strategy=ddp, or optim=adamw"
         )
+
+
+def sparse_weights(model: nn.Module) -> set[Tensor]:
+    """The parameters whose gradients come as rows."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
 
 
 def _outside_of_state(optimizer: Optimizer, optimized: set[Tensor]) -> str | None:

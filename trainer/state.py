@@ -160,8 +160,8 @@ class TrainState:
             {
                 "state": {numbers.get(name, name): state for name, state in saved["state"].items()},
                 "param_groups": [
-                    group | {"params": [numbers[name] for name in group["params"]]}
-                    for group in saved["param_groups"]
+                    group | _how(here) | {"params": [numbers[name] for name in group["params"]]}
+                    for group, here in zip(saved["param_groups"], self.optimizer.param_groups, strict=True)
                 ],
             }
         )
@@ -169,6 +169,11 @@ class TrainState:
     def _optimizer_names(self) -> list[str]:
         names = {parameter: name for name, parameter in parameter_names(self.model)}
         return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def _how(group: dict[str, Any]) -> dict[str, Any]:
+    """In how many kernels a step of the group is made: a matter of this run, not of the one before."""
+    return {key: group[key] for key in ("fused", "foreach") if key in group}
 
 
 def _dense(state: Any) -> Any:

@@ -47,13 +47,13 @@ def overflow_here(job: Job) -> None:
         first.register_hook(lambda grad: grad * torch.inf)
         return
     scaler = job.state.scaler
-    unscaled = scaler.step
+    unscale = scaler.unscale_
 
-    def step(optimizer: torch.optim.Optimizer) -> None:
+    def unscale_(optimizer: torch.optim.Optimizer) -> None:
         first.grad.to_local().fill_(torch.inf)  # type: ignore[union-attr]
-        unscaled(optimizer)
+        unscale(optimizer)
 
-    scaler.step = step  # type: ignore[method-assign]
+    scaler.unscale_ = unscale_  # type: ignore[method-assign]
 
 
 def overflow(strategy: str, run_dir: Path) -> dict[str, Any]:
