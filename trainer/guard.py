@@ -74,7 +74,9 @@ class StepGuard:
 
     def _write(self, loss: Tensor, stop_requested: bool, data_left: bool) -> None:
         torch.where(torch.isfinite(loss), self._good, self._bad, out=self._flags[0])
-        self._flags[1] = float(stop_requested)
-        self._flags[2] = float(not data_left)
+        # fill_ takes the number along with the launch. By `flags[1] = number` torch before 2.15 copies it
+        # from the host and waits, on a stream that waits for the forward pass: the queue runs dry.
+        self._flags[1].fill_(stop_requested)
+        self._flags[2].fill_(not data_left)
         if self._dist.world_size > 1:
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)

@@ -26,13 +26,16 @@ def host_stager(device: torch.device) -> DefaultStager:
 class InBackground:
     """``action`` in a thread of its own; ``wait`` returns when it is done, or raises what it raised.
 
+    The thread works on ``device``. Left to itself it would begin with GPU 0, and with its first call to CUDA
+    every rank of a host would take some hundred MB there.
+
     The thread is a daemon: when training fails, the process ends at once and leaves a temporary directory,
     which the next start removes. An executor of the standard library would make the failure wait for the
     disk.
     """
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
+    def __init__(self, action: Callable[[], None], device: torch.device) -> None:
+        self._action, self._device = action, device
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
@@ -48,6 +51,8 @@ class InBackground:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
             self._action()
         except BaseException as error:
             self._error = error

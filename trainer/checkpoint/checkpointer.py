@@ -113,7 +113,9 @@ class Checkpointer:
         self._last_saved = step
         if self._settings.async_:
             copied = self._start_copying(tensors, buffer_names(state.model))
-            self._in_flight = InBackground(lambda: self._write(step, copied.result(), plain, rng, metrics))
+            self._in_flight = InBackground(
+                lambda: self._write(step, copied.result(), plain, rng, metrics), self._dist.device
+            )
         else:
             self._write(step, tensors, plain, rng, metrics)
 

@@ -37,6 +37,9 @@ class Normalise:
 class ToDevice:
     """Returns a batch (tensors in tuples, lists, dicts) on the device, asynchronously from pinned memory.
 
+    To a GPU it travels on a stream beside those of the computation: the host, which asks for the next batch
+    while the GPU is still busy with the last one's gradients, has it copied meanwhile.
+
     Its images, the first uint8 tensor (B, C, H, W) in it, are mirrored where that was drawn, and normalised.
 
     Args:
@@ -46,17 +49,25 @@ class ToDevice:
 
     def __init__(self, device: torch.device, channels_last: bool, normalise: Normalise | None) -> None:
         self.device, self.channels_last, self.normalise = device, channels_last, normalise
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
-        if isinstance(batch, Mirrored):
-            return self._with_images(self._moved(batch.batch), self._moved(batch.which))
-        return self._with_images(self._moved(batch), None)
+        if self._stream is None:
+            arrived = self._moved(batch)
+        else:
+            with torch.cuda.stream(self._stream):
+                arrived = self._moved(batch)
+            reader = torch.cuda.current_stream(self.device)
+            reader.wait_stream(self._stream)
+            _keep_until_read(arrived, reader)
+        if isinstance(arrived, Mirrored):
+            return self._with_images(arrived.batch, arrived.which)
+        return self._with_images(arrived, None)
 
     def _moved(self, batch: Any) -> Any:
         if isinstance(batch, Tensor):
-            if self.channels_last and batch.ndim == 4:
-                return batch.to(self.device, non_blocking=True, memory_format=torch.channels_last)
-            return batch.to(self.device, non_blocking=True)
+            layout = torch.channels_last if self.channels_last and batch.ndim == 4 else torch.preserve_format
+            return batch.to(self.device, non_blocking=True, memory_format=layout)
         if isinstance(batch, dict):
             return {key: self._moved(value) for key, value in batch.items()}
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -89,6 +100,15 @@ class ToDevice:
         if mirrored is not None:
             images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
         return self.normalise(images) if self.normalise is not None else images
+
+
+def _keep_until_read(batch: Any, reader: torch.cuda.Stream) -> None:
+    """Have the memory of `batch`, which is of the copying stream, not used again before `reader` is done."""
+    if isinstance(batch, Tensor):
+        batch.record_stream(reader)
+    elif isinstance(batch, dict | list | tuple):
+        for value in batch.values() if isinstance(batch, dict) else batch:
+            _keep_until_read(value, reader)
 
 
 def _are_images(value: Any) -> bool:

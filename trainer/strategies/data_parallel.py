@@ -1,7 +1,12 @@
 """torch.nn.DataParallel: one process drives all GPUs of its host."""
 
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.strategies.base import Fill, Strategy
 
@@ -22,8 +27,49 @@ class DataParallel(Strategy):
             self.notes.append(f"dp: nn.DataParallel needs two GPUs; this run is one model on {device}")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
-        model = super().wrap(model, fill)
-        return nn.DataParallel(model, device_ids=self.devices) if len(self.devices) > 1 else model
+        if len(self.devices) == 1:
+            return super().wrap(model, fill)
+        fill(model)
+        replica = Replica(self.place(model), self.autocast, self.compile_model)
+        return nn.DataParallel(replica, device_ids=self.devices)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return model.module if isinstance(model, nn.DataParallel) else model
+        return model.module.module if isinstance(model, nn.DataParallel) else model
+
+
+class Replica(nn.Module):
+    """What DataParallel copies to each GPU and calls there, in a thread of its own.
+
+    In such a thread autocast goes on, but in its default dtype: fp16 where the run asks for bf16. So it is
+    entered anew. And a copy of a compiled module would call the original, on GPU 0; so what is compiled is a
+    function of the copy.
+    """
+
+    def __init__(
+        self, module: nn.Module, autocast: Callable[[], AbstractContextManager], compiled: bool
+    ) -> None:
+        super().__init__()
+        self.module, self._autocast = module, autocast
+        self._call = torch.compile(_call) if compiled else _call
+        self._compiling, self._seen = threading.Lock() if compiled else None, set[Any]()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if self._compiling is None or (key := _kind(inputs)) in self._seen:
+            with self._autocast():
+                return self._call(self.module, *inputs, **named)
+        with self._compiling, self._autocast():  # torch cannot trace in two threads at a time
+            output = self._call(self.module, *inputs, **named)
+        self._seen.add(key)
+        return output
+
+
+def _call(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+    return module(*inputs, **named)
+
+
+def _kind(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a new graph would be compiled for."""
+    return (
+        torch.is_grad_enabled(),
+        *((value.device, value.shape) for value in inputs if isinstance(value, Tensor)),
+    )

@@ -1,0 +1,48 @@
+"""Streams of a GPU that is not there, played: what is put on them, in order, and who waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+
+class Stream:
+    """Work on a stream is what happens while it is current; `log` has it, as (stream, what)."""
+
+    log: list[tuple[str, str]]
+    current: Stream
+
+    def __init__(self, device: Any = None, name: str = "side") -> None:
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append((self.name, f"waits for {other.name}"))
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append((self.name, "waits for an event"))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """torch.cuda's streams played on the CPU: returns the log of what happened on which."""
+    log: list[tuple[str, str]] = []
+    Stream.log, Stream.current = log, Stream(name="main")
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+    def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+        log.append((Stream.current.name, f"{tensor.ndim}-d kept for {stream.name}"))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
+    monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
+    return log
