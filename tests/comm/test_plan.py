@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.comm import plan
+from trainer.comm.network import predict as predicting
+from trainer.comm.network import rounds
 from trainer.comm.network.predict import Machine, Prediction, measured, predict
 from trainer.comm.schedules import formulas
-from trainer.comm.schedules.algorithms import ALGORITHMS, Kind, Op, Phase, Schedule, build
+from trainer.comm.schedules.algorithms import ALGORITHMS, build
 from trainer.comm.schedules.exchange import exchange
+from trainer.comm.schedules.places import Hosts
+from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule
+from trainer.comm.schedules.shards import all_gather, reduce_scatter
 from trainer.comm.schedules.traffic import count_traffic
 
 _N = 64 << 20  # bytes: divides by every world size here
@@ -114,19 +120,72 @@ def test_a_chunk_for_two_receivers_is_put_in_place_once() -> None:
     assert predict(schedules, [0, 0, 0], machine, 1000).seconds == pytest.approx(2e-6)
 
 
+_BUSY = replace(_NETWORK, add_s_per_byte=1e-10, network_s_per_byte=3e-10, message_s=1e-6, parallelism=3.0)
+_LAYOUTS = [
+    (6, 4, 1, 1.0),
+    (8, 2, 2, 3.0),
+    (5, 3, 1, 4.0),
+]  # hosts, ranks, hosts of a switch, oversubscription
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever repeats itself, over ranks or rounds, is left out; here at sizes that can do without."""
+    asked = [(how, layout) for how in (build, all_gather, reduce_scatter) for layout in _LAYOUTS]
+
+    def found() -> list[Prediction]:
+        predictions = []
+        for how, (num_hosts, per_host, together, factor) in asked:
+            hosts = [rank // per_host for rank in range(num_hosts * per_host)]
+            machine = replace(_BUSY, rails=2, hosts_per_switch=together, oversubscription=factor)
+            schedules = [how(algorithm, rank, hosts) for rank in range(len(hosts))]
+            predictions.append(predict(schedules, hosts, machine, _N))
+        return predictions
+
+    short = found()
+    monkeypatch.setattr(rounds, "_repeats", lambda places, block: False)
+    monkeypatch.setattr(predicting, "_EQUAL", -1.0)
+    for one, other, case in zip(short, found(), asked, strict=True):
+        assert one.seconds == pytest.approx(other.seconds, rel=1e-9), case
+        assert one.bottleneck == other.bottleneck, case
+        assert one.processors_s == pytest.approx(other.processors_s)
+        for name in ("sent", "received", "host_sent", "host_received"):
+            assert getattr(one.traffic, name) == pytest.approx(getattr(other.traffic, name)), case
+
+
+def test_a_rank_that_differs_is_not_left_out() -> None:
+    """All are laid side by side where ranks that hold the same place in their hosts do not do the same."""
+    hosts = [rank // 2 for rank in range(16)]
+    ring = [build("ring", rank, hosts) for rank in range(16)]
+    assert rounds.rounds(ring, hosts, 1)[0] == 2
+    stray = replace(ring[5], gather=(replace(ring[5].gather[0], ops=ring[5].gather[0].ops[::-1]),))
+    assert rounds.rounds([*ring[:5], stray, *ring[6:]], hosts, 1)[0] == 16
+    assert rounds.rounds([build("master_worker", rank, hosts) for rank in range(16)], hosts, 1)[0] == 16
+
+
+def test_rails_share_the_load_of_a_host_and_trunks_bound_that_of_a_switch() -> None:
+    hosts = [rank // 4 for rank in range(32)]
+    one = _predict("halving_doubling", hosts).seconds
+    assert _predict("halving_doubling", hosts, replace(_NETWORK, rails=4)).seconds < 0.3 * one
+    trunk = replace(_NETWORK, hosts_per_switch=4, oversubscription=8.0)
+    held_up = _predict("halving_doubling", hosts, trunk)
+    assert held_up.bottleneck == "trunk of a switch"
+    # The last of the halvings, and the first of the doublings: N/8 for each of 4 hosts, over half a link.
+    assert held_up.seconds == pytest.approx(2 * _N / 1e9, rel=0.1)
+    assert _predict("halving_doubling", hosts, replace(trunk, oversubscription=1.0)).seconds == one
+
+
 @pytest.mark.slow
-def test_time_for_4096_ranks_grows_no_faster_than_their_number(capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = []
-    for num_hosts in (64, 512):
-        began = time.process_time()
-        plan.main([*_on(num_hosts, 8), "--megabytes", "100", "--gbit", "100", "--latency-us", "10", *_LOCAL])
-        seconds.append(time.process_time() - began)
-    assert seconds[1] < 3 * 8 * seconds[0]  # pairs of ranks would be 64 times as many
-    out = capsys.readouterr().out
-    assert all(algorithm in out for algorithm in ALGORITHMS)
-    # 2 (P-1)/P N; (P-1) N
-    assert "200.0 MB" in out
-    assert "409.5 GB" in out
+def test_time_for_16384_ranks_is_not_that_of_their_pairs() -> None:
+    """Schedules of few ranks are built, but for those in which no two ranks are alike."""
+    hosts = Hosts(rank // 8 for rank in range(16_384))
+    for name in ("ring", "halving_doubling", "hierarchical"):
+        for how in (build, all_gather, reduce_scatter):
+            family = rounds.Family(partial(how, name, hosts=hosts), len(hosts))
+            assert rounds.rounds(family, hosts, 1)[0] == 8
+            assert len(family.built) < 300, name
 
 
 def test_the_table_ends_with_the_best_choice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,22 +1,25 @@
-"""Predict how long an all-reduce takes, from its schedules and from what links and processors can do.
+"""Predict how long a collective takes, from its schedules and from what links and processors can do.
 
 The model is LogGP (Alexandrov et al., "LogGP: incorporating long messages into the LogP model", SPAA 1995)
-with two kinds of links and one more resource. A bucket travels in segments that overlap, so its time is that
-of the first segment through all rounds, and for each further one that of the busiest resource: a host's link
-in either direction, a process's own thread, or the processors that the processes of a host share.
+with three kinds of links and one more resource. A bucket travels in segments that overlap, so its time is
+that of the first segment through all rounds, and for each further one that of the busiest resource: a host's
+link in either direction, the trunk of the switch that it hangs on, a process's own thread, or the processors
+that the processes of a host share.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
 
-from trainer.comm.schedules.algorithms import Kind, Phase, Schedule
+from trainer.comm.network.rounds import Round, rounds
 from trainer.comm.schedules.pipeline import SEGMENT_MB, WIDTH, first_sweep
-from trainer.comm.schedules.traffic import Traffic, count_traffic
+from trainer.comm.schedules.schedule import Schedule
+from trainer.comm.schedules.traffic import Traffic
+
+_EQUAL = 1e-9  # of a time: what rounding makes of equal ones
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class Machine:
 
     latency_s: float = 0.0  # of a message between hosts, one way
     link_bytes_per_s: float = math.inf  # of each host's link, in each direction, shared by its processes
+    rails: int = 1  # links that a host has, each for as many of its processes
+    hosts_per_switch: int = 1 << 62  # so many share one, numbered side by side; all of them
+    oversubscription: float = 1.0  # by how much the links of a switch's hosts together exceed its trunk
     local_latency_s: float = 0.0
     local_bytes_per_s: float = math.inf  # of one process to others of its host, in each direction
     local_copy_s_per_byte: float = 0.0  # what sender and receiver each spend on data for their own host
@@ -34,7 +40,7 @@ class Machine:
     parallelism: float = math.inf  # processors that a host has for its processes
 
 
-def measured(figures: Mapping[str, Any]) -> dict[str, float]:
+def measured(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a Machine from what `trainer.comm.preflight --json` wrote: medians over all links.
 
     A preflight on one host leaves out the links between hosts, one process per host those within.
@@ -64,21 +70,8 @@ def measured(figures: Mapping[str, Any]) -> dict[str, float]:
 class Prediction:
     seconds: float
     bottleneck: str  # the resource that the segments queue for; "latency" where they do not
-    traffic: Traffic
-
-
-@dataclass(frozen=True)
-class _Round:
-    """All messages of one round, one array element each, in the order of senders."""
-
-    repeat: int
-    source: np.ndarray
-    target: np.ndarray
-    share: np.ndarray  # of the bucket
-    fresh: np.ndarray  # not a chunk that its sender has just put in place for another receiver
-    send_turn: np.ndarray  # this message is the sender's n-th of the round
-    adds: np.ndarray
-    receive_turn: np.ndarray
+    traffic: Traffic  # as if all parts were equally long
+    processors_s: float = 0.0  # how long the processors of a host would be busy with it, with nothing else
 
 
 def predict(
@@ -90,20 +83,20 @@ def predict(
     segment_bytes: int = int(SEGMENT_MB * 2**20),
     width: int = WIDTH,
 ) -> Prediction:
-    """The time of one all-reduce that starts at the same moment on all ranks.
+    """The time of one collective that starts at the same moment on all ranks.
 
     Args:
-        schedules: one per rank.
+        schedules: one per rank; a `Family` builds only those that are needed.
         hosts: index of the host of every rank, without gaps.
-        num_bytes: of the bucket, as it travels.
+        num_bytes: of the bucket, as it travels; of all blocks where each rank has one.
         itemsize: bytes of an element on the wire.
         segment_bytes, width: see `trainer.comm.schedules.pipeline`.
     """
-    traffic = count_traffic(schedules, hosts, num_bytes // itemsize, itemsize)
     num_segments = max(1, -(-num_bytes // segment_bytes))
     segment = num_bytes / num_segments
-    tally = _Tally(np.asarray(hosts), machine, segment, itemsize)
-    for round_ in _rounds(schedules):
+    block, played = rounds(schedules, hosts, 1 if machine.oversubscription == 1 else machine.hosts_per_switch)
+    tally = _Tally(np.asarray(hosts), block, machine, segment, itemsize)
+    for round_ in played:
         tally.play(round_)
     loads = tally.loads()
     # The last segment enters after so many rounds of the first.
@@ -111,115 +104,146 @@ def predict(
     loads["latency"] = tally.slowest_round_s * behind / max(1, num_segments - 1)
     bottleneck = max(loads, key=loads.__getitem__)
     seconds = tally.clocks.max() + (num_segments - 1) * loads[bottleneck]
-    return Prediction(float(seconds), bottleneck if num_segments > 1 else "latency", traffic)
+    traffic = tally.traffic(num_segments, copies=len(schedules) // block)
+    bottleneck = bottleneck if num_segments > 1 else "latency"
+    return Prediction(float(seconds), bottleneck, traffic, num_segments * loads["processors of a host"])
 
 
 class _Tally:
-    """One segment on its way: the clock of every rank, and the work done by each resource."""
+    """One segment on its way: the clock of every rank of a block, and the work done by each resource."""
 
-    def __init__(self, hosts: np.ndarray, machine: Machine, segment: float, itemsize: int) -> None:
-        self._hosts, self._machine, self._segment, self._itemsize = hosts, machine, segment, itemsize
-        self._num_hosts = int(hosts.max()) + 1
-        self.clocks = np.zeros(len(hosts))
+    def __init__(
+        self, hosts: np.ndarray, block: int, machine: Machine, segment: float, itemsize: int
+    ) -> None:
+        self._host_of, self._machine, self._segment, self._itemsize = hosts, machine, segment, itemsize
+        self._switch_of = hosts // machine.hosts_per_switch
+        self._hosts, self._switches = hosts[:block], self._switch_of[:block]
+        self._num_hosts = int(self._hosts.max()) + 1
+        self._rails = _rails(self._hosts, machine.rails)
+        self._trunk_bytes_per_s = (
+            min(machine.hosts_per_switch, int(hosts.max()) + 1)
+            * machine.rails * machine.link_bytes_per_s / machine.oversubscription
+        )  # fmt: skip
+        self.clocks = np.zeros(block)
         self.slowest_round_s = 0.0
-        self._work_s = np.zeros(len(hosts))  # of each rank's thread
-        self._local = np.zeros((2, len(hosts)))  # bytes sent and received inside a host, by rank
-        self._across = np.zeros((2, self._num_hosts))  # bytes out of and into each host
+        self._work_s = np.zeros(block)  # of each rank's thread
+        # Bytes that each rank sends and receives inside its host, between hosts, and between switches.
+        self._local, self._across, self._beyond = np.zeros((3, 2, block))
 
     def loads(self) -> dict[str, float]:
         """Seconds that the busiest resource of each kind is busy with one segment."""
-        machine = self._machine
-        by_host = np.bincount(self._hosts, self._work_s, self._num_hosts)
-        by_host += self._across.sum(0) * machine.network_s_per_byte
+        machine, hosts = self._machine, self._hosts
+        by_host = np.bincount(hosts, self._work_s + self._across.sum(0) * machine.network_s_per_byte)
         return {
-            "link between hosts": self._across.max() / machine.link_bytes_per_s,
+            "link between hosts": _sums(self._rails, self._across).max() / machine.link_bytes_per_s,
+            "trunk of a switch": _sums(self._switches, self._beyond).max() / self._trunk_bytes_per_s,
             "link within a host": self._local.max() / machine.local_bytes_per_s,
             "one process": self._work_s.max(),
             "processors of a host": by_host.max() / machine.parallelism,
         }
 
-    def play(self, round_: _Round) -> None:
+    def traffic(self, num_segments: int, copies: int) -> Traffic:
+        """Of the whole bucket, on all ranks: those of the block, so many times."""
+
+        def listed(values: np.ndarray) -> list[int]:
+            return np.rint(values * num_segments).astype(int).tolist() * copies
+
+        return Traffic(*map(listed, (*(self._local + self._across), *_sums(self._hosts, self._across))))
+
+    def play(self, round_: Round) -> None:
         """Advance all clocks by `round_.repeat` rounds like this one."""
-        machine, hosts, ranks = self._machine, self._hosts, len(self._hosts)
-        source, target, num_bytes = round_.source, round_.target, round_.share * self._segment
-        local = hosts[source] == hosts[target]
+        machine, hosts, block = self._machine, self._hosts, len(self._hosts)
+        num_bytes = round_.share * self._segment
+        source, target = round_.source, round_.target % block  # what leaves the block comes back into it
+        local = self._host_of[round_.source] == self._host_of[round_.target]
+        beyond = self._switch_of[round_.source] != self._switch_of[round_.target]
         # A chunk of less than one element is a message only now and then.
         message_s = machine.message_s * np.minimum(1.0, num_bytes / self._itemsize)
         copy_s = np.where(local, num_bytes * machine.local_copy_s_per_byte, 0.0)
         send_s = message_s + np.where(round_.fresh, copy_s, 0.0)
         receive_s = message_s + np.where(round_.adds, num_bytes * machine.add_s_per_byte, copy_s)
-        work_s = np.bincount(source, send_s, ranks) + np.bincount(target, receive_s, ranks)
+        work_s = np.bincount(source, send_s, block) + np.bincount(target, receive_s, block)
 
-        across = np.where(local, 0.0, num_bytes)
-        link = np.stack([np.bincount(hosts[end], across, self._num_hosts) for end in (source, target)])
-        inside = np.stack([np.bincount(end, num_bytes - across, ranks) for end in (source, target)])
-        transfer_s = np.where(
-            local,
-            machine.local_latency_s
-            + np.maximum(inside[0][source], inside[1][target]) / machine.local_bytes_per_s,
-            machine.latency_s
-            + np.maximum(link[0][hosts[source]], link[1][hosts[target]]) / machine.link_bytes_per_s,
+        def both_ends(moved: np.ndarray) -> np.ndarray:
+            """Bytes that each rank sends, and receives."""
+            weights = np.where(moved, num_bytes, 0.0)
+            return np.stack([np.bincount(end, weights, block) for end in (source, target)])
+
+        def transfer_s(latency_s: float, load: np.ndarray, of: np.ndarray, bytes_per_s: float) -> np.ndarray:
+            """Of each message, over the resource that is `of` each rank."""
+            return latency_s + np.maximum(load[0][of[source]], load[1][of[target]]) / bytes_per_s
+
+        inside, across, past = both_ends(local), both_ends(~local), both_ends(beyond)
+        each = np.arange(block)
+        links = transfer_s(
+            machine.latency_s, _sums(self._rails, across), self._rails, machine.link_bytes_per_s
         )
+        trunks = transfer_s(
+            machine.latency_s, _sums(self._switches, past), self._switches, self._trunk_bytes_per_s
+        )
+        within = transfer_s(machine.local_latency_s, inside, each, machine.local_bytes_per_s)
+        on_the_way = np.where(local, within, np.where(beyond, np.maximum(links, trunks), links))
         self._work_s += round_.repeat * work_s
         self._local += round_.repeat * inside
-        self._across += round_.repeat * link
+        self._across += round_.repeat * across
+        self._beyond += round_.repeat * past
 
         # More busy processes than processors: each is slowed down.
         busy = np.bincount(hosts[work_s > 0], minlength=self._num_hosts)
         slowdown = np.maximum(1.0, busy / machine.parallelism)
         send_s *= slowdown[hosts[source]]
         receive_s *= slowdown[hosts[target]]
-        sends = [(source[t], send_s[t], transfer_s[t], t) for t in _turns(round_.send_turn)]
+        sends = [(source[t], send_s[t], on_the_way[t], t) for t in _turns(round_.send_turn)]
         receipts = [(target[t], receive_s[t], t) for t in _turns(round_.receive_turn)]
-        clocks, arrival = self.clocks, np.empty(len(source))
-        before = clocks.max()
-        for _ in range(round_.repeat):
-            for who, duration, transfer, messages in sends:
+        arrival = np.empty(len(source))
+
+        def one(clocks: np.ndarray) -> None:
+            for who, duration, way_s, messages in sends:
                 gone = clocks[who] + duration
                 clocks[who] = gone
-                arrival[messages] = gone + transfer
+                arrival[messages] = gone + way_s
             for who, duration, messages in receipts:
                 clocks[who] = np.maximum(clocks[who], arrival[messages]) + duration
-            after = clocks.max()
-            self.slowest_round_s, before = max(self.slowest_round_s, after - before), after
+
+        self._repeat(one, round_.repeat)
+
+    def _repeat(self, one: Callable[[np.ndarray], None], repeat: int) -> None:
+        """Play `one` so many times.
+
+        What a round adds to the clocks does not depend on what they show in common. So when all have gone on
+        by the same since an earlier round, they will do so again and again, and need not be asked; this comes
+        to pass in the end, as in every system that only adds and takes the latest. That earlier round is one
+        of 1, 2, 4, 8, ... as in Brent's search for a cycle.
+        """
+        clocks, then, then_at, done = self.clocks, self.clocks.copy(), 0, 0
+        while done < repeat:
+            before = clocks.max()
+            one(clocks)
+            done += 1
+            self.slowest_round_s = max(self.slowest_round_s, clocks.max() - before)
+            gone_on = clocks - then
+            if gone_on.max() - gone_on.min() <= _EQUAL * gone_on.max():
+                turns = (repeat - done) // (done - then_at)
+                clocks += turns * gone_on.max()
+                done += turns * (done - then_at)
+            elif done & (done - 1) == 0:
+                then, then_at = clocks.copy(), done
+
+
+def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
+    """By rank, which of all links it uses: those of a host are shared out to its processes in order."""
+    sizes, order = np.bincount(hosts), np.argsort(hosts, kind="stable")
+    place = np.empty(len(hosts), np.intp)
+    place[order] = np.arange(len(hosts)) - (np.cumsum(sizes) - sizes)[hosts[order]]
+    return hosts * rails + place * rails // sizes[hosts]
+
+
+def _sums(of: np.ndarray, by_rank: np.ndarray) -> np.ndarray:
+    """(2, ranks) to (2, resources), where rank r uses of[r]."""
+    return np.stack([np.bincount(of, row) for row in by_rank])
 
 
 def _turns(turn: np.ndarray) -> list[np.ndarray]:
     """Indices of the messages of each turn: within one, no rank occurs twice."""
     order = np.argsort(turn, kind="stable")
     return np.split(order, np.cumsum(np.bincount(turn))[:-1]) if len(turn) else []
-
-
-def _rounds(schedules: Sequence[Schedule]) -> Iterator[_Round]:
-    """All ranks' rounds side by side; equal rounds in a row are given once, with their number."""
-    phases = [(*schedule.reduce, *schedule.gather) for schedule in schedules]
-    ends = [list(accumulate(phase.repeat for phase in own)) for own in phases]
-    current = [0] * len(phases)
-    begin = 0
-    for cut in sorted(set(chain.from_iterable(ends))):
-        yield _messages(schedules, [own[i] for own, i in zip(phases, current, strict=True)], cut - begin)
-        begin = cut
-        current = [i + (end[i] == cut) for i, end in zip(current, ends, strict=True)]
-
-
-def _messages(schedules: Sequence[Schedule], phases: Sequence[Phase], repeat: int) -> _Round:
-    """Join every send with its receive; a pair's messages are received in the order they are sent."""
-    sends: list[tuple[int, int, float, bool, int]] = []
-    receipts: dict[tuple[int, int], list[tuple[bool, int]]] = {}
-    for rank, phase in enumerate(phases):
-        num_sent = num_received = 0
-        put = None
-        for op in phase.ops:
-            if op.kind is Kind.SEND:
-                chunk = (op.begin, op.end)
-                share = (op.end - op.begin) / schedules[rank].parts
-                sends.append((rank, op.peer, share, chunk != put, num_sent))
-                num_sent, put = num_sent + 1, chunk
-            else:
-                receipts.setdefault((op.peer, rank), []).append((op.kind is Kind.ADD, num_received))
-                num_received += 1
-    received = [receipts[source, target].pop(0) for source, target, *_ in sends]
-    rows = [send + receipt for send, receipt in zip(sends, received, strict=True)]
-    columns = list(zip(*rows, strict=True)) if rows else [()] * 7
-    kinds = (np.intp, np.intp, np.float64, bool, np.intp, bool, np.intp)
-    return _Round(repeat, *(np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)))
