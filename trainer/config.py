@@ -170,7 +170,10 @@ class NativeCommConfig(CommConfig):
 @dataclass
 class ScheduleCommConfig(CommConfig):
     wire_dtype: str = one_of(*_PRECISIONS)
-    segment_mb: float = _limited(lambda value: 0.01 <= value <= 1e6, "at least 0.01, and at most 1e6 (1 TB)")
+    segment_mb: float | None = _limited(
+        lambda value: 0.01 <= value <= 1e6, "at least 0.01, and at most 1e6 (1 TB)"
+    )
+    cuda_graph: bool = MISSING
 
 
 @dataclass

@@ -67,6 +67,9 @@ class _Bucket:
     def buffer(self) -> Tensor:
         return self.tensor
 
+    def index(self) -> int:
+        return 0
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
@@ -109,15 +112,18 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--algorithms", type=_algorithms, default=everything, help=f"some of {everything}")
     add("--dtype", choices=_DTYPES, default="fp32", help="of the bucket (fp32)")
     add("--wire-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="bf16, fp16: send half (fp32)")
-    add("--segment-mb", type=float, default=SEGMENT_MB, help="MiB that travel as one (2)")
+    add("--segment-mb", type=float, help="MiB that travel as one (2 on CPUs, all of a bucket on GPUs)")
+    add("--cuda-graph", action="store_true", help="GPUs: as comm.cuda_graph")
     add("--rounds", type=int, default=10, help="timed rounds, after one that checks the sums (10)")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
     add("--timeout-s", type=float, default=60.0, help="the longest wait for a peer (60)")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args(argv)
     for name in ("segment_mb", "rounds", "timeout_s"):
-        if not 0 < getattr(options, name) < math.inf:
+        if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: a positive number is needed")
+    if options.cuda_graph and (options.backend == "gloo" or not torch.cuda.is_available()):
+        parser.error("--cuda-graph records what a GPU is to do; leave it out, or take --backend nccl")
     return options
 
 
@@ -148,7 +154,9 @@ def _wire(options: argparse.Namespace) -> torch.dtype | None:
 def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[str, AllReduce]:
     """The algorithms, ready to run; a collective of all ranks."""
     wire = _wire(options)
-    segment_bytes = int(options.segment_mb * (1 << 20))
+    on_gpu = me.device.type == "cuda"
+    segment_mb = options.segment_mb or (None if on_gpu else SEGMENT_MB)
+    segment_bytes = None if segment_mb is None else int(segment_mb * (1 << 20))
     timeout = timedelta(seconds=options.timeout_s)
     group = dist.new_group(backend="gloo", timeout=timeout)  # one for all: only one of them runs at a time
     assert isinstance(group, dist.ProcessGroup)
@@ -163,7 +171,8 @@ def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[
 
     def ours(algorithm: str) -> AllReduce:
         schedule = build(algorithm, me.rank, place.hosts)
-        if me.device.type == "cpu":
+        if not on_gpu:
+            assert segment_bytes is not None
             executor = CpuExecutor(
                 group, schedule, place.hosts, wire, segment_bytes, timeout_s=options.timeout_s
             )
@@ -171,7 +180,15 @@ def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[
         nccl = dist.new_group(backend="nccl", timeout=timeout)
         assert isinstance(nccl, dist.ProcessGroup)
         reducer = NcclReducer(
-            nccl, group, schedule, GpuClock(me.device), wire, segment_bytes, options.timeout_s, divisor=1
+            nccl,
+            group,
+            schedule,
+            GpuClock(me.device),
+            wire,
+            segment_bytes,
+            options.timeout_s,
+            1,
+            options.cuda_graph,
         )
 
         def reduce(bucket: Tensor) -> object:

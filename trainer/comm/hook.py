@@ -87,7 +87,8 @@ def attach(
     *,
     hosts: Sequence[int],
     wire_dtype: str = "fp32",
-    segment_mb: float = SEGMENT_MB,
+    segment_mb: float | None = None,
+    cuda_graph: bool = False,
     timeout_s: float = 600.0,
     powersgd: Mapping[str, Any] | None = None,
     enter: Enter = lambda phase, bucket: None,
@@ -108,7 +109,9 @@ def attach(
         wire_dtype: fp32 | bf16 | fp16. A schedule adds up in fp32 whatever the wire carries; `native` adds
             in the wire's dtype, as the backend does, and sends sparse gradients as they are. PowerSGD has
             no use for it.
-        segment_mb: MiB per segment of the pipeline; schedules only.
+        segment_mb: MiB per segment of the pipeline; schedules only. None: 2 on a CPU, all of a bucket on a
+            GPU, where each segment costs the host more than it gains.
+        cuda_graph: on a GPU, record a schedule's launches once for each bucket, and play them back.
         timeout_s: the longest wait for a neighbour.
         powersgd: keyword arguments of torch's PowerSGDState.
         enter: told `("all_reduce", bucket)` of each bucket before it is handed on.
@@ -133,14 +136,15 @@ def attach(
         reduce = _powersgd(powersgd or {}, model.process_group, group, gpu_clock)
     else:
         schedule, wire = build(algorithm, dist.get_rank(group), hosts), WIRE_DTYPES[wire_dtype]
-        segment_bytes = int(segment_mb * 2**20)
         if gpu_clock is not None:
             nccl = _new_group(model.process_group, "nccl", timeout_s)
+            segment = None if segment_mb is None else int(segment_mb * 2**20)
             reduce = NcclReducer(
-                nccl, group, schedule, gpu_clock, wire, segment_bytes, timeout_s, len(hosts)
+                nccl, group, schedule, gpu_clock, wire, segment, timeout_s, len(hosts), cuda_graph
             ).submit
         else:
-            executor = CpuExecutor(group, schedule, hosts, wire, segment_bytes, timeout_s=timeout_s)
+            segment = int((SEGMENT_MB if segment_mb is None else segment_mb) * 2**20)
+            executor = CpuExecutor(group, schedule, hosts, wire, segment, timeout_s=timeout_s)
             reduce = _scheduled(executor, algorithm, group, timeline)
     hook = CommHook(model.module, timeline, reduce, enter)
     model.register_comm_hook(None, hook.reduce)

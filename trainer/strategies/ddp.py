@@ -40,6 +40,10 @@ class Ddp(Strategy):
         self.changes_after_first_step = self.num_replicas > 1
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
+        if isinstance(comm, ScheduleCommConfig) and comm.cuda_graph and dist.device.type != "cuda":
+            raise UserError(
+                "comm.cuda_graph=true records what a GPU is to do, and this run is on CPUs; leave it out"
+            )
         # MPI has no store, on which the ranks could meet for a gloo group.
         if dist.backend == "mpi" and _options(comm) is not None:
             raise UserError(
@@ -104,7 +108,8 @@ def _options(comm: CommConfig) -> dict[str, Any] | None:
     """The arguments of `attach` that the algorithm takes; None to leave DDP without a hook."""
     match comm:
         case ScheduleCommConfig():
-            return {"wire_dtype": comm.wire_dtype, "segment_mb": comm.segment_mb}
+            names = ("wire_dtype", "segment_mb", "cuda_graph")
+            return {name: getattr(comm, name) for name in names}
         case PowerSgdCommConfig():
             state = {
                 "matrix_approximation_rank": comm.matrix_approximation_rank,

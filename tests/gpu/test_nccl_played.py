@@ -1,0 +1,108 @@
+"""The reducer for NCCL on threads, its streams and messages played on the CPU: right sums, and few calls."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+from tests.gpu.played import streams  # noqa: F401
+from trainer.comm.execution import nccl
+from trainer.comm.schedules.algorithms import build
+from trainer.comm.timeline.records import BucketRecord
+
+_DEADLINE_S = 60
+
+
+class Network:
+    """What torch.distributed is to the reducer: sends and receives between threads, counted by rank."""
+
+    isend, irecv = "isend", "irecv"
+
+    def __init__(self) -> None:
+        self.me = threading.local()
+        self.groups: Counter[int] = Counter()
+        self._boxes: defaultdict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> None:
+        """The first call on the group."""
+
+    def P2POp(self, op: str, tensor: torch.Tensor, group: Any, group_peer: int) -> Any:  # noqa: N802
+        return SimpleNamespace(op=op, tensor=tensor, peer=group_peer)
+
+    def batch_isend_irecv(self, messages: list[Any]) -> list[Any]:
+        rank = self.me.rank
+        self.groups[rank] += 1
+        for message in messages:
+            if message.op == self.isend:
+                self._boxes[rank, message.peer].put(message.tensor.clone())
+        for message in messages:
+            if message.op == self.irecv:
+                came = self._boxes[message.peer, rank].get(timeout=_DEADLINE_S)
+                assert (came.shape, came.dtype) == (message.tensor.shape, message.tensor.dtype)
+                message.tensor.copy_(came)
+        return [SimpleNamespace(wait=lambda: None)]
+
+
+@pytest.mark.usefixtures("streams")
+@pytest.mark.parametrize(("algorithm", "rounds"), [("ring", 4), ("tree", 4), ("hierarchical", 4)])
+def test_a_bucket_is_one_group_a_round_and_recorded_when_it_comes_again(
+    algorithm: str, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, recorded, played = Network(), Counter[int](), Counter[int]()
+
+    def record(work: Callable[[], None], stream: Any, pool: Any) -> Callable[[], None]:
+        recorded[network.me.rank] += 1
+        rank = network.me.rank
+
+        def play() -> None:
+            before = network.groups[rank]
+            work()
+            network.groups[rank] = before  # the host makes one call
+            played[rank] += 1
+
+        return play
+
+    monkeypatch.setattr(nccl, "dist", network)
+    monkeypatch.setattr(nccl, "agree", lambda *args: None)
+    monkeypatch.setattr(nccl, "_recorded", record)
+    monkeypatch.setattr(nccl, "Future", lambda devices: Future[torch.Tensor]())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    clock = SimpleNamespace(device=torch.device("cpu"), mark=lambda: None, times=lambda *marks: None)
+    hosts, sizes, found = (0, 0, 1), (1, 5, 70_001), {}
+
+    def rank_main(rank: int) -> None:
+        network.me.rank = rank
+        schedule = build(algorithm, rank, hosts)
+        options = (None, None, 60.0, len(hosts))  # fp32, in one segment
+        reducer = nccl.NcclReducer(None, None, schedule, clock, *options, cuda_graph=True)  # type: ignore[arg-type]
+        buckets = [torch.empty(size) for size in sizes]
+        for turn in range(4):
+            if turn == 3:
+                buckets[1] = torch.empty(7)  # DDP has laid out its buckets anew
+            for index, bucket in enumerate(buckets):
+                bucket.copy_(torch.arange(len(bucket)) % 7 + rank + turn)
+                given = SimpleNamespace(buffer=lambda b=bucket: b, index=lambda i=index: i)
+                future = reducer.submit(given, BucketRecord(index, bucket.nbytes, 0.0))  # type: ignore[arg-type]
+                found[rank, turn, index] = future.wait().clone()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(len(hosts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_DEADLINE_S)
+    assert len(found) == 3 * 4 * 3
+    for (_, turn, _), mean in found.items():
+        assert torch.allclose(mean, torch.arange(len(mean)) % 7 + 1.0 + turn)
+    for rank in range(len(hosts)):
+        assert recorded[rank] == 3, "each bucket at its second coming, and none that came once"
+        assert played[rank] == 3 + 3 + 2
+        # by hand in the first turn, and the one bucket that is new in the last
+        assert network.groups[rank] <= (3 + 1) * rounds
