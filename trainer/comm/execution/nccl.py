@@ -27,9 +27,9 @@ class NcclReducer:
     `group`.
 
     A bucket costs the host, on the thread that also launches the backward pass, a group for each round and
-    segment. So it is one segment, unless it is to be cut; and with `cuda_graph` the launches are recorded when
-    a bucket comes for the second time in the same place (the first has made the connections), and from then on
-    played back in one call.
+    segment. So it is one segment, unless it is to be cut. With `cuda_graph` the launches are recorded when a
+    bucket comes for the second time in the same place (the first has made the connections), and played back
+    from then on, in one call.
 
     Args:
         group: an NCCL group of all ranks that nobody else uses.
