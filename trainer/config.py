@@ -105,6 +105,9 @@ class TrainConfig:
     peak_tflops: float | None = above(0)
     profile: ProfileConfig | None = MISSING
 
+    def logs(self, step: int) -> bool:
+        return step % self.log_every_steps == 0
+
     @property
     def evaluates(self) -> bool:
         return self.eval_every_epochs > 0 or self.eval_every_steps is not None

@@ -1,17 +1,10 @@
 """The training loop: `fit` trains epochs and evaluates and saves between them; nothing calls back."""
 
-import dataclasses
 import logging
-import math
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from trainer.data.loader import Batches
 from trainer.errors import StoppedBySignal, UserError
 from trainer.evaluation import evaluate, show
 from trainer.guard import StepGuard
@@ -19,8 +12,8 @@ from trainer.job import Job
 from trainer.metrics import Meter, peak_memory_bytes
 from trainer.optim import after_evaluation
 from trainer.report import report
-from trainer.seeding import rng_state, set_rng_state
-from trainer.state import Progress
+from trainer.rounds import train_round
+from trainer.step import train_step, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -83,39 +76,32 @@ def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
         return
     if progress.step == job.first_step > 0 and job.strategy.changes_after_first_step:
         warm_up(job, batches.peek())
+    train = train_round if job.strategy.updates_in_turns else train_step
     window = meter.mark()
     job.model.train()
     meter.start()
     while progress.epoch == epoch and not is_over(job):
-        ahead = 1
-        if job.strategy.updates_in_turns:  # parts are handed out for so many steps, counted from here
-            ahead = steps_to_go_on(job)
-            batches = job.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
-        heartbeat.step = progress.step + ahead
-        job.profile.before(heartbeat.step, meter)
-        log_now = heartbeat.step % settings.log_every_steps == 0
-        loss, grad_norm, steps, stop, data_left = train_step(job, batches, guard, meter, log_now, ahead)
-        for _ in range(steps):
-            if job.strategy.updates_in_turns:  # who reads what, and how much of it, is known to nobody before
-                data_left = leaves_a_step(job, progress)
-            progress.advance(settings.global_batch_size, data_left)
+        job.profile.before(progress.step + 1, meter)
+        made = train(job, batches, guard, meter)
+        for number in range(1, made.steps + 1):
+            progress.advance(settings.global_batch_size, made.data_left or number < made.steps)
             job.run_log.advance()
-        meter.count_step(loss, steps)
+        meter.count_step(made.loss, made.steps)
         job.replicas.check_if_due(job.state)
-        if log_now:
+        if settings.logs(progress.step):
             log_begin = time.perf_counter()
             heartbeat.enter("log")
-            report(job, meter, window, grad_norm)
+            report(job, meter, window, made.grad_norm)
             window = meter.mark()
             meter.rest_s += time.perf_counter() - log_begin
         goes_on = progress.epoch == epoch and not is_over(job)
         save_now = job.checkpointer.due(progress, end_of_epoch=False)
-        if stop or (goes_on and (save_now or evaluation_due(job))):
+        if made.stop or (goes_on and (save_now or evaluation_due(job))):
             meter.pause()
-            evaluation = None if stop else evaluate_if_due(job)
-            if stop or save_now:
+            evaluation = None if made.stop else evaluate_if_due(job)
+            if made.stop or save_now:
                 save(job, evaluation)
-            if stop:
+            if made.stop:
                 job.checkpointer.close()
                 raise StoppedBySignal(progress.step)
             job.model.train()
@@ -142,108 +128,6 @@ def skip_epoch(job: Job) -> None:
             f"{job.settings.global_batch_size} samples; lower train.global_batch_size, or look at the stream"
         )
     progress.end_epoch()
-
-
-def warm_up(job: Job, batch: Any) -> None:
-    """Put a resumed strategy where its first backward pass had put it before the stop.
-
-    A forward and backward pass on the batch to come: nothing remains but what the strategy made of it.
-    """
-    job.dist.heartbeat.enter("set_up")
-    generators, buffers = rng_state(), [buffer.clone() for buffer in job.state.model.buffers()]
-    job.model.train()
-    with job.strategy.autocast():
-        loss = job.task.loss(job.model, job.to_device(batch))
-    job.state.scaler.scale(loss).backward()
-    job.state.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, before in zip(job.state.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-    set_rng_state(generators)
-
-
-def train_step(
-    job: Job, batches: Batches, guard: StepGuard, meter: Meter, measure: bool, ahead: int = 1
-) -> tuple[Tensor, Tensor | None, int, bool, bool]:
-    """Make one optimizer step; or up to `ahead`, where the strategy makes several before all ranks meet.
-
-    Returns:
-        This rank's mean loss (a detached scalar on the device; of several steps, their sum), the norm of the
-        gradient over the whole model where it was clipped or the step is to be measured, how many steps were
-        made, whether any rank was told to stop, and whether all have data for another step.
-    """
-    state, strategy, heartbeat = job.state, job.strategy, job.dist.heartbeat
-    loss = torch.zeros((), device=job.dist.device)
-    told = False
-    if strategy.updates_in_turns:
-        job.checkpointer.wait_until_copied()
-        if measure:
-            job.learning.before_update(heartbeat.step)
-    for tells in strategy.turns(ahead, lambda: job.stop_request.is_set):
-        compute_gradients(job, batches, loss, meter, guard if tells else None)
-        told = tells
-    if not strategy.trains:
-        heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
-    if not told:
-        guard.launch(loss, job.stop_request.is_set, batches.more)
-    heartbeat.enter("optimizer")
-    stop, data_left = guard.settle(state.progress.step + ahead)
-    strategy.aggregate(job.model)
-
-    grad_norm = None
-    state.scaler.unscale_(state.optimizer)  # here, as a fused step would ask no other rank for an overflow
-    if job.settings.clip_grad_norm is not None or measure:
-        if measure and not strategy.updates_in_turns:
-            job.learning.before_update(state.progress.step + 1)
-        grad_norm = strategy.clip_grad_norm(job.model, job.settings.clip_grad_norm or math.inf)
-    job.checkpointer.wait_until_copied()
-    steps = strategy.update(state)
-    if measure:
-        job.learning.after_update()
-    return loss, grad_norm, steps, stop, data_left
-
-
-def compute_gradients(
-    job: Job, batches: Batches, mean_loss: Tensor, meter: Meter, guard: StepGuard | None
-) -> None:
-    """Add up the gradients of `job.batch.accumulation` micro-batches, and their mean loss to `mean_loss`.
-
-    `guard` is told of the loss as soon as it is known.
-    """
-    strategy, heartbeat = job.strategy, job.dist.heartbeat
-    for micro_step in range(job.batch.accumulation):
-        heartbeat.enter("data")
-        data_begin = time.perf_counter()
-        batch = job.to_device(next(batches))
-        meter.data_s += time.perf_counter() - data_begin
-        heartbeat.enter("forward")
-        last = micro_step == job.batch.accumulation - 1
-        with strategy.gradient_sync(job.model, enabled=last):
-            with strategy.autocast():
-                loss = job.task.loss(job.model, batch) / job.batch.accumulation
-            mean_loss += loss.detach()
-            meter.count_batch(job.task, batch, 1 / job.batch.accumulation)
-            if last and guard is not None:
-                guard.launch(mean_loss, job.stop_request.is_set, batches.more)
-            heartbeat.enter("backward")
-            job.state.scaler.scale(loss).backward()
-
-
-def leaves_a_step(job: Job, progress: Progress) -> bool:
-    assert job.train_loader.num_samples is not None, "a stream hands out no parts"
-    return progress.leaves_a_step(job.settings.global_batch_size, job.train_loader.num_samples)
-
-
-def steps_to_go_on(job: Job) -> int:
-    """Steps to the next one after which all ranks meet: to log, to save, at the end of the epoch or run."""
-    now, ahead = job.state.progress, dataclasses.replace(job.state.progress)
-    while True:
-        ahead.advance(job.settings.global_batch_size, leaves_a_step(job, ahead))
-        meets = ahead.step % job.settings.log_every_steps == 0 or ahead.step == job.total_steps
-        every = job.settings.eval_every_steps
-        meets = meets or (every is not None and ahead.step % every == 0)
-        if meets or ahead.epoch != now.epoch or job.checkpointer.due(ahead, end_of_epoch=False):
-            return ahead.step - now.step
 
 
 def save(job: Job, evaluation: dict[str, float] | None = None) -> None:

@@ -122,17 +122,17 @@ class Strategy:
         """What hands out the parts of steps, as (step from now on, replica), where no replica has its own."""
         return None
 
-    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[bool]:
-        """The parts of a step that fall to this process: once for each it is to compute its gradients.
+    def begin_step(self) -> None:
+        """Be told that a step begins: what comes next are the gradients of this process, if it `trains`."""
+
+    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
+        """The parts of a round that fall to this process: once for each it is to compute its gradients.
 
         Args:
-            steps: how many may be made, where it is several.
+            steps: how many may be made.
             stops: whether this process was told to stop.
-
-        Yields:
-            Whether the others can be told of this part while its gradients are computed.
         """
-        yield True
+        raise AssertionError("this strategy makes its steps in common")
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         """The context of one forward and backward; gradients meet across ranks only when `enabled`."""

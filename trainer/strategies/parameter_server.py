@@ -1,6 +1,6 @@
 """A parameter server: some ranks hold the parameters and update them, others compute gradients."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -108,12 +108,10 @@ class ParameterServer(Strategy):
 
     # ---- what a step is made of
 
-    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[bool]:
+    def begin_step(self) -> None:
         if self._server is not None:
             self._shards.pack()
             self._server.begin(self._serve)
-        if self.trains:
-            yield True
 
     def _serve(self, worker: int) -> None:
         assert self._server is not None

@@ -94,7 +94,7 @@ class StaleParameterServer(ParameterServer):
         while (part := self._guest.draw()) is not None:
             yield part
 
-    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[bool]:
+    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
         self._stops = stops
         if self._host is not None:
             self._host.begin(steps, self._recorded_events(steps))
@@ -102,7 +102,7 @@ class StaleParameterServer(ParameterServer):
             self._guest.begin()
             with self._plain_errors():
                 while self._guest.has_part():
-                    yield False
+                    yield
 
     def _recorded_events(self, steps: int) -> list[str] | None:
         if self._recorded is None:

@@ -1,0 +1,105 @@
+"""One optimizer step: gradients of the micro-batches, a word with the other ranks, an update."""
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.data.loader import Batches
+from trainer.guard import StepGuard
+from trainer.job import Job
+from trainer.metrics import Meter
+from trainer.seeding import rng_state, set_rng_state
+
+
+class Made(NamedTuple):
+    """What was trained, of one step or, as trainer/rounds.py has it, of several."""
+
+    loss: Tensor
+    """This rank's mean, a detached scalar on the device; of several steps their sum."""
+    grad_norm: Tensor | None
+    """Over the whole model, where it was clipped or the step is logged."""
+    steps: int
+    stop: bool
+    """Whether any rank was told to stop."""
+    data_left: bool
+    """Whether all ranks have data for another step of this epoch."""
+
+
+def train_step(job: Job, batches: Batches, guard: StepGuard, meter: Meter) -> Made:
+    """Make the step after `job.state.progress` (a collective).
+
+    Raises:
+        NonFiniteLossError: on all ranks, before the update.
+    """
+    state, strategy, heartbeat = job.state, job.strategy, job.dist.heartbeat
+    step = heartbeat.step = state.progress.step + 1
+    loss = torch.zeros((), device=job.dist.device)
+    strategy.begin_step()
+    if strategy.trains:
+        compute_gradients(job, batches, loss, meter, guard)
+    else:
+        heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
+        guard.launch(loss, job.stop_request.is_set, batches.more)
+    heartbeat.enter("optimizer")
+    stop, data_left = guard.settle(step)
+    strategy.aggregate(job.model)
+
+    grad_norm = None
+    log_now = job.settings.logs(step)
+    state.scaler.unscale_(state.optimizer)  # here, as a fused step would ask no other rank for an overflow
+    if job.settings.clip_grad_norm is not None or log_now:
+        if log_now:
+            job.learning.before_update(step)
+        grad_norm = strategy.clip_grad_norm(job.model, job.settings.clip_grad_norm or math.inf)
+    job.checkpointer.wait_until_copied()
+    steps = strategy.update(state)
+    if log_now:
+        job.learning.after_update()
+    return Made(loss, grad_norm, steps, stop, data_left)
+
+
+def compute_gradients(
+    job: Job, batches: Batches, mean_loss: Tensor, meter: Meter, guard: StepGuard | None = None
+) -> None:
+    """Add up the gradients of `job.batch.accumulation` micro-batches, and their mean loss to `mean_loss`.
+
+    `guard`, if there is one, is told of the loss as soon as it is known.
+    """
+    strategy, heartbeat = job.strategy, job.dist.heartbeat
+    for micro_step in range(job.batch.accumulation):
+        heartbeat.enter("data")
+        data_begin = time.perf_counter()
+        batch = job.to_device(next(batches))
+        meter.data_s += time.perf_counter() - data_begin
+        heartbeat.enter("forward")
+        last = micro_step == job.batch.accumulation - 1
+        with strategy.gradient_sync(job.model, enabled=last):
+            with strategy.autocast():
+                loss = job.task.loss(job.model, batch) / job.batch.accumulation
+            mean_loss += loss.detach()
+            meter.count_batch(job.task, batch, 1 / job.batch.accumulation)
+            if last and guard is not None:
+                guard.launch(mean_loss, job.stop_request.is_set, batches.more)
+            heartbeat.enter("backward")
+            job.state.scaler.scale(loss).backward()
+
+
+def warm_up(job: Job, batch: Any) -> None:
+    """Put a resumed strategy where its first backward pass had put it before the stop.
+
+    A forward and backward pass on the batch to come: nothing remains but what the strategy made of it.
+    """
+    job.dist.heartbeat.enter("set_up")
+    generators, buffers = rng_state(), [buffer.clone() for buffer in job.state.model.buffers()]
+    job.model.train()
+    with job.strategy.autocast():
+        loss = job.task.loss(job.model, job.to_device(batch))
+    job.state.scaler.scale(loss).backward()
+    job.state.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, before in zip(job.state.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    set_rng_state(generators)
