@@ -44,7 +44,7 @@ def check(algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int], seg
         magnitude = sum(part.double().abs() / world_size for part in parts).clamp(min=1e-3)
         for (algorithm, wire), executor in executors.items():
             bucket = parts[rank].clone()
-            executor.all_reduce(bucket, divisor=world_size)
+            executor.run(bucket, divisor=world_size)
             tolerance = max(TOLERANCE[dtype], TOLERANCE.get(wire, 0.0) if world_size > 1 else 0.0)
             error = (bucket.double() - mean).abs() / magnitude
             case = f"{algorithm=} {wire=} {numel=} {dtype=}"
@@ -87,7 +87,7 @@ def average_large_numbers(hosts: list[int]) -> torch.Tensor:
         dist.new_group(backend="gloo"), build("ring", dist.get_rank(), hosts), hosts, torch.float16
     )
     bucket = torch.full((100,), 30_000.0)
-    executor.all_reduce(bucket, divisor=len(hosts))
+    executor.run(bucket, divisor=len(hosts))
     executor.close()
     return bucket
 
@@ -114,9 +114,9 @@ def disagree(hosts: list[int]) -> str:
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
     executor = CpuExecutor(group, build("ring", rank, hosts), hosts, timeout_s=10.0)
-    executor.all_reduce(torch.ones(100))
+    executor.run(torch.ones(100))
     try:
-        executor.all_reduce(torch.ones(99 if rank == 1 else 98))
+        executor.run(torch.ones(99 if rank == 1 else 98))
     except PeerError as error:
         return f"{error.peer}: {error}"
     return "no error"
@@ -135,9 +135,9 @@ def disagree_on_known_layouts(hosts: list[int]) -> str:
     group = dist.new_group(backend="gloo")
     executor = CpuExecutor(group, build("ring", rank, hosts), hosts, timeout_s=2.0)
     for numel in (100, 200):
-        executor.all_reduce(torch.ones(numel))
+        executor.run(torch.ones(numel))
     try:
-        executor.all_reduce(torch.ones(200 if rank == 1 else 100))
+        executor.run(torch.ones(200 if rank == 1 else 100))
     except PeerError as error:
         return str(error)
     return "no error"
@@ -154,7 +154,7 @@ def test_no_garbage_is_added_where_lengths_are_mixed_up() -> None:
 def refuse_integers() -> None:
     executor = CpuExecutor(dist.new_group(backend="gloo"), build("ring", 0, [0]), [0])
     with pytest.raises(ValueError, match=r"int64.*fp32"):
-        executor.all_reduce(torch.ones(3, dtype=torch.int64))
+        executor.run(torch.ones(3, dtype=torch.int64))
 
 
 def test_integers_are_refused() -> None:

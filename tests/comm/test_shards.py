@@ -2,10 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.comm.test_schedules import EVEN, UNEVEN, without_each_op
+from tests.ranks import run_ranks
+from trainer.comm.execution.executor import CpuExecutor
 from trainer.comm.schedules.schedule import Collective, Kind, Schedule
 from trainer.comm.schedules.shards import ALL_GATHERS, all_gather, reduce_scatter
 from trainer.comm.schedules.simulate import ScheduleError, simulate
@@ -79,6 +84,60 @@ def test_traffic_counted_by_phase_equals_traffic_counted_by_round(hosts: list[in
                 moves = [(op.kind, 10 * (op.end - op.begin)) for ops in schedule.rounds() for op in ops]
                 assert traffic.sent[rank] == sum(size for kind, size in moves if kind is Kind.SEND)
                 assert traffic.received[rank] == sum(size for kind, size in moves if kind is not Kind.SEND)
+
+
+def gathered_and_scattered(
+    hosts: list[int], wires: list[torch.dtype | None], sizes: list[int], segment_bytes: int
+) -> int:
+    """Every algorithm, dtype and wire by real processes; how many collectives were right."""
+    rank = dist.get_rank()
+    group, num_right = dist.new_group(backend="gloo"), 0
+    for algorithm, wire in product(ALL_GATHERS, wires):
+        executors = {
+            collective: CpuExecutor(
+                group, build(algorithm, rank, hosts), hosts, wire, segment_bytes, 2, 20.0, collective
+            )
+            for collective, build in BUILDS.items()
+        }
+        for size, dtype in product(sizes, [torch.float32, torch.bfloat16, torch.uint8]):
+            parts = [
+                torch.arange(size * len(hosts)).add(r).mul(7 + r).remainder(127).to(dtype)
+                for r in range(len(hosts))
+            ]
+            own = slice(rank * size, (rank + 1) * size)
+            bucket = torch.full((size * len(hosts),), 77).to(dtype)  # of the others nothing is known
+            bucket[own] = parts[rank][own]
+            executors[Collective.ALL_GATHER].run(bucket, number=1)
+            whole = torch.cat([parts[r][r * size : (r + 1) * size] for r in range(len(hosts))])
+            assert torch.equal(bucket, whole), f"all-gather {algorithm} {hosts} {wire} {size} {dtype}"
+            num_right += 1
+            if dtype == torch.uint8:
+                continue
+            bucket = parts[rank].clone()
+            executors[Collective.REDUCE_SCATTER].run(bucket, divisor=len(hosts))
+            mean = sum(part[own].double() for part in parts) / len(hosts)
+            limit = 1e-6 if dtype == torch.float32 and wire is None else 2e-2
+            error = (bucket[own] - mean).abs() / 127
+            assert size == 0 or error.max() < limit, (
+                f"reduce-scatter {algorithm} {hosts} {wire} {size} {dtype}"
+            )
+            num_right += 1
+        for executor in executors.values():
+            executor.close()
+    return num_right
+
+
+def test_real_processes_of_two_hosts() -> None:
+    counts = run_ranks(gathered_and_scattered, 3, [0, 1, 0], [torch.bfloat16], [400], 1 << 10)
+    assert counts == [5 * 5] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [[0] * 4, [0, 0, 0, 1, 1]], ids=lambda hosts: "".join(map(str, hosts)))
+def test_real_processes(hosts: list[int]) -> None:
+    wires = [None, torch.bfloat16, torch.float16]
+    counts = run_ranks(gathered_and_scattered, len(hosts), hosts, wires, [0, 1, 7, 30_011], 1 << 14)
+    assert counts == [5 * 3 * 4 * 5] * len(hosts)
 
 
 def test_unknown_names_and_ranks_are_refused() -> None:

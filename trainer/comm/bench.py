@@ -176,7 +176,7 @@ def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[
             executor = CpuExecutor(
                 group, schedule, place.hosts, wire, segment_bytes, timeout_s=options.timeout_s
             )
-            return executor.all_reduce
+            return executor.run
         nccl = dist.new_group(backend="nccl", timeout=timeout)
         assert isinstance(nccl, dist.ProcessGroup)
         reducer = NcclReducer(

@@ -265,7 +265,7 @@ def _scheduled(executor: CpuExecutor, algorithm: str, group: dist.ProcessGroup, 
 
     def all_reduce(bucket: dist.GradBucket, record: BucketRecord) -> torch.Tensor:
         try:
-            waited_s = executor.all_reduce(bucket.buffer(), divisor=len(ranks))
+            waited_s = executor.run(bucket.buffer(), divisor=len(ranks))
         except PeerError as error:
             message = (
                 f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes} "

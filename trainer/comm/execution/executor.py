@@ -25,21 +25,22 @@ from trainer.comm.execution.gloo import SENT, GlooLink
 from trainer.comm.execution.inbox import Inbox
 from trainer.comm.execution.layout import Layout, agree
 from trainer.comm.execution.mailbox import Mailbox, Outbox, Slot, open_mailboxes
-from trainer.comm.schedules.algorithms import Kind, Schedule
 from trainer.comm.schedules.pipeline import SEGMENT_MB, WIDTH
-from trainer.comm.schedules.program import Move, Visit, chunks_in_flight, lay_out, messages_in_flight
+from trainer.comm.schedules.program import Visit, chunks_in_flight, lay_out, messages_in_flight
+from trainer.comm.schedules.schedule import Collective, Kind, Schedule
 
 
 class CpuExecutor:
-    """All-reduces buckets of a process group, one at a time and in the same order on every rank.
+    """Runs one schedule on buckets of a process group, one at a time and in the same order on every rank.
 
     Args:
         group: a gloo group of all ranks that nobody else uses meanwhile.
         schedule: this rank's part.
         hosts: host index of every rank; ranks that share one exchange data through shared memory.
-        wire_dtype: what sums travel as; None sends them in the dtype of the bucket.
+        wire_dtype: what chunks travel as; None sends them in the dtype of the bucket.
         segment_bytes, width: see `trainer.comm.schedules.pipeline`.
         timeout_s: the longest that one neighbour may keep this rank waiting.
+        collective: what the schedule does.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class CpuExecutor:
         segment_bytes: int = int(SEGMENT_MB * 2**20),
         width: int = WIDTH,
         timeout_s: float = 600.0,
+        collective: Collective = Collective.ALL_REDUCE,
     ) -> None:
         self.rank = dist.get_rank(group)
-        self._schedule, self._wire_dtype = schedule, wire_dtype
+        self._schedule, self._wire_dtype, self._collective = schedule, wire_dtype, collective
         self._segment_bytes, self._width = segment_bytes, width
         self._send_to = schedule.peers(Kind.SEND)
         self._receive_from = schedule.peers(Kind.ADD, Kind.COPY)
@@ -63,7 +65,8 @@ class CpuExecutor:
         # Uncompressed chunks for other hosts go straight from the bucket; all others from the outbox.
         self._outbox = Outbox(
             num_slots=chunks_in_flight(schedule, width),
-            slot_bytes=segment_bytes * schedule.widest // schedule.parts + 2 * torch.float64.itemsize,
+            slot_bytes=segment_bytes * schedule.widest // schedule.parts
+            + (1 + schedule.widest) * torch.float64.itemsize,
         )
 
         def here(peers: Sequence[int]) -> list[int]:
@@ -85,17 +88,23 @@ class CpuExecutor:
         )
         self._outbox.forget_file()
         self._inbox = Inbox({peer: link for peer, link in self._links.items() if peer not in self._mailboxes})
-        self._programs: dict[Layout, list[Visit]] = {}
+        self._agreed: set[Layout] = set()
+        self._programs: dict[tuple[int, int], list[Visit]] = {}  # by elements, and their bytes on the wire
         self._wide = torch.empty(0, dtype=torch.float32)  # sums of half precision buckets
 
-    def all_reduce(self, bucket: torch.Tensor, divisor: int = 1) -> dict[int, float]:
-        """Replace `bucket` by its sum over all ranks divided by `divisor`, the same bits on every rank.
+    def run(self, bucket: torch.Tensor, divisor: int = 1, number: int = 0) -> dict[int, float]:
+        """Do to `bucket` what the schedule does; an all-reduce gives the same bits to every rank.
 
-        The owner of each part divides it, in the dtype of the sum, before it sends it on; where sums travel
-        as fp16, every rank divides its own values first.
+        The owner of each part divides its sum, in the dtype of the sum, before it sends it on; where sums
+        travel as fp16, every rank divides its own values first. A reduce-scatter leaves this rank's block,
+        and elsewhere what may be overwritten; an all-gather rounds the block to what the others get.
 
         Args:
-            bucket: (numel,) contiguous, on the CPU; fp32, fp64, or fp16 or bf16, which are summed in fp32.
+            bucket: (numel,) contiguous, on the CPU; fp32, fp64, or fp16 or bf16, which are summed in fp32; to
+                be gathered, bytes as well. The blocks of an all-gather and a reduce-scatter are `numel` over
+                the number of ranks, in the order of ranks.
+            divisor: of the sums.
+            number: of the bucket, where several look alike and ranks could mix them up.
 
         Returns:
             The seconds waited for each neighbour.
@@ -104,20 +113,22 @@ class CpuExecutor:
             PeerError: a neighbour is gone, silent for `timeout_s`, or has a bucket of another layout.
             ValueError: a dtype that cannot be averaged.
         """
-        layout = Layout.of(bucket, self._wire_dtype)
+        layout = Layout.of(bucket, self._wire_dtype, self._collective, number)
         links: dict[int, Mailbox | GlooLink] = {**self._links, **self._mailboxes}
         for link in links.values():
             link.waited_s = 0.0
-        if layout not in self._programs:
+        if layout not in self._agreed:
             agree(layout, self._receive_from, self._send_to, self._links)
-            self._programs[layout] = self._lay_out(layout)
+            self._agreed.add(layout)
         sums = bucket
         if layout.sum_dtype != bucket.dtype:
+            if self._wide.numel() < layout.numel:
+                self._wide = torch.empty(layout.numel, dtype=layout.sum_dtype)
             sums = self._wide[: bucket.numel()].copy_(bucket)
-        if layout.wire == torch.float16:  # its largest number is 65504: a sum on its way could pass it
+        if layout.wire == torch.float16 and divisor != 1:  # above 65504 it knows no number, and a sum may be
             sums.div_(divisor)
             divisor = 1
-        self._run(self._programs[layout], sums, layout, divisor)
+        self._run(self._program(layout), sums, layout, divisor)
         if sums is not bucket:
             bucket.copy_(sums)
         return {peer: link.waited_s for peer, link in links.items()}
@@ -128,11 +139,13 @@ class CpuExecutor:
         for mailbox in self._mailboxes.values():
             mailbox.close()
 
-    def _lay_out(self, layout: Layout) -> list[Visit]:
-        if layout.sum_dtype != layout.dtype and layout.numel > self._wide.numel():
-            self._wide = torch.empty(layout.numel, dtype=layout.sum_dtype)
-        sweeps = lay_out(self._schedule, layout.numel, layout.wire.itemsize, self._segment_bytes, self._width)
-        return [visit for visit in chain(*sweeps) if visit.receives or visit.owned or visit.sends]
+    def _program(self, layout: Layout) -> list[Visit]:
+        size = layout.numel, layout.wire.itemsize
+        if size not in self._programs:
+            sweeps = lay_out(self._schedule, *size, self._segment_bytes, self._width)
+            visits = chain(*sweeps)
+            self._programs[size] = [visit for visit in visits if visit.receives or visit.owned or visit.sends]
+        return self._programs[size]
 
     def _run(self, program: list[Visit], sums: torch.Tensor, layout: Layout, divisor: int) -> None:
         compressed = layout.wire != sums.dtype and bool(self._send_to)
@@ -142,37 +155,33 @@ class CpuExecutor:
             for move in visit.receives:
                 if move.peer in self._mailboxes:
                     mailbox = self._mailboxes[move.peer]
-                    message = mailbox.receive((move.end - move.begin) * layout.wire.itemsize, layout.tag)
-                    _take(move, sums, message.view(layout.wire))
+                    message = mailbox.receive(move.numel * layout.wire.itemsize, layout.tag)
+                    move.take(sums, message.view(layout.wire))
                     mailbox.release()
                 elif (received := arrivals.take(move)) is not None:
-                    _take(move, sums, received)
-            copies: dict[tuple[int, int], tuple[Slot, torch.Tensor]] = {}  # one serves several receivers
+                    move.take(sums, received)
+            # One copy serves several receivers.
+            copies: dict[tuple[tuple[int, int], ...], tuple[Slot, torch.Tensor]] = {}
             if visit.owned:
-                owned = sums[slice(*visit.owned)].div_(divisor)
-                if compressed:  # the owner keeps what the others will get
-                    copies[visit.owned] = self._outbox.put(owned, layout.wire)
-                    owned.copy_(copies[visit.owned][1])
+                owned = sums[slice(*visit.owned)]
+                if divisor != 1:
+                    owned.div_(divisor)
+                if compressed and self._schedule.gather:  # the owner keeps what the others will get
+                    copies[(visit.owned,)] = self._outbox.put([owned], layout.wire)
+                    owned.copy_(copies[(visit.owned,)][1])
             for move in visit.sends:
                 link = self._links[move.peer]
-                chunk, bounds = sums[move.begin : move.end], (move.begin, move.end)
-                if move.peer not in self._mailboxes and not compressed:
+                if move.peer not in self._mailboxes and not compressed and len(move.pieces) == 1:
+                    chunk = sums[slice(*move.pieces[0])]
                     in_flight.append((link, link.send(chunk, layout.tag)))
                     continue
-                if bounds not in copies:
-                    copies[bounds] = self._outbox.put(chunk, layout.wire)
-                slot, copy = copies[bounds]
+                if move.pieces not in copies:
+                    pieces = [sums[begin:end] for begin, end in move.pieces]
+                    copies[move.pieces] = self._outbox.put(pieces, layout.wire)
+                slot, copy = copies[move.pieces]
                 if move.peer in self._mailboxes:
                     self._mailboxes[move.peer].send(slot, copy.nbytes, layout.tag)
                 else:
                     slot.readers.append(partial(link.wait, link.send(copy, layout.tag), SENT))
         for link, work in in_flight:
             link.wait(work, SENT)
-
-
-def _take(move: Move, sums: torch.Tensor, received: torch.Tensor) -> None:
-    chunk = sums[move.begin : move.end]
-    if move.kind is Kind.ADD:
-        chunk.add_(received)
-    else:
-        chunk.copy_(received)

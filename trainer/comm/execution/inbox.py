@@ -28,7 +28,7 @@ class Inbox:
     def open(self, program: Sequence[Visit], sums: torch.Tensor, layout: Layout) -> "Arrivals":
         """Begin to receive what `program` will take from other hosts."""
         moves = [move for visit in program for move in visit.receives if move.peer in self.links]
-        staged = [move.end - move.begin for move in moves if not _goes_straight(move, layout)]
+        staged = [move.numel for move in moves if not _goes_straight(move, layout)]
         slot_bytes = -(-max(staged, default=0) * layout.wire.itemsize // 64) * 64
         num_slots = min(len(staged), max(1, _MAX_BYTES // max(1, slot_bytes)))
         if self._memory.numel() < num_slots * slot_bytes:
@@ -65,17 +65,19 @@ class Arrivals:
         if slot is None:
             return None
         self._free.append(slot)
-        return slot[: move.end - move.begin]
+        return slot[: move.numel]
 
     def _post(self) -> None:
         """Post as many receives as there is room for."""
         while (move := self._next) is not None:
-            target, slot = self._sums[move.begin : move.end], None
-            if not _goes_straight(move, self._layout):
-                if not self._free:
-                    return
+            slot = None
+            if _goes_straight(move, self._layout):
+                target = self._sums[slice(*move.pieces[0])]
+            elif self._free:
                 slot = self._free.popleft()
-                target = slot[: move.end - move.begin]
+                target = slot[: move.numel]
+            else:
+                return
             self._posted.append((self._links[move.peer].receive(target, self._layout.tag), slot))
             self._next = next(self._moves, None)
 
@@ -84,6 +86,7 @@ def _goes_straight(move: Move, layout: Layout) -> bool:
     """Whether what arrives is what the bucket shall hold.
 
     It may be received there long before its turn: a finished sum contains what this rank has sent of the
-    same elements, so it can arrive only when they are no longer needed here.
+    same elements, so it can arrive only when they are no longer needed here; and a block that is gathered
+    comes once.
     """
-    return move.kind is Kind.COPY and layout.wire == layout.sum_dtype
+    return move.kind is Kind.COPY and layout.wire == layout.sum_dtype and len(move.pieces) == 1

@@ -8,36 +8,66 @@ import torch
 
 from trainer.comm.execution.blame import PeerError
 from trainer.comm.execution.gloo import RECEIVED, SENT, GlooLink
+from trainer.comm.schedules.schedule import Collective
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8)
 _HALF = (torch.float16, torch.bfloat16)
 _HEADER_TAG = 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket of `numel` elements of `dtype`, whose sums travel as `wire`."""
+    """A bucket of `numel` elements of `dtype`, of which chunks travel as `wire`.
+
+    Attributes:
+        collective: what is done to it.
+        number: tells apart buckets that look alike and must not be mixed up.
+    """
 
     numel: int
     dtype: torch.dtype
     wire: torch.dtype
+    collective: Collective = Collective.ALL_REDUCE
+    number: int = 0
 
     @classmethod
-    def of(cls, bucket: torch.Tensor, wire_dtype: torch.dtype | None) -> "Layout":
-        """The layout of `bucket` where sums travel as `wire_dtype`; None and half precision: as they are.
+    def of(
+        cls,
+        bucket: torch.Tensor,
+        wire_dtype: torch.dtype | None,
+        collective: Collective = Collective.ALL_REDUCE,
+        number: int = 0,
+    ) -> "Layout":
+        """The layout of `bucket` where chunks travel as `wire_dtype`; None and half precision: as they are.
 
         Raises:
             ValueError: a dtype that cannot be averaged.
         """
-        if bucket.dtype not in DTYPES:
-            raise ValueError(f"cannot all-reduce {bucket.dtype}; gradients are fp32, fp64, fp16 or bf16")
-        wire = bucket.dtype if wire_dtype is None or bucket.dtype in _HALF else wire_dtype
-        return cls(bucket.numel(), bucket.dtype, wire)
+        adds = collective is not Collective.ALL_GATHER
+        if bucket.dtype not in DTYPES or (adds and not bucket.is_floating_point()):
+            raise ValueError(
+                f"no {collective.value} of {bucket.dtype}: gradients are fp32, fp64, fp16 or bf16, "
+                "and all else is gathered as bytes"
+            )
+        as_it_is = wire_dtype is None or bucket.dtype in (*_HALF, torch.uint8)
+        wire = bucket.dtype if as_it_is or wire_dtype is None else wire_dtype
+        return cls(bucket.numel(), bucket.dtype, wire, collective, number)
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """Half precision is added up in fp32."""
-        return torch.float32 if self.dtype in _HALF else self.dtype
+        adds = self.collective is not Collective.ALL_GATHER
+        return torch.float32 if adds and self.dtype in _HALF else self.dtype
+
+    @property
+    def header(self) -> list[int]:
+        collective = list(Collective).index(self.collective)
+        return [self.numel, DTYPES.index(self.dtype), DTYPES.index(self.wire), collective, self.number]
+
+    @classmethod
+    def read(cls, header: Sequence[int]) -> "Layout":
+        numel, dtype, wire, collective, number = header
+        return cls(numel, DTYPES[dtype], DTYPES[wire], list(Collective)[collective], number)
 
     @property
     def tag(self) -> int:
@@ -45,20 +75,22 @@ class Layout:
         return zlib.crc32(repr(self).encode()) >> 1 | 1
 
     def __str__(self) -> str:
-        return f"{self.numel} x {self.dtype} sent as {self.wire}"
+        of_what = "" if self.collective is Collective.ALL_REDUCE else f" in the {self.collective.value} of "
+        unit = f"unit {self.number}" if of_what else ""
+        return f"{self.numel} x {self.dtype} sent as {self.wire}{of_what}{unit}"
 
 
 def agree(
     layout: Layout, receive_from: Sequence[int], send_to: Sequence[int], links: dict[int, GlooLink]
 ) -> None:
-    """Compare `layout` with what the neighbours have, before the first bucket of its kind.
+    """Compare `layout` with what the neighbours have, before the first bucket like it.
 
     gloo aborts the process when sizes differ and mixes dtypes without a word; NCCL waits for ever.
 
     Raises:
         PeerError: a neighbour has another layout, is gone, or does not answer in time.
     """
-    header = torch.tensor([layout.numel, DTYPES.index(layout.dtype), DTYPES.index(layout.wire)])
+    header = torch.tensor(layout.header)
     headers = {peer: torch.zeros_like(header) for peer in receive_from}
     arriving = {peer: links[peer].receive(theirs, _HEADER_TAG) for peer, theirs in headers.items()}
     leaving = {peer: links[peer].send(header, _HEADER_TAG) for peer in send_to}
@@ -68,6 +100,5 @@ def agree(
         links[peer].wait(work, SENT)
     for peer, theirs in headers.items():
         if not torch.equal(theirs, header):
-            numel, dtype, wire = theirs.tolist()
-            other = Layout(numel, DTYPES[dtype], DTYPES[wire])
+            other = Layout.read(theirs.tolist())
             raise PeerError(peer, f"has a bucket of {other}, where this rank has {layout}")

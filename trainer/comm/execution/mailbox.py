@@ -66,13 +66,14 @@ class Outbox:
         self._slots = [Slot(index, piece) for index, piece in enumerate(memory)]
         self._next = 0
 
-    def put(self, chunk: torch.Tensor, dtype: torch.dtype) -> tuple[Slot, torch.Tensor]:
-        """Copy `chunk` as `dtype` into the next slot, once its readers are done; return slot and copy."""
+    def put(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[Slot, torch.Tensor]:
+        """Copy `pieces` as `dtype` into the next slot, once its readers are done; return slot and copy."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.wait()
-        copy = slot.memory[: chunk.numel() * dtype.itemsize].view(dtype)
-        copy.copy_(chunk)
+        copy = slot.memory[: sum(piece.numel() for piece in pieces) * dtype.itemsize].view(dtype)
+        for place, piece in zip(copy.split([piece.numel() for piece in pieces]), pieces, strict=True):
+            place.copy_(piece)
         return slot, copy
 
     def drain(self) -> None:
@@ -157,7 +158,7 @@ class Mailbox:
             raise PeerError(
                 self.peer,
                 f"sends {sent_bytes} bytes (layout {sent_tag:#x}) where {num_bytes} (layout {tag:#x}) "
-                "are due: its bucket has another length or dtype",
+                "are due: it is at another bucket, or has one of another length or dtype",
             )
         return self._slots[slot][:num_bytes]
 

@@ -9,8 +9,8 @@ from torch.futures import Future
 
 from trainer.comm.execution.gloo import GlooLink
 from trainer.comm.execution.layout import Layout, agree
-from trainer.comm.schedules.algorithms import Kind, Schedule
 from trainer.comm.schedules.program import Move, Visit, lay_out
+from trainer.comm.schedules.schedule import Collective, Kind, Schedule
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord
 
@@ -20,7 +20,7 @@ _Key = tuple[int, Layout]  # where a bucket lies, and what it is
 
 
 class NcclReducer:
-    """All-reduces buckets by launching work on a side stream; nothing here waits for the GPU.
+    """Runs one schedule on buckets by launching work on a side stream; nothing here waits for the GPU.
 
     A sweep's messages, those of all segments in flight, are one NCCL group: links inside the host and between
     hosts are busy together. A peer that is gone or silent is NCCL's watchdog's to find, after the timeout of
@@ -38,8 +38,10 @@ class NcclReducer:
         clock: of the GPU on which the buckets are.
         wire_dtype, timeout_s: as for `CpuExecutor`.
         segment_bytes: bytes that travel as one; None: all of a bucket.
-        divisor: what the sums are divided by.
+        divisor: what the sums of DDP's buckets are divided by.
         cuda_graph: whether to record and play back; what is computed is the same.
+        collective: what the schedule does.
+        stream: to launch on, one for all that use `group`; None makes one.
     """
 
     def __init__(
@@ -51,19 +53,22 @@ class NcclReducer:
         wire_dtype: torch.dtype | None,
         segment_bytes: int | None,
         timeout_s: float,
-        divisor: int,
+        divisor: int = 1,
         cuda_graph: bool = False,
+        collective: Collective = Collective.ALL_REDUCE,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._group, self._schedule, self._clock, self._device = group, schedule, clock, clock.device
+        self._group, self._schedule, self._clock, self._collective = group, schedule, clock, collective
         self._wire_dtype, self._segment_bytes = wire_dtype, segment_bytes
         self._divisor, self._cuda_graph = divisor, cuda_graph
-        self._recorded: dict[int, tuple[_Key, Callable[[], None] | None]] = {}  # by the bucket's index
+        self._recorded: dict[int, tuple[_Key, Callable[[], None] | None]] = {}  # by place
         self._pool = torch.cuda.graph_pool_handle() if cuda_graph else None
-        self._stream = torch.cuda.Stream(clock.device)
+        self.stream = stream or torch.cuda.Stream(clock.device)
         self._send_to, self._receive_from = schedule.peers(Kind.SEND), schedule.peers(Kind.ADD, Kind.COPY)
         neighbours = {*self._send_to, *self._receive_from}
         self._links = {peer: GlooLink(cpu_group, peer, timeout_s) for peer in neighbours}
-        self._programs: dict[Layout, list[list[Visit]]] = {}
+        self._agreed: set[Layout] = set()
+        self._programs: dict[tuple[int, int], list[list[Visit]]] = {}  # as those of CpuExecutor
         # The first call on an NCCL group must come from all its ranks; a batch may concern only some.
         dist.all_reduce(torch.zeros(1, device=clock.device), group=group)
 
@@ -71,48 +76,70 @@ class NcclReducer:
         """Launch the all-reduce of `bucket`, to its mean over all ranks; streams wait for the Future's value.
 
         Raises:
-            PeerError, ValueError: as `CpuExecutor.all_reduce`, at the first bucket of a layout.
+            PeerError, ValueError: as `CpuExecutor.run`, at the first bucket of a layout.
         """
         gradients = bucket.buffer()
-        layout = Layout.of(gradients, self._wire_dtype)
-        if layout not in self._programs:
-            agree(layout, self._receive_from, self._send_to, self._links)
-            itemsize = layout.wire.itemsize
-            segment_bytes = self._segment_bytes or max(1, layout.numel * itemsize)
-            self._programs[layout] = lay_out(self._schedule, layout.numel, itemsize, segment_bytes, _WIDTH)
-        ready = self._clock.mark()
-        self._stream.wait_event(ready)
-        gradients.record_stream(self._stream)
-        future: Future[torch.Tensor] = Future(devices=[self._device])
-        with torch.cuda.stream(self._stream):
-            start = self._clock.mark()
-            self._launch(bucket.index(), gradients, layout)
-            record.read_gpu = self._clock.times(ready, start, self._clock.mark())
+        future: Future[torch.Tensor] = Future(devices=[self._clock.device])
+        marks = self.launch(gradients, self._divisor, place=bucket.index())
+        record.read_gpu = self._clock.times(*marks)
+        with torch.cuda.stream(self.stream):
             future.set_result(gradients)  # takes note of the current stream
         return future
 
-    def _launch(self, index: int, gradients: torch.Tensor, layout: Layout) -> None:
+    def launch(
+        self, bucket: torch.Tensor, divisor: int, number: int = 0, place: int = 0
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]:
+        """Do on the side stream what `CpuExecutor.run` does, once the current stream has come so far.
+
+        Args:
+            place: tells buckets apart that a recording is kept for.
+
+        Returns:
+            Marks of the current stream as it is, and of the side stream at begin and end.
+
+        Raises:
+            PeerError, ValueError: as `CpuExecutor.run`, at the first bucket of a layout.
+        """
+        layout = Layout.of(bucket, self._wire_dtype, self._collective, number)
+        if layout not in self._agreed:
+            agree(layout, self._receive_from, self._send_to, self._links)
+            self._agreed.add(layout)
+        ready = self._clock.mark()
+        self.stream.wait_event(ready)
+        bucket.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            start = self._clock.mark()
+            self._launch(place, bucket, layout, divisor)
+            return ready, start, self._clock.mark()
+
+    def _launch(self, place: int, bucket: torch.Tensor, layout: Layout, divisor: int) -> None:
         """Put all of a bucket's work on the current stream, by playing it back if it was recorded."""
-        key: _Key = (gradients.data_ptr(), layout)
-        known, play = self._recorded.get(index, (None, None))
+        key: _Key = (bucket.data_ptr(), layout)
+        known, play = self._recorded.get(place, (None, None))
         if self._cuda_graph and known == key:
             if play is None:
-                play = _recorded(lambda: self._all_reduce(gradients, layout), self._stream, self._pool)
-                self._recorded[index] = key, play
+                play = _recorded(lambda: self._collect(bucket, layout, divisor), self.stream, self._pool)
+                self._recorded[place] = key, play
             play()
             return
-        self._recorded[index] = key, None
-        self._all_reduce(gradients, layout)
+        self._recorded[place] = key, None
+        self._collect(bucket, layout, divisor)
 
-    def _all_reduce(self, gradients: torch.Tensor, layout: Layout) -> None:
-        sums = gradients.to(layout.sum_dtype)
-        divisor = self._divisor
-        if layout.wire == torch.float16:  # see CpuExecutor.all_reduce
+    def _collect(self, bucket: torch.Tensor, layout: Layout, divisor: int) -> None:
+        sums = bucket.to(layout.sum_dtype)
+        if layout.wire == torch.float16 and divisor != 1:  # see CpuExecutor.run
             sums.div_(divisor)
             divisor = 1
-        self._run(self._programs[layout], sums, layout, divisor)
-        if sums is not gradients:
-            gradients.copy_(sums)
+        self._run(self._program(layout), sums, layout, divisor)
+        if sums is not bucket:
+            bucket.copy_(sums)
+
+    def _program(self, layout: Layout) -> list[list[Visit]]:
+        size = layout.numel, layout.wire.itemsize
+        if size not in self._programs:
+            segment_bytes = self._segment_bytes or max(1, layout.numel * layout.wire.itemsize)
+            self._programs[size] = lay_out(self._schedule, *size, segment_bytes, _WIDTH)
+        return self._programs[size]
 
     def _run(self, sweeps: list[list[Visit]], sums: torch.Tensor, layout: Layout, divisor: int) -> None:
         compressed = layout.wire != sums.dtype and bool(self._send_to)
@@ -120,23 +147,24 @@ class NcclReducer:
         for sweep, next_sweep in zip(sweeps, [*sweeps[1:], []], strict=True):
             for visit in sweep:
                 for move in visit.receives:
-                    chunk = sums[move.begin : move.end]
-                    if move.kind is Kind.ADD:
-                        chunk.add_(arrived.pop(move))
-                    elif compressed:
-                        chunk.copy_(arrived.pop(move))
+                    if move in arrived:
+                        move.take(sums, arrived.pop(move))
                 if visit.owned:
-                    owned = sums[slice(*visit.owned)].div_(divisor)
-                    if compressed:  # the owner keeps what the others will get
+                    owned = sums[slice(*visit.owned)]
+                    if divisor != 1:
+                        owned.div_(divisor)
+                    if compressed and self._schedule.gather:  # the owner keeps what the others will get
                         owned.copy_(owned.to(layout.wire))
             messages = []
             for move in (move for visit in sweep for move in visit.sends):
-                chunk = sums[move.begin : move.end].to(layout.wire)
+                pieces = [sums[begin:end] for begin, end in move.pieces]
+                chunk = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(layout.wire)
                 messages.append(dist.P2POp(dist.isend, chunk, group=self._group, group_peer=move.peer))
             for move in (move for visit in next_sweep for move in visit.receives):
-                target = sums[move.begin : move.end]
-                if move.kind is Kind.ADD or compressed:
-                    target = arrived[move] = torch.empty_like(target, dtype=layout.wire)
+                if move.kind is Kind.ADD or compressed or len(move.pieces) > 1:
+                    target = arrived[move] = sums.new_empty(move.numel, dtype=layout.wire)
+                else:
+                    target = sums[slice(*move.pieces[0])]
                 messages.append(dist.P2POp(dist.irecv, target, group=self._group, group_peer=move.peer))
             if messages:
                 for work in dist.batch_isend_irecv(messages):

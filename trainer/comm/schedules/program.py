@@ -3,19 +3,34 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainer.comm.schedules.pipeline import IN_FLIGHT, num_segments, segment_bounds, sweeps
 from trainer.comm.schedules.schedule import Kind, Op, Schedule
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One message: the elements [begin, end) of the bucket, never none."""
+    """One message: the elements [begin, end) of each piece of the bucket, never none; mostly one piece."""
 
     kind: Kind
     peer: int
-    begin: int
-    end: int
+    pieces: tuple[tuple[int, int], ...]
+    numel: int
+
+    def take(self, sums: "Tensor", received: "Tensor") -> None:
+        """Add what has arrived to `sums`, or copy it there."""
+        taken = 0
+        for begin, end in self.pieces:
+            chunk, piece = sums[begin:end], received[taken : taken + end - begin]
+            taken += end - begin
+            if self.kind is Kind.ADD:
+                chunk.add_(piece)
+            else:
+                chunk.copy_(piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +52,18 @@ def lay_out(
         segment_bytes, width: see `trainer.comm.schedules.pipeline`.
     """
     rounds = [*schedule.rounds(), ()]
-    bounds = segment_bounds(numel, num_segments(numel, itemsize, segment_bytes))
+    count = num_segments(numel, itemsize, segment_bytes)
+    assert schedule.blocks is None or numel % schedule.parts == 0, "blocks are of one length"
+    bounds = segment_bounds(numel if schedule.blocks is None else numel // schedule.parts, count)
 
     def visit(segment: int, k: int) -> Visit:
-        arriving = _messages(schedule, rounds[k - 1], bounds[segment]) if k > 0 else ()
+        arriving = _messages(schedule, rounds[k - 1], bounds[segment], numel) if k > 0 else ()
         receives = tuple(move for move in arriving if move.kind is not Kind.SEND)
-        sends = tuple(m for m in _messages(schedule, rounds[k], bounds[segment]) if m.kind is Kind.SEND)
-        begin, end = _elements(schedule, schedule.owned, bounds[segment])
-        owned = (begin, end) if k == schedule.num_reduce_rounds and begin < end else None
-        return Visit(receives, owned, sends)
+        sending = _messages(schedule, rounds[k], bounds[segment], numel)
+        sends = tuple(move for move in sending if move.kind is Kind.SEND)
+        owned = _pieces(schedule, *schedule.owned, bounds[segment], numel)
+        assert len(owned) <= 1, "what a rank owns lies in one piece"
+        return Visit(receives, owned[0] if owned and k == schedule.num_reduce_rounds else None, sends)
 
     return [
         [visit(segment, k) for segment, k in sweep]
@@ -53,17 +71,29 @@ def lay_out(
     ]
 
 
-def _elements(schedule: Schedule, parts: tuple[int, int], segment: tuple[int, int]) -> tuple[int, int]:
+def _pieces(
+    schedule: Schedule, begin: int, end: int, segment: tuple[int, int], numel: int
+) -> tuple[tuple[int, int], ...]:
+    """The elements of the parts [begin, end) within a segment: of the bucket, or of each block."""
     first, last = segment
-    begin, end = (schedule.boundary(part, last - first) for part in parts)
-    return first + begin, first + end
+    if schedule.blocks is None:
+        low, high = (first + schedule.boundary(part, last - first) for part in (begin, end))
+        return ((low, high),) if low < high else ()
+    if first == last:
+        return ()
+    block, pieces = numel // schedule.parts, list[tuple[int, int]]()
+    for rank in sorted(schedule.blocks[begin:end]):  # on both sides of a message
+        low, high = rank * block + first, rank * block + last
+        if pieces and pieces[-1][1] == low:
+            low = pieces.pop()[0]
+        pieces.append((low, high))
+    return tuple(pieces)
 
 
-def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int]) -> Iterator[Move]:
+def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int], numel: int) -> Iterator[Move]:
     for op in ops:
-        begin, end = _elements(schedule, (op.begin, op.end), segment)
-        if begin < end:
-            yield Move(op.kind, op.peer, begin, end)
+        if pieces := _pieces(schedule, op.begin, op.end, segment, numel):
+            yield Move(op.kind, op.peer, pieces, sum(end - begin for begin, end in pieces))
 
 
 def chunks_in_flight(schedule: Schedule, width: int) -> int:
