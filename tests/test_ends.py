@@ -288,6 +288,24 @@ def test_torchrun_shows_the_root_cause_and_ends_all(tmp_path: Path) -> None:
     assert gone - float(re.search(r"raised at ([0-9.]+)", output)[1]) < 60  # type: ignore[index]
 
 
+@pytest.mark.parametrize("now", [100.0, 100.4, 100.999])
+def test_a_rank_that_leaves_after_another_does_so_in_a_later_second(
+    now: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ranks that end within one second torchrun blames the lowest."""
+    from trainer.faults import last_words
+
+    slept: list[float] = []
+    monkeypatch.setattr(last_words.time, "time", lambda: now)
+    monkeypatch.setattr(last_words.time, "sleep", slept.append)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    last_words.let_torchrun_look()
+    assert slept == []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
+    last_words.let_torchrun_look()
+    assert slept[0] > 0.25 and int(now + slept[0]) > int(now)
+
+
 def quiet(run_dir: Path, *overrides: str) -> None:
     train(f"run_dir={run_dir}", *TINY, *overrides)
 

@@ -187,7 +187,7 @@ class Watch:
         reports = self._reports_of_other_hosts()
         if reports is not None:
             reports.tell(here, eager=suspicious)
-            if reports.verdict is not None:
+            if reports.verdict is not None and not self._still_speaks(reports.verdict):
                 self._end(reports.verdict)
         if suspicious:
             self._judge(here, reports.others() if reports else [])
@@ -261,15 +261,21 @@ class Watch:
         ended_s = culprit.ended_s or 0.0
         if verdict.kind == "orderly" and ended_s < _ALONE_S:
             return  # all come to such an end by themselves, if they can
-        prints = verdict.kind == "raised" and culprit.rank in self._here and culprit.state != "dead"
-        if prints and ended_s < 1.0:
-            return  # its traceback comes first
+        if self._still_speaks(verdict):
+            return
         if verdict.kind == "died" and "SIGKILL" in (culprit.ending or "SIGKILL"):
             words = self._memory_kills.words() if culprit.rank in self._here else None
             verdict = replace(verdict, message=verdict.message + (f"; {words}" if words else ""))
         if self._reports is not None:
             verdict = self._reports.agree(verdict, timeout_s=1.0)
         self._end(verdict)
+
+    def _still_speaks(self, verdict: Verdict) -> bool:
+        """Whether the verdict is about a rank of this host on its way out: its traceback comes first."""
+        if verdict.kind != "raised" or verdict.ranks[0] not in self._here:
+            return False
+        culprit = self._here[verdict.ranks[0]].observe()
+        return culprit.state != "dead" and (culprit.ended_s or 0.0) < _ALONE_S
 
     # ---- the end
 
@@ -279,6 +285,8 @@ class Watch:
         writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
         writing.start()
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
+        if verdict.kind in ("raised", "died") and verdict.ranks[0] in self._here:
+            last_words.let_torchrun_look()
         self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
         for neighbour in self._others_here():
             stuck = neighbour.member.rank in verdict.ranks and verdict.kind in ("stopped", "hangs")
