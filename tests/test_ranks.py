@@ -56,7 +56,7 @@ def _hang_in_one() -> int:
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
-        run_ranks(_hang_in_one, 2, timeout_s=3)
+        run_ranks(_hang_in_one, 2, timeout_s=15)
     assert "_hang_in_one" in failure.value.reports[1]
     assert failure.value.results == {0: 7}
 

@@ -53,7 +53,7 @@ def test_a_slow_link_changes_no_bit(tmp_path: Path) -> None:
     assert hashes[0] == hashes[1]
 
 
-TIMEOUT_S = 6
+TIMEOUT_S = 8
 LONG = (
     "train.epochs=100000",
     "model.hidden=[32]",

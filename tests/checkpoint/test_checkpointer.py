@@ -128,12 +128,15 @@ def test_a_buffer_that_is_not_persistent_is_saved_all_the_same(tmp_path: Path) -
         assert found == [3, 3, 3, 3, 0, 5, 5]
 
 
-class _SlowStager:
-    """Copies after a while, as a big model would."""
+class _LateStager:
+    """Copies when it is told to, as a big model's copy comes late."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
 
     def stage(self, tensors: dict[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
         def copy() -> dict[str, torch.Tensor]:
-            time.sleep(0.3)
+            assert self.go.wait(100)
             return {name: tensor.clone() for name, tensor in tensors.items()}
 
         return ThreadPoolExecutor(1).submit(copy)
@@ -144,9 +147,16 @@ def _save_while_training(run_dir: Path, wait: bool) -> bool:
     tiny.train(state, 2)
     saved = tiny.everything(state)
     checkpointer = tiny.checkpointer(run_dir, async_=True)
-    checkpointer._stager = _SlowStager()  # type: ignore[assignment]
+    checkpointer._stager = stager = _LateStager()  # type: ignore[assignment]
     checkpointer.save(state)
-    tiny.train(state, 1, before_update=checkpointer.wait_until_copied if wait else lambda: None)
+
+    def before_update() -> None:
+        if wait:
+            stager.go.set()
+            checkpointer.wait_until_copied()
+
+    tiny.train(state, 1, before_update=before_update)
+    stager.go.set()
     checkpointer.close()
     fresh = tiny.train_state(seed=4)
     tiny.restore(tiny.checkpointer(run_dir), fresh, "auto")

@@ -114,7 +114,7 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
     Who hangs does so until the others have told.
     """
     model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
-    hook = attach(model, "ring", hosts=hosts, timeout_s=3.0 if how == "hangs" else 300.0)
+    hook = attach(model, "ring", hosts=hosts, timeout_s=6.0 if how == "hangs" else 300.0)
     train(model, steps=3)
     if dist.get_rank() == lost:
         if how == "dies":
@@ -143,9 +143,9 @@ def test_a_rank_that_hangs_is_at_the_end_of_all_blame_after_the_deadline(
         message, peer, seconds = results[rank]
         assert f": rank {peer} on host" in message and "bucket" in message, message
         assert end_of_blame(rank, blamed) == 2, blamed
-        assert seconds > 2.9
+        assert seconds > 5.9
     waiting_for_it = results[3][0]  # the others may see those go that gave up before them
-    assert "rank 2 on host" in waiting_for_it and "within 3 s: it was due to send a message" in waiting_for_it
+    assert "rank 2 on host" in waiting_for_it and "within 6 s: it was due to send a message" in waiting_for_it
 
 
 def end_of_blame(rank: int, blamed: dict[int, int]) -> int:

@@ -143,24 +143,28 @@ def _stop_in(operation: str, *argv: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_rank_that_hangs_names_itself() -> None:
     with pytest.raises(RankFailure, match="rank 1: died") as failure:
-        run_ranks(_stop_in, 3, "scatter", "--timeout-s", "3", init=False)
+        run_ranks(_stop_in, 3, "scatter", "--timeout-s", "6", init=False)
     code, table = failure.value.results[0]
     assert code == 1
     assert "rank 1 (host 0" in table
     assert "scatter failed: no answer for" in table
 
 
-def _freeze(*argv: str) -> tuple[int, str]:
-    """Rank 1 is stopped by the kernel before its first check: it can say nothing."""
+def _freeze(pid: Path, *argv: str) -> tuple[int, str]:
+    """Rank 1 is stopped by the kernel before its first check: it can say nothing. Rank 0 ends it at last."""
     if os.environ["RANK"] == "1":
+        pid.write_text(str(os.getpid()))
         CHECKS["broadcast"] = lambda me: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment, return-value]
-    return _preflight(*argv)
+    told = _preflight(*argv)
+    if os.environ["RANK"] == "0":
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    return told
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_silent_is_named() -> None:
-    with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
-        run_ranks(_freeze, 3, "--timeout-s", "3", init=False, timeout_s=25)
+def test_a_rank_that_is_silent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="rank 1: died with exit code -9") as failure:
+        run_ranks(_freeze, 3, tmp_path / "pid", "--timeout-s", "6", init=False)
     assert failure.value.results.keys() == {0, 2}
     code, table = failure.value.results[0]
     assert code == 1
@@ -174,7 +178,7 @@ def _absent(*argv: str) -> tuple[int, str]:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    results = run_ranks(_absent, 3, "--timeout-s", "3", init=False)
+    results = run_ranks(_absent, 3, "--timeout-s", "5", init=False)
     assert [code for code, _ in results] == [1, 0, 1]
     assert "missing: [1]" in results[0][1]
 
@@ -203,7 +207,7 @@ def test_a_link_that_goes_down_is_named(tmp_path: Path) -> None:
         cut = threading.Thread(target=cut_when_begun, daemon=True)
         cut.start()
         with pytest.raises(RankFailure, match="rank 1: died with exit code 1") as failure:
-            run_ranks(_slow_preflight, 2, str(out), "--timeout-s", "3", init=False, hosts=[a, b])
+            run_ranks(_slow_preflight, 2, str(out), "--timeout-s", "6", init=False, hosts=[a, b])
         cut.join()
     code, table = failure.value.results[0]
     assert code == 1

@@ -1,6 +1,7 @@
 """A model that some of the ranks share: its gradients are theirs alone, and nobody else is needed."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,25 +61,27 @@ def test_gradients_are_the_mean_over_the_models_own_ranks(groups: list[list[int]
         assert bool(found) == bool(members)
 
 
-def lose_a_member() -> tuple[str, int]:
+def lose_a_member(told: str) -> tuple[str, int]:
     rank = dist.get_rank()
     if rank < 2:
         return "", -1
     model = linear([2, 3])
-    hook = attach(model, "ring", hosts=[0, 0], timeout_s=3.0)  # of the group's ranks alone
+    hook = attach(model, "ring", hosts=[0, 0], timeout_s=5.0)  # of the group's ranks alone
     for _ in range(2):  # before its second forward pass DDP asks all ranks how to lay out its buckets
         gradient(model, 1.0)
     if rank == 3:
-        time.sleep(10.0)
+        while not Path(told).exists():
+            time.sleep(0.05)
         return "", -1
     with pytest.raises(CommError) as error, hook.plain_errors():
         gradient(model, 1.0)
+    Path(told).touch()
     return str(error.value), error.value.peer
 
 
 @pytest.mark.slow
-def test_a_lost_member_has_its_name_in_the_world() -> None:
-    message, peer = run_ranks(lose_a_member, 4)[2]
+def test_a_lost_member_has_its_name_in_the_world(tmp_path: Path) -> None:
+    message, peer = run_ranks(lose_a_member, 4, str(tmp_path / "told"))[2]
     assert peer == 3 and "stopped at rank 2 on host" in message and ": rank 3 on host" in message
 
 

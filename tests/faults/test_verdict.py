@@ -140,6 +140,15 @@ CASES = {
 }  # fmt: skip
 
 
+def test_a_rank_that_was_kept_waiting_is_given_time_to_wake() -> None:
+    """Rank 0 is back from a slow disk, and the first to go on."""
+    kept = silent({"phase": "checkpoint", "position": 50}, 3 * T)
+    gone_on = {"phase": "backward", "step": 8, "position": 53, "buckets": 9}
+    assert judge([rank(0, **gone_on), rank(1, **kept)], T, pressing=False) is None
+    verdict = judge([rank(0, **silent(gone_on, 2.5)), rank(1, **kept)], T, pressing=False)
+    assert verdict is not None and verdict.ranks == (1,)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_first_to_stop_is_named(case: str) -> None:
     ranks, pressing, (culprit, kind, words) = CASES[case]

@@ -285,7 +285,7 @@ class LayerDrop(nn.Module):
 
 def _drop_a_layer(run_dir: Path) -> float:
     options = ("strategy=fsdp", "model._target_=tests.strategies.test_fsdp.LayerDrop", "train.epochs=1")
-    options += ("~model.input_shape", "~model.num_classes", "~model.hidden", "distributed.timeout_s=5")
+    options += ("~model.input_shape", "~model.num_classes", "~model.hidden", "distributed.timeout_s=8")
     options += ("data.dataset._target_=tests.user_parts.Stripes",)
     return train(*options, f"run_dir={run_dir}")["train/loss"]
 

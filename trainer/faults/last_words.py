@@ -49,8 +49,8 @@ def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> N
 
 
 def let_torchrun_look() -> None:
-    """Leave torchrun in no doubt who failed first: it counts whole seconds by the clock, and of the ranks that
-    end within one it blames the lowest."""
+    """Leave torchrun in no doubt who failed first: it counts whole seconds by the clock, and of the ranks
+    that end within one it blames the lowest."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         time.sleep(max(_LOOKED_S, 1.01 - time.time() % 1.0))
 

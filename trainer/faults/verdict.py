@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 UNHEARD_S = 2.0  # a host that reports again and again, and then does not for so long, is lost or cut off
 ASLEEP_S = 3.0  # a watch that has not looked for so long is kept from it: its process holds the interpreter
+_WAKE_S, _FAR = 2.0, 10  # seconds to wake in, phases: see _stuck
 _WORDS = {
     "set_up": "the set-up",
     "evaluate": "the evaluation",
@@ -140,8 +141,11 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
     last = min(alive, key=_progress)
     if not last.is_late(timeout_s):
         return False
-    if _progress(last) < max(map(_progress, alive)):
-        return True
+    if ahead := [rank for rank in alive if _progress(rank) > _progress(last)]:
+        # Whoever held all up, at a disk, and goes on is ahead of those it has only just let go: not by far,
+        # and until it needs them again.
+        waited_s = max(rank.silent_s + rank.heard_s for rank in ahead)
+        return waited_s >= min(_WAKE_S, timeout_s) or any(r.position > last.position + _FAR for r in ahead)
     unheard = any(rank.heard_s >= UNHEARD_S for rank in alive)
     return (last.step > 1 or unheard) and all(rank.is_late(timeout_s) for rank in alive)
 
