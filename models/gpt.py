@@ -23,6 +23,9 @@ class GPT(nn.Module):
     Args:
         size: a row of SIZES; width, depth and num_heads, where given, replace its values.
         dropout: after the embeddings, in the attention and on each residual branch.
+        vocab_multiple: the product that makes the logits has a multiple of so many columns, since a GPU takes
+            longer for 50,257 than for 50,304. Those beyond vocab_size are zeros while it is made, and no part
+            of the logits, of the parameters or of a checkpoint.
 
     Raises:
         ValueError: a size unknown or below 1, a width that the heads do not divide, a sequence too long.
@@ -39,6 +42,7 @@ class GPT(nn.Module):
         depth: int | None = None,
         num_heads: int | None = None,
         dropout: float = 0.0,
+        vocab_multiple: int = 1,
     ) -> None:
         super().__init__()
         if size not in SIZES:
@@ -54,8 +58,10 @@ class GPT(nn.Module):
             width=width,
             depth=depth,
             num_heads=num_heads,
+            vocab_multiple=vocab_multiple,
         )
-        self.block_size = block_size
+        self.block_size, self.vocab_size = block_size, vocab_size
+        self._padding = -vocab_size % vocab_multiple
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.position_embedding = nn.Embedding(block_size, width)
         self.dropout = nn.Dropout(dropout)
@@ -71,8 +77,19 @@ class GPT(nn.Module):
         """What to give to ``forward`` with each part of a sequence, so that no token is looked at twice."""
         return [Past(self.block_size) for _ in self.blocks]
 
-    def forward(self, tokens: Tensor, cache: Sequence[Past] = ()) -> Tensor:
-        """With a ``cache``, ``tokens`` go on where the last call ended: a prompt, then one at a time."""
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Sequence[Past] = (),
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        chunks: bool = False,
+    ) -> Tensor:
+        """With a ``cache``, ``tokens`` go on where the last call ended: a prompt, then one at a time.
+
+        With ``targets`` (B, T), returns their cross entropy, and the logits stay within: a compiler sees all.
+        With ``chunks`` they are never there at the same time, where torch has F.linear_cross_entropy.
+        """
         begin = cache[0].length if cache else 0
         end = begin + tokens.shape[1]
         if end > self.block_size:
@@ -83,4 +100,38 @@ class GPT(nn.Module):
             x = block(x, cache[number] if cache else None)
         # Tied: the embedding read backwards. Sharing the tensor in use, not in a second module, keeps one
         # entry in the state dict and one owner under FSDP.
-        return F.linear(self.norm(x), self.token_embedding.weight)
+        x, weight = self.norm(x), self.token_embedding.weight
+        if self._padding:
+            weight = F.pad(weight, (0, 0, 0, self._padding))
+        if chunks and targets is not None:
+            return chunked_cross_entropy(x, weight, targets, self.vocab_size, reduction)
+        logits = F.linear(x, weight)[..., : self.vocab_size]
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+
+
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, num_classes: int, reduction: str
+) -> Tensor:
+    """Cross entropy of x (B, T, width) times weight (classes, width) transposed, in fp32.
+
+    Some rows of logits are made at a time, and their gradient at once: never B x T x classes numbers. Rows of
+    ``weight`` from ``num_classes`` on are padding, which is never right and gets no gradient.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):  # it does not reach what is torch's own here
+        x, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (x, weight))
+    padding = None
+    if len(weight) > num_classes:
+        padding = weight.new_zeros(len(weight))
+        padding[num_classes:] = -torch.inf
+    loss = F.linear_cross_entropy(
+        x.flatten(0, 1),
+        weight,
+        targets.flatten(),
+        linear_bias=padding,
+        reduction=reduction,
+        options=nn.LinearCrossEntropyOptions(),
+    )
+    return loss.float()

@@ -176,7 +176,7 @@ class ScheduleCommConfig(CommConfig):
     segment_mb: float | None = _limited(
         lambda value: 0.01 <= value <= 1e6, "at least 0.01, and at most 1e6 (1 TB)"
     )
-    cuda_graph: bool = MISSING
+    cuda_graph: bool = False
 
 
 @dataclass

@@ -112,6 +112,8 @@ def build_task(config: Config) -> Task:
             "without what evaluation needs: eval_sums and summarise, or rows and summarise_rows; "
             "trainer.tasks.Task describes them, and train.eval_every_epochs=0 needs none of the latter"
         )
+    if config.train.compile and offers(task, "compile"):
+        task.compile()
     return task
 
 

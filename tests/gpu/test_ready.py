@@ -21,7 +21,9 @@ from trainer.state import Progress, TrainState
 from trainer.strategies import data_parallel
 from trainer.strategies.base import Strategy
 from trainer.strategies.data_parallel import Replica
+from trainer.strategies.ddp import are_statistics
 from trainer.switches import described, set_switches
+from trainer.tasks import Classification
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -185,3 +187,25 @@ def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.Monke
     assert seen.count("fill_") == 2
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
     assert guard.settle(1) == (True, False)
+
+
+def test_only_buffers_that_training_reads_are_sent_at_each_forward_pass() -> None:
+    norms = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    assert are_statistics(norms)
+    norms.register_buffer("mask", torch.ones(1))
+    assert not are_statistics(norms)
+
+
+@pytest.mark.slow
+def test_a_compiled_task_compiles_its_loss_but_for_the_meta_device() -> None:
+    task = Classification()
+    graphs: list[Any] = []
+    task._cross_entropy._function = torch.compile(
+        task._cross_entropy._function, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    plain = Classification().loss(nn.Identity(), (logits, labels))
+    assert task.loss(nn.Identity(), (logits.to("meta"), labels.to("meta"))).is_meta
+    assert not graphs
+    assert torch.equal(task.loss(nn.Identity(), (logits, labels)), plain)
+    assert len(graphs) == 1

@@ -1,7 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 from models.gpt import GPT
+from trainer.errors import UserError
+from trainer.tasks import LanguageModelling
 
 
 def num_parameters(model: torch.nn.Module) -> int:
@@ -87,3 +92,35 @@ def test_mistakes_are_named(arguments: dict, message: str) -> None:
 def test_too_long_a_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="a sequence of 17 tokens is longer than block_size=16"):
         GPT(256, 16)(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def loss_and_gradient(head: str, precision: str = "fp32", **options: Any) -> tuple[float, torch.Tensor, Any]:
+    torch.manual_seed(0)
+    model = GPT(50, 16, **options)
+    tokens = torch.randint(50, (4, 17))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        task = LanguageModelling(head=head)
+        loss = task.loss(model, (tokens[:, :-1], tokens[:, 1:]))
+    loss.backward()
+    gradient = model.token_embedding.weight.grad
+    assert gradient is not None
+    return loss.item(), gradient, model
+
+
+def test_a_padded_vocabulary_is_nowhere_to_be_seen() -> None:
+    plain, plain_gradient, _ = loss_and_gradient("logits")
+    for head in ("logits", "loss", *(["chunks"] if hasattr(F, "linear_cross_entropy") else [])):
+        loss, gradient, model = loss_and_gradient(head, vocab_multiple=64)
+        assert model(torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 4, 50)
+        assert loss == pytest.approx(plain, rel=1e-6)
+        torch.testing.assert_close(gradient, plain_gradient, rtol=1e-4, atol=1e-7)
+        assert model.state_dict().keys() == GPT(50, 16).state_dict().keys()
+        assert model.token_embedding.weight.shape == (50, 128)
+        half, half_gradient, _ = loss_and_gradient(head, "bf16", vocab_multiple=64)
+        assert half == pytest.approx(plain, rel=5e-3)
+        assert (half_gradient - plain_gradient).norm() < 0.02 * plain_gradient.norm()
+
+
+def test_a_model_that_computes_no_loss_is_named() -> None:
+    with pytest.raises(UserError, match=r"data\.task\.head=loss has the model compute the loss"):
+        LanguageModelling(head="loss").loss(torch.nn.Embedding(5, 5), (torch.zeros(1, 2).long(),) * 2)

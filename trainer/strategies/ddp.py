@@ -67,6 +67,7 @@ class Ddp(Strategy):
                 gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
                 static_graph=self.settings.static_graph,
                 find_unused_parameters=self.settings.find_unused_parameters,
+                broadcast_buffers=not are_statistics(model),
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
             if (options := _options(self.comm)) is not None:
@@ -122,6 +123,15 @@ def _options(comm: CommConfig) -> dict[str, Any] | None:
         case NativeCommConfig() if comm.timeline or comm.wire_dtype != "fp32":
             return {"wire_dtype": comm.wire_dtype}
     return None
+
+
+def are_statistics(model: nn.Module) -> bool:
+    """Whether all buffers are batch norms', which training only writes: no forward need send them to all.
+
+    Those of rank 0 follow its own data either way, and are what is evaluated and saved.
+    """
+    holders = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
+    return all(hasattr(module, "running_mean") for module in holders)
 
 
 def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:

@@ -46,6 +46,9 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean over the micro-batch, a scalar to differentiate."""
 
+    def compile(self) -> None:
+        """Compile what `loss` computes besides the model; called once, with train.compile=true."""
+
     def num_tokens(self, batch: Any) -> int:
         """How many tokens the batch holds, for speed/tokens_per_second."""
 

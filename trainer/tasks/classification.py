@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.tasks.base import Evaluation, Shown
-from trainer.tasks.cross_entropy import CrossEntropy, logits_of
+from trainer.tasks.cross_entropy import CrossEntropy, logits_as_made, logits_of
 
 _CONFUSIONS_OF = 100  # classes at most: their square is counted
 _TABLE_OF = 20  # classes at most: more are a list of what is confused most
@@ -27,9 +27,12 @@ class Classification:
         self.plain_loss: Tensor | None = None
         self._cross_entropy = CrossEntropy("model.num_classes")
 
+    def compile(self) -> None:
+        self._cross_entropy.compile()
+
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, labels = batch
-        logits = logits_of(model(inputs))
+        logits = logits_as_made(model(inputs))
         if self.label_smoothing:
             self.plain_loss = self._cross_entropy(logits.detach(), labels)
         return self._cross_entropy(logits, labels, label_smoothing=self.label_smoothing)

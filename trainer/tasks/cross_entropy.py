@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -16,14 +17,20 @@ class CrossEntropy:
 
     def __init__(self, setting: str) -> None:
         self._setting, self._looked = setting, False
+        self._function = _cross_entropy
+
+    def compile(self) -> None:
+        """From now on compute loss and gradient in one pass, which keeps no logits in fp32."""
+        self._function = torch.compile(_cross_entropy)
 
     def __call__(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
         if labels.is_cuda and not self._looked:
             self._refuse_others(logits, labels)
         self._looked = True
         try:
-            return F.cross_entropy(logits, labels, **options)
-        except IndexError:
+            function = _cross_entropy if labels.is_meta else self._function  # a compiler has none for meta
+            return function(logits, labels, **options)
+        except (IndexError, RuntimeError):
             self._refuse_others(logits, labels)
             raise
 
@@ -40,7 +47,16 @@ class CrossEntropy:
             )
 
 
-def logits_of(output: Any) -> Tensor:
-    """What a model returns, in fp32: its logits, or as Hugging Face's models do an object that has them."""
+def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.float(), labels, **options)
+
+
+def logits_as_made(output: Any) -> Tensor:
+    """What a model returns: its logits, or as Hugging Face's models do an object that has them."""
     logits: Tensor = getattr(output, "logits", output)
-    return logits.float()
+    return logits
+
+
+def logits_of(output: Any) -> Tensor:
+    """What a model returns, in fp32; as it was made where a loss is all that comes of it."""
+    return logits_as_made(output).float()

@@ -4,9 +4,11 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from trainer.errors import UserError
 from trainer.tasks.base import Evaluation, Shown
-from trainer.tasks.cross_entropy import CrossEntropy, logits_of
+from trainer.tasks.cross_entropy import CrossEntropy, logits_as_made, logits_of
 
 _TEMPERATURE = 0.8
 
@@ -20,18 +22,34 @@ class LanguageModelling:
 
     Args:
         show_tokens: how many it goes on for, each of them a forward pass; 0 shows nothing.
+        head: what is asked of the model for a loss. `logits`, of which the loss is computed here; `loss`,
+            which the model computes itself, so that train.compile has both in one graph; `chunks`, the same
+            by some rows of logits at a time, where torch has F.linear_cross_entropy: for the latter two its
+            forward takes targets, as models.gpt.GPT's does.
         bytes_per_token: 1 for text read byte by byte, otherwise the tokenizer's mean; None leaves
             bits_per_byte out.
     """
 
-    def __init__(self, bytes_per_token: float | None = 1.0, show_tokens: int = 64) -> None:
+    def __init__(
+        self, bytes_per_token: float | None = 1.0, show_tokens: int = 64, head: str = "logits"
+    ) -> None:
         if bytes_per_token is not None and not bytes_per_token > 0:
             raise ValueError(f"bytes_per_token={bytes_per_token} is not above 0")
         if show_tokens < 0:
             raise ValueError(f"show_tokens={show_tokens} is below 0")
+        if head not in ("logits", "loss", "chunks"):
+            raise ValueError(f"head={head} is not logits, loss or chunks")
+        if head == "chunks" and not hasattr(F, "linear_cross_entropy"):
+            raise ValueError(
+                f"head=chunks needs F.linear_cross_entropy, which torch {torch.__version__} has not"
+            )
+        self.head = head
         self.bytes_per_token, self.show_tokens = bytes_per_token, show_tokens
         self.figures = ("loss", "perplexity") + (("bits_per_byte",) if bytes_per_token is not None else ())
         self._cross_entropy = CrossEntropy("model.vocab_size")
+
+    def compile(self) -> None:
+        self._cross_entropy.compile()
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return self._loss(model, batch, "mean")
@@ -77,7 +95,20 @@ class LanguageModelling:
 
     def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
         tokens, targets = batch
-        logits = logits_of(model(tokens)).flatten(0, 1)
+        if self.head != "logits":
+            try:
+                loss: Tensor = model(
+                    tokens, targets=targets, reduction=reduction, chunks=self.head == "chunks"
+                )
+            except TypeError as error:
+                if "unexpected keyword argument" not in str(error):
+                    raise
+                raise UserError(
+                    f"data.task.head={self.head} has the model compute the loss, but its forward takes no "
+                    "targets, reduction and chunks as that of models.gpt.GPT does; take data.task.head=logits"
+                ) from error
+            return loss
+        logits = logits_as_made(model(tokens)).flatten(0, 1)
         return self._cross_entropy(logits, targets.flatten(), reduction=reduction)
 
 
