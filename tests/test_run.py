@@ -17,6 +17,7 @@ from trainer.errors import UserError
 
 FIGURES = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
 FIGURES |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}
+NOT_KEPT = ("train/loss", "samples_per_second", "ms_per_step", "peak_memory_bytes")
 QUICK = ("train.epochs=2", "train.log_every_steps=5", "model.hidden=[32]")
 
 
@@ -48,6 +49,13 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     }
     assert [event.step for event in page.Scalars("1_loss/train")] == list(range(5, 45, 5))
     assert "config/text_summary" in page.Tags()["tensors"]
+
+    if strategy == "single":  # killed between its last checkpoint and its result
+        (tmp_path / "result.json").unlink()
+        again = quick(tmp_path, "resume=auto", "strategy=single")
+        assert json.loads((tmp_path / "result.json").read_text()) == again
+        assert again["ms_per_step"] is None, "no step was made"
+        assert {**again, **{name: result[name] for name in NOT_KEPT}} == result
 
 
 def hash_of(run_dir: Path, *overrides: str) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 import secrets
 from contextlib import ExitStack
 from functools import partial
@@ -73,7 +74,7 @@ def run(config: Config) -> dict[str, Any]:
                 "strategy": config.strategy.name,
                 "comm": config.comm.algorithm,
                 "world_size": dist.world_size,
-                **figures,
+                **{name: None if math.isnan(value) else value for name, value in figures.items()},
                 "param_sha256": fingerprint.parameters_sha256(job.state.model),
             }
             job.checkpointer.close()
@@ -81,10 +82,10 @@ def run(config: Config) -> dict[str, Any]:
                 log.info("%s", summary)
             job.strategy.close()
             job.run_log.close()
-            made_steps = job.state.progress.step > job.first_step
-            if dist.is_main and made_steps:  # else what the run left before stands
+            made_steps, written = job.state.progress.step > job.first_step, run_dir / "result.json"
+            if dist.is_main and (made_steps or not written.exists()):  # else what the run left before stands
                 with writing(run_dir):
-                    (run_dir / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+                    written.write_text(json.dumps(result, indent=2) + "\n")
             log.info("%s  ->  %s", run_dir, job.run_log.look)
     return result
 

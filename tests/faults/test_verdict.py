@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from trainer.faults.suspicion import Suspicion
 from trainer.faults.verdict import Observed, judge, slow
 
 T = 10.0
@@ -204,3 +205,17 @@ def test_an_orderly_end_passes_its_status_on() -> None:
     )
     assert verdict is not None
     assert (verdict.kind, verdict.status, verdict.ranks) == ("orderly", 2, (3,))
+
+
+def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> None:
+    """A report of ranks in the set-up may be read when all have long left it."""
+    waiting = four({3: silent({"position": 1, "step": 0, "phase": "set_up"}, 10.1)}, **silent(WAITING, 1.5))
+    hangs = judge(waiting, T, pressing=False)
+    assert hangs is not None and hangs.kind == "hangs" and hangs.ranks == (3,)
+    suspicion = Suspicion()
+    assert not suspicion.stands(hangs, 1, {1: 7})
+    assert not suspicion.stands(hangs, 1, {1: 8})
+    assert suspicion.stands(hangs, 1, {1: 9})
+    suspicion.drop()  # all went on meanwhile
+    assert not suspicion.stands(hangs, 1, {1: 10})
+    assert suspicion.stands(hangs, 0, {1: 10}), "a rank of this host is seen as it is"

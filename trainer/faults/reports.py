@@ -29,6 +29,7 @@ class Reports:
 
     Attributes:
         verdict: that of the run, once somebody has given one.
+        counts: the number of the last report read, by host.
     """
 
     def __init__(self, connect: Callable[[], "Store"], host: int, first: Iterable[Observed]) -> None:
@@ -38,7 +39,7 @@ class Reports:
         for rank in first:
             self._known.setdefault(rank.host, []).append(rank)
         self._hosts = sorted(self._known)
-        self._counts = dict.fromkeys(self._hosts, -1)
+        self.counts = dict.fromkeys(self._hosts, -1)
         now = time.monotonic()
         self._heard_at = dict.fromkeys(self._hosts, now)
         self._answered_at = self._eager_since = now
@@ -123,8 +124,8 @@ class Reports:
                 self._known[host] = [dataclasses.replace(rank, status=0) for rank in self._known[host]]
             elif store.check([f"report/{host}"]):
                 report = json.loads(store.get(f"report/{host}"))
-                if report["count"] != self._counts[host]:
-                    self._counts[host] = report["count"]
+                if report["count"] != self.counts[host]:
+                    self.counts[host] = report["count"]
                     self._heard_at[host] = time.monotonic()
                     if report["ranks"]:
                         self._known[host] = [Observed(**rank) for rank in report["ranks"]]

@@ -22,6 +22,7 @@ from trainer.faults.heartbeat import Heartbeat, set_mine
 from trainer.faults.last_resort import LastResort
 from trainer.faults.neighbour import TICK_S, Member, Neighbour
 from trainer.faults.reports import Reports
+from trainer.faults.suspicion import Suspicion
 from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge, slow
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Watch:
         self._memory_kills = processes.MemoryKills(neighbour.member.pid for neighbour in self._here.values())
         self._parent, self._orphan_since = os.getppid(), 0.0
         self._named_slow: tuple[int, int] | None = None
+        self._suspicion = Suspicion()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -191,6 +193,8 @@ class Watch:
                 self._end(reports.verdict)
         if suspicious:
             self._judge(here, reports.others() if reports else [])
+        else:
+            self._suspicion.drop()
 
     def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
         everyone = sorted(here + elsewhere, key=lambda rank: rank.rank)
@@ -207,8 +211,12 @@ class Watch:
             return  # look again, knowing more
         verdict = judge(everyone, self._timeout_s, pressing)
         if verdict is not None:
-            self._give(verdict, everyone)
-        elif found := slow(everyone, max(1.0, self._timeout_s / 10)):
+            counts = self._reports.counts if self._reports else {}
+            if self._suspicion.stands(verdict, self._members[verdict.ranks[0]].host, counts):
+                self._give(verdict, everyone)
+            return
+        self._suspicion.drop()
+        if found := slow(everyone, max(1.0, self._timeout_s / 10)):
             self._name_slow(found)
 
     def _leads(self) -> bool:
