@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
+_FORWARD_SENDS_NO_BUFFERS = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
+}
+
+
 class Ddp(Strategy):
     def __init__(
         self,
@@ -67,7 +73,7 @@ class Ddp(Strategy):
                 gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
                 static_graph=self.settings.static_graph,
                 find_unused_parameters=self.settings.find_unused_parameters,
-                broadcast_buffers=not are_statistics(model),
+                **(_FORWARD_SENDS_NO_BUFFERS if are_statistics(model) else {}),
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
             if (options := _options(self.comm)) is not None:
@@ -140,7 +146,7 @@ def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:
         return {}
     if first_mb == cap_mb:
         return {"bucket_cap_mb": cap_mb}
-    if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters:
+    if "bucket_cap_mb_list" in _ARGUMENTS:
         return {"bucket_cap_mb_list": [first_mb, cap_mb]}
     raise UserError(
         f"strategy.first_bucket_mb={first_mb} with bucket_cap_mb={cap_mb}: torch {torch.__version__} takes a "
