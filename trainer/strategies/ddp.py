@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
-_FORWARD_SENDS_NO_BUFFERS = {
+_FORWARD_SENDS_NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
 
