@@ -14,7 +14,7 @@ from trainer.checkpoint import Agreement, weights_for
 from trainer.config import Config, DataConfig, model_settings
 from trainer.data.batch import BatchSplit
 from trainer.data.device import Normalise, ToDevice
-from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.loader import EvalLoader, Share, TrainLoader
 from trainer.data.loaders import eval_loader, train_loader
 from trainer.data.transforms import Transformed, mirrored_at_random
 from trainer.deferred import Deferred
@@ -30,8 +30,8 @@ def load_data(
     """The training data, and the loaders of this process's share of both kinds."""
     train_set = build_dataset(config.data, "train")
     replica = strategy.replica if strategy.trains else 0  # which then reads nothing
-    share = _share(config, dist)
-    to_train = train_loader(train_set, config.data, batch, replica=replica, parts=strategy.parts, **share)
+    share = dataclasses.replace(_share(config, dist, replica), parts=strategy.parts)
+    to_train = train_loader(train_set, config.data, batch, share)
     if not config.train.evaluates:
         return train_set, to_train, None
     return train_set, to_train, load_held_out(config, batch, strategy, dist)[1]
@@ -44,16 +44,12 @@ def load_held_out(
     eval_set = build_dataset(config.data, "eval")
     num_parts, part = strategy.evaluators(dist.rank)
     eval_batch = dataclasses.replace(batch, num_replicas=num_parts)
-    return eval_set, eval_loader(eval_set, config.data, eval_batch, replica=part, **_share(config, dist))
+    return eval_set, eval_loader(eval_set, config.data, eval_batch, _share(config, dist, part))
 
 
-def _share(config: Config, dist: Dist) -> dict[str, Any]:
-    return {
-        "seed": config.seed,
-        "device": dist.device,
-        "timeout_s": config.distributed.timeout_s,
-        "heartbeat": dist.heartbeat,
-    }
+def _share(config: Config, dist: Dist, replica: int) -> Share:
+    assert config.seed is not None
+    return Share(replica, config.seed, dist.device, config.distributed.timeout_s, dist.heartbeat)
 
 
 def build_dataset(data: DataConfig, split: str) -> Any:

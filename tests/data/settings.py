@@ -8,7 +8,7 @@ import torch
 
 from trainer.data import loaders
 from trainer.data.batch import split_batch
-from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.loader import EvalLoader, Share, TrainLoader
 from trainer.errors import UserError
 
 CPU = torch.device("cpu")
@@ -39,10 +39,7 @@ def train_loader(
         dataset,
         Settings(**settings),
         split_batch(global_batch_size, micro, num_replicas),
-        replica=replica,
-        seed=seed,
-        timeout_s=timeout_s,
-        device=CPU,
+        Share(replica, seed, CPU, timeout_s),
     )
 
 
@@ -62,7 +59,5 @@ def eval_loader(
         dataset,
         Settings(**settings),
         split_batch(batch_size * num_replicas, None, num_replicas),
-        replica=replica,
-        seed=0,
-        device=CPU,
+        Share(replica, 0, CPU),
     )

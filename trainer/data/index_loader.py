@@ -1,51 +1,37 @@
 """Loaders of data that is read by index, in an order of the harness's own."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset
 
 from trainer.data.batch import BatchSplit
-from trainer.data.loader import Batches, LoaderSettings, data_loader, raise_errors
+from trainer.data.loader import Batches, LoaderSettings, Share, data_loader, raise_errors
 from trainer.data.reader import EvalReader, TrainReader
 from trainer.data.sampler import EvalSampler, TrainSampler
 from trainer.errors import UserError
-from trainer.faults.heartbeat import Heartbeat
 
 
 class IndexTrainLoader:
-    """A TrainLoader of data read by index; ``timeout_s`` is how long to wait for a batch from the workers.
-
-    ``parts`` hands out (step, replica), where ranks have no replica of their own.
+    """A TrainLoader of data read by index.
 
     Raises:
         UserError: the dataset is smaller than a global batch.
     """
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        settings: LoaderSettings,
-        batch: BatchSplit,
-        *,
-        replica: int,
-        seed: int,
-        device: torch.device,
-        timeout_s: float = 600,
-        heartbeat: Heartbeat | None = None,
-        parts: Callable[[], Iterator[tuple[int, int]]] | None = None,
+        self, dataset: Dataset[Any], settings: LoaderSettings, batch: BatchSplit, share: Share
     ) -> None:
         self._sampler = TrainSampler(
             dataset,  # type: ignore[arg-type]
             batch,
-            replica=replica,
-            seed=seed,
-            parts=parts,
+            replica=share.replica,
+            seed=share.seed,
+            parts=share.parts,
         )
-        self._reader = TrainReader(dataset, seed, settings.on_bad_sample, heartbeat)
-        self._loader = data_loader(self._reader, self._sampler, settings, device, timeout_s)
+        self._reader = TrainReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat)
+        self._loader = data_loader(self._reader, self._sampler, settings, share)
 
         self.num_samples: int | None = self._reader.num_samples
         self.steps_per_epoch: int | None = self._sampler.steps_per_epoch
@@ -71,27 +57,18 @@ class IndexEvalLoader:
     """An EvalLoader of data read by index."""
 
     def __init__(
-        self,
-        dataset: Dataset[Any],
-        settings: LoaderSettings,
-        batch: BatchSplit,
-        *,
-        replica: int,
-        seed: int,
-        device: torch.device,
-        timeout_s: float = 600,
-        heartbeat: Heartbeat | None = None,
+        self, dataset: Dataset[Any], settings: LoaderSettings, batch: BatchSplit, share: Share
     ) -> None:
         if len(dataset) == 0:  # type: ignore[arg-type]
             raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
         sampler = EvalSampler(
             dataset,  # type: ignore[arg-type]
             batch,
-            replica=replica,
+            replica=share.replica,
         )
         self.batch_size = sampler.batch_size
-        self._reader = EvalReader(dataset, seed, settings.on_bad_sample, heartbeat)
-        self._loader = data_loader(self._reader, sampler, settings, device, timeout_s)
+        self._reader = EvalReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat)
+        self._loader = data_loader(self._reader, sampler, settings, share)
 
         self.num_samples: int | None = self._reader.num_samples
 

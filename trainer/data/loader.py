@@ -3,7 +3,8 @@
 One life long for the whole run. trainer/data/loaders.py chooses between data read by index and streams.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,6 +31,23 @@ class LoaderSettings(Protocol):
     """raise | skip"""
     sharded: bool
     """Read the shards of a stream side by side, each on one replica where that can be."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of each batch a process reads, and for whom.
+
+    Attributes:
+        timeout_s: how long to wait for a batch from the workers.
+        parts: hands out (step, replica), where ranks have no replica of their own.
+    """
+
+    replica: int
+    seed: int
+    device: torch.device
+    timeout_s: float = 600
+    heartbeat: Heartbeat | None = None
+    parts: Callable[[], Iterator[tuple[int, int]]] | None = None
 
 
 class Batches(Iterator[Any]):
@@ -103,11 +121,7 @@ class Reader(Protocol):
 
 
 def data_loader(
-    reader: Reader,
-    sampler: Sampler[Any],
-    settings: LoaderSettings,
-    device: torch.device,
-    timeout_s: float,
+    reader: Reader, sampler: Sampler[Any], settings: LoaderSettings, share: Share
 ) -> DataLoader[Any]:
     in_workers = settings.num_workers > 0
     first = reader.heartbeat.reserve(settings.num_workers)
@@ -118,8 +132,8 @@ def data_loader(
         num_workers=settings.num_workers,
         prefetch_factor=settings.prefetch_factor if in_workers else None,
         persistent_workers=settings.persistent_workers and in_workers,
-        pin_memory=device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
-        timeout=timeout_s if in_workers else 0,
+        pin_memory=share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
+        timeout=share.timeout_s if in_workers else 0,
         # Children of the main process, as those of Python 3.14's default, the fork server, are not.
         multiprocessing_context="fork" if in_workers else None,
         worker_init_fn=partial(begin_worker, reader.heartbeat, first),

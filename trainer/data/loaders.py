@@ -4,28 +4,28 @@ from typing import Any
 
 from trainer.data.batch import BatchSplit
 from trainer.data.index_loader import IndexEvalLoader, IndexTrainLoader
-from trainer.data.loader import EvalLoader, LoaderSettings, TrainLoader
+from trainer.data.loader import EvalLoader, LoaderSettings, Share, TrainLoader
 from trainer.data.stream import is_stream
 from trainer.data.stream_loader import StreamEvalLoader, StreamTrainLoader
 from trainer.errors import UserError
 
 
-def train_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, **share: Any) -> TrainLoader:
-    """The loader for this kind of data; ``share`` as of the two.
+def train_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> TrainLoader:
+    """The loader for this kind of data.
 
     Raises:
         UserError: fewer samples than a global batch, or a setting that this kind of data does not obey.
     """
     _check_kind(dataset, settings)
     kind = StreamTrainLoader if is_stream(dataset) else IndexTrainLoader
-    return kind(dataset, settings, batch, **share)
+    return kind(dataset, settings, batch, share)
 
 
-def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, **share: Any) -> EvalLoader:
+def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> EvalLoader:
     """As `train_loader`. Raises UserError: there is no sample, or a setting that does not apply."""
     _check_kind(dataset, settings)
     kind = StreamEvalLoader if is_stream(dataset) else IndexEvalLoader
-    return kind(dataset, settings, batch, **share)
+    return kind(dataset, settings, batch, share)
 
 
 def _check_kind(dataset: Any, settings: LoaderSettings) -> None:

@@ -4,14 +4,13 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from trainer.data.batch import BatchSplit
-from trainer.data.loader import Batches, LoaderSettings, data_loader, raise_errors
+from trainer.data.loader import Batches, LoaderSettings, Share, data_loader, raise_errors
 from trainer.data.sampler import EvalRequests, TrainRequests
 from trainer.data.stream import CaughtUp, EvalStreamReader, Place, TrainStreamReader
 from trainer.errors import UserError
@@ -23,30 +22,18 @@ Shards = dict[int, tuple[int, Any]]  # as a Place has them
 
 
 class StreamTrainLoader:
-    """A TrainLoader of data read forward; ``timeout_s`` is how long to wait for a batch from the workers."""
+    """A TrainLoader of data read forward."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        settings: LoaderSettings,
-        batch: BatchSplit,
-        *,
-        replica: int,
-        seed: int,
-        device: torch.device,
-        timeout_s: float = 600,
-        heartbeat: Heartbeat | None = None,
-        parts: Callable[[], Iterator[tuple[int, int]]] | None = None,
-    ) -> None:
-        if parts is not None:
+    def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
+        if share.parts is not None:
             raise UserError(
                 "strategy.max_staleness above 0 hands out the parts of steps as ranks ask, and a stream "
                 "is only read forward; set it to 0"
             )
-        self._reader = TrainStreamReader(dataset, seed, settings.sharded, heartbeat)
-        self._requests = TrainRequests(batch, replica, self._reader.num_shards)
-        self._loader = data_loader(self._reader, self._requests, settings, device, timeout_s)
-        self._batch, self._replica, self._num_workers = batch, replica, max(1, settings.num_workers)
+        self._reader = TrainStreamReader(dataset, share.seed, settings.sharded, share.heartbeat)
+        self._requests = TrainRequests(batch, share.replica, self._reader.num_shards)
+        self._loader = data_loader(self._reader, self._requests, settings, share)
+        self._batch, self._replica, self._num_workers = batch, share.replica, max(1, settings.num_workers)
         self._batches: _StepAhead | None = None
         self.num_samples = self._reader.num_samples
         self.steps_per_epoch = None if self.num_samples is None else self.num_samples // batch.global_size
@@ -92,20 +79,9 @@ class StreamTrainLoader:
 class StreamEvalLoader:
     """An EvalLoader of data read forward, by every rank from the beginning to the end."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        settings: LoaderSettings,
-        batch: BatchSplit,
-        *,
-        replica: int,
-        seed: int,
-        device: torch.device,
-        timeout_s: float = 600,
-        heartbeat: Heartbeat | None = None,
-    ) -> None:
-        self._reader = EvalStreamReader(dataset, seed, heartbeat=heartbeat)
-        self._loader = data_loader(self._reader, EvalRequests(batch, replica), settings, device, timeout_s)
+    def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
+        self._reader = EvalStreamReader(dataset, share.seed, heartbeat=share.heartbeat)
+        self._loader = data_loader(self._reader, EvalRequests(batch, share.replica), settings, share)
         self.num_samples, self.batch_size = self._reader.num_samples, batch.micro_size
         self.num_skipped = 0
 
