@@ -28,7 +28,7 @@ from trainer.comm.exchange.links import Link, Loopback, PeerLink
 from trainer.comm.exchange.server import Server
 from trainer.comm.execution.executor import CpuExecutor
 from trainer.comm.network.predict import Machine, measured, predict
-from trainer.comm.plan import BUCKET_MB
+from trainer.comm.network.world import BUCKET_MB
 from trainer.comm.schedules.algorithms import build
 from trainer.comm.schedules.exchange import exchange
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm import bench, plan, preflight
+from trainer.comm.schedules.schedule import Collective
 
 NAMES = ["hierarchical", "ring", "halving_doubling", "tree", "master_worker"]
 BAR = 1.2
@@ -36,8 +37,8 @@ def attempt(per_host: int, num_bytes: int, rate: str) -> dict[str, tuple[float, 
         run_ranks(quietly, len(ranks), "preflight", "--json", str(links), init=False, hosts=ranks)
         command = ["--sizes", str(num_bytes), "--rounds", "5", "--algorithms", ",".join(NAMES)]
         run_ranks(quietly, len(ranks), "bench", *command, "--json", str(times), init=False, hosts=ranks)
-        asked = ["--hosts", "2", "--per-host", str(per_host), "--megabytes", str(num_bytes / 1e6)]
-        predicted = plan.predict_all(plan.parse([*asked, "--from", str(links)]), num_hosts=2)
+        asked = ["--hosts", "2", "--per-host", str(per_host), "--from", str(links)]
+        predicted = plan.parse(asked).world.collectives(Collective.ALL_REDUCE, num_bytes)
         rows = json.loads(times.read_text())["rows"]
     return {row["algorithm"]: (predicted[row["algorithm"]].seconds, row["fastest_s"]) for row in rows}
 

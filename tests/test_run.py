@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.ranks import run_ranks
 from tests.runs import job_of, train
+from trainer.comm.network import step
 from trainer.errors import UserError
 
 FIGURES = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
@@ -35,6 +36,8 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     assert (result["steps"], result["epochs"], result["samples_seen"]) == (44, 2.0, 44 * 64)
     assert result["eval/accuracy"] > 0.5, "ten classes: chance is 0.1"
     assert result["samples_per_second"] == pytest.approx(64e3 / result["ms_per_step"])
+    if strategy == "ddp":  # of which other worlds can be planned
+        assert sum(bucket.numel for bucket in step.read(tmp_path).buckets) == 64 * 32 + 32 + 32 * 10 + 10
     assert f"name: {strategy}" in (tmp_path / "config.yaml").read_text()
     assert (tmp_path / "train.log").stat().st_size > 0
 

@@ -75,6 +75,7 @@ def run(config: Config) -> dict[str, Any]:
                 "comm": config.comm.algorithm,
                 "world_size": dist.world_size,
                 **{name: None if math.isnan(value) else value for name, value in figures.items()},
+                **job.strategy.measured(),
                 "param_sha256": fingerprint.parameters_sha256(job.state.model),
             }
             job.checkpointer.close()

@@ -13,8 +13,9 @@ import pytest
 
 from trainer.comm import plan
 from trainer.comm.network import predict as predicting
-from trainer.comm.network import rounds
+from trainer.comm.network import rounds, step
 from trainer.comm.network.predict import Machine, Prediction, measured, predict
+from trainer.comm.network.world import World
 from trainer.comm.schedules import formulas
 from trainer.comm.schedules.algorithms import ALGORITHMS, build
 from trainer.comm.schedules.exchange import exchange
@@ -206,9 +207,13 @@ def test_the_table_ends_with_the_best_choice(capsys: pytest.CaptureFixture[str])
 @pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     file = tmp_path / "plan.svg"
-    plan.main([*_on(6, 2), "--gbit", "1", "--latency-us", "50", *_LOCAL, "--plot", str(file)])
-    assert file.stat().st_size > 10_000
-    assert "world size" in file.read_text()
+    for more in ([], ["--train", str(_run_in(tmp_path))]):
+        plan.main([*_on(6, 2), "--gbit", "1", "--latency-us", "50", *_LOCAL, "--plot", str(file), *more])
+        assert file.stat().st_size > 10_000
+        assert ("predicted time" in file.read_text(), "computing" in file.read_text()) == (
+            not more,
+            bool(more),
+        )
 
 
 def _figures(**changes: Any) -> dict[str, Any]:
@@ -260,6 +265,9 @@ def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureF
         ("--hosts 2 --gbit -1 --latency-us 1", "--gbit -1.0"),
         ("--hosts 2 --gbit nan --latency-us 1", "--gbit nan"),
         ("--hosts 2 --from nowhere.json", "nowhere.json"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --rails 2", "--rails 2: a process uses one"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --oversubscription 2", "needs --hosts-per-switch"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --collective all-reduce,alltoall", "all-gather, reduce-scatter"),
     ],
 )
 def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,3 +316,54 @@ def test_formulas_and_servers_are_printed(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         plan.main([*_on(4, 1), "--gbit", "1", "--latency-us", "50", "--servers", "4"])
     assert "a number from 1 to 3" in capsys.readouterr().err
+
+
+def _run_in(folder: Path, **changes: Any) -> Path:
+    """Three buckets of 1, 2 and 1 MB; at 1 GB/s to add and 1 to copy, a ring of 2 moves 1 MB in 1 ms."""
+    buckets = [(1_000_000, 10.0), (2_000_000, 2.0), (1_000_000, 0.0)]
+    timeline = {
+        "device": "cuda",
+        "hosts": [0, 0],
+        "wire_dtype": "fp32",
+        "exposed_ms": 5.0,
+        "buckets": [{"bytes": size, "early_ms": early} for size, early in buckets],
+    }
+    result = {"comm": "native", "ms_per_step": 30.0, "timeline": timeline, **changes}
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def test_a_step_is_what_it_computes_and_what_is_exposed(tmp_path: Path) -> None:
+    run = step.read(_run_in(tmp_path))
+    slow = World(2, 1, Machine(link_bytes_per_s=1e9), segment_bytes=1000)
+    assert run.computed_s(None) == pytest.approx(0.025)
+    # The first has gone 9 ms before the end, and the second at the end; the third is yet to go.
+    found = run.step(slow, "ring", 0.025)
+    assert (found.hidden_s, found.exposed_s) == pytest.approx((0.003, 0.001), rel=0.02)
+    assert found.seconds == pytest.approx(0.026, rel=1e-3)
+    tenth = run.step(replace(slow, machine=Machine(link_bytes_per_s=1e8)), "ring", 0.025)
+    assert tenth.exposed_s == pytest.approx(
+        0.030, rel=0.02
+    )  # 40 ms without a pause, 10 of them before the end
+    # Links on which 1 ms should have been exposed: of the 5 measured, 4 were waiting for others.
+    assert run.computed_s(Machine(local_bytes_per_s=1e9)) == pytest.approx(0.029, rel=0.01)
+
+
+def test_processors_that_move_hidden_buckets_compute_less_meanwhile(tmp_path: Path) -> None:
+    run = replace(step.read(_run_in(tmp_path)), on_cpu=True)
+    machine = Machine(link_bytes_per_s=1e9, add_s_per_byte=1e-10, network_s_per_byte=2e-10, parallelism=1.0)
+    found = run.step(World(2, 1, machine, segment_bytes=1000), "ring", 0.025)
+    per_byte = 0.5 * 1e-10 + 2 * 2e-10  # of the bucket: half of it added; sent and received once each
+    assert found.slowed_s == pytest.approx(found.hidden_s * per_byte / 1e-9, rel=0.05)
+
+
+def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*_on(64, 8), "--gbit", "100", "--latency-us", "10", *_LOCAL, "--train", str(_run_in(tmp_path))]
+    assert plan.main(asked) == 0
+    out = capsys.readouterr().out
+    assert "comm=ring: a step of 30.00 ms, 25.00 ms of it computing; 3 buckets, 4 MB" in out
+    assert all(name in out for name in ALGORITHMS) and "of 512" in out
+    for changes, message in (({"timeline": None}, "has no timeline"), ({"comm": "powersgd"}, "none of ring")):
+        with pytest.raises(SystemExit):
+            plan.main([*asked[:-1], str(_run_in(tmp_path, **changes))])
+        assert message in capsys.readouterr().err

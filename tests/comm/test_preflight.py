@@ -26,6 +26,7 @@ from trainer.comm import plan, preflight
 from trainer.comm.network import links
 from trainer.comm.network.checks import CHECKS, NEED_TWO
 from trainer.comm.schedules.algorithms import ALGORITHMS
+from trainer.comm.schedules.schedule import Collective
 
 
 def _preflight(*argv: str) -> tuple[int, str]:
@@ -87,7 +88,8 @@ def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
     assert plan.main(asked) == 0
     table = capsys.readouterr().out
     assert "measured by the preflight" in table and all(name in table for name in ALGORITHMS)
-    predicted = plan.predict_all(plan.parse([*asked, "--gbit", "0.001"]), num_hosts=2)  # 1, 1.5 and 2 N
+    world = plan.parse([*asked, "--gbit", "0.001"]).world
+    predicted = world.collectives(Collective.ALL_REDUCE, 25e6)  # over each link 1, 1.5 and 2 N
     order = [name for name in predicted if name in ("hierarchical", "ring", "master_worker")]
     assert order == ["hierarchical", "ring", "master_worker"]
     assert all(0 < prediction.seconds < math.inf for prediction in predicted.values())

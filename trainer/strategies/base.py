@@ -6,7 +6,7 @@ lives whole on one device.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -191,6 +191,10 @@ class Strategy:
     def summary(self) -> str:
         """What a person should know at the end about the run as a whole; may be empty."""
         return ""
+
+    def measured(self) -> dict[str, Any]:
+        """What result.json tells of this strategy's communication, on rank 0; no collective."""
+        return {}
 
     def close(self) -> None:
         """Let go of threads and groups; called once, after a run that ended well."""

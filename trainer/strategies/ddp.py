@@ -106,6 +106,14 @@ class Ddp(Strategy):
     def summary(self) -> str:
         return table(self.hook.timeline) if self.hook is not None else ""
 
+    def measured(self) -> dict[str, Any]:
+        typical = self.hook.timeline.typical_pass() if self.hook is not None else {}
+        options = _options(self.comm) or {}
+        if not typical or "wire_dtype" not in options:  # PowerSGD's messages are not its buckets
+            return {}
+        facts = {"device": self.device.type, "hosts": list(self.hosts), "wire_dtype": options["wire_dtype"]}
+        return {"timeline": facts | typical}
+
     def close(self) -> None:
         if self.hook is not None:
             self.hook.close()

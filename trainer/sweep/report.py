@@ -92,7 +92,8 @@ def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         row: dict[str, Any] = {"trial": trial.number, "folder": trial.folder, "state": trial.state}
         row |= {"status": trial.status, "seed": trial.seed, **{key: trial.swept.get(key) for key in keys}}
         row |= {"metric": metric, "value": trial.value, "seconds": trial.seconds}
-        rows.append(row | {k: v for k, v in _result(folder / trial.folder).items() if k not in row})
+        result = _result(folder / trial.folder).items()
+        rows.append(row | {k: v for k, v in result if k not in row and not isinstance(v, dict)})
     names = list(dict.fromkeys(name for row in rows for name in row))
     temporary = folder / f"{CSV}.new"
     with temporary.open("w", newline="") as file:

@@ -92,21 +92,40 @@ def predict(
         itemsize: bytes of an element on the wire.
         segment_bytes, width: see `trainer.comm.schedules.pipeline`.
     """
-    num_segments = max(1, -(-num_bytes // segment_bytes))
-    segment = num_bytes / num_segments
-    block, played = rounds(schedules, hosts, 1 if machine.oversubscription == 1 else machine.hosts_per_switch)
-    tally = _Tally(np.asarray(hosts), block, machine, segment, itemsize)
-    for round_ in played:
-        tally.play(round_)
-    loads = tally.loads()
-    # The last segment enters after so many rounds of the first.
-    behind = max((num_segments - 1) / width, first_sweep(num_segments - 1, schedules[0].num_rounds, width))
-    loads["latency"] = tally.slowest_round_s * behind / max(1, num_segments - 1)
-    bottleneck = max(loads, key=loads.__getitem__)
-    seconds = tally.clocks.max() + (num_segments - 1) * loads[bottleneck]
-    traffic = tally.traffic(num_segments, copies=len(schedules) // block)
-    bottleneck = bottleneck if num_segments > 1 else "latency"
-    return Prediction(float(seconds), bottleneck, traffic, num_segments * loads["processors of a host"])
+    return Predictor(schedules, hosts, machine)(num_bytes, itemsize, segment_bytes, width)
+
+
+class Predictor:
+    """`predict` for buckets of many lengths: what is the same for all is found once."""
+
+    def __init__(self, schedules: Sequence[Schedule], hosts: Sequence[int], machine: Machine) -> None:
+        self._hosts, self._machine, self._num_rounds = np.asarray(hosts), machine, schedules[0].num_rounds
+        together = 1 if machine.oversubscription == 1 else machine.hosts_per_switch
+        self._block, self._rounds = rounds(schedules, hosts, together)
+
+    def __call__(
+        self,
+        num_bytes: int,
+        itemsize: int = 4,
+        segment_bytes: int = int(SEGMENT_MB * 2**20),
+        width: int = WIDTH,
+    ) -> Prediction:
+        num_segments = max(1, -(-num_bytes // segment_bytes))
+        segment = num_bytes / num_segments
+        tally = _Tally(self._hosts, self._block, self._machine, segment, itemsize)
+        for round_ in self._rounds:
+            tally.play(round_)
+        loads = tally.loads()
+        # The last segment enters after so many rounds of the first.
+        behind = max((num_segments - 1) / width, first_sweep(num_segments - 1, self._num_rounds, width))
+        loads["latency"] = tally.slowest_round_s * behind / max(1, num_segments - 1)
+        bottleneck = max(loads, key=loads.__getitem__)
+        return Prediction(
+            seconds=float(tally.clocks.max() + (num_segments - 1) * loads[bottleneck]),
+            bottleneck=bottleneck if num_segments > 1 else "latency",
+            traffic=tally.traffic(num_segments, copies=len(self._hosts) // self._block),
+            processors_s=float(num_segments * loads["processors of a host"]),
+        )
 
 
 class _Tally:

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from trainer.comm.schedules.places import Hosts, by_host, line, places_in_hosts
 from trainer.comm.schedules.places import tree as tree_of
-from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule
+from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule, in_phases
 
 Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its part
 
@@ -62,8 +62,7 @@ def tree(rank: int, hosts: Sequence[int]) -> Schedule:
         up[deepest - depth].append(Op(Kind.SEND, parent, 0, 1))
         down[depth - 1].append(Op(Kind.COPY, parent, 0, 1))
     owned = (0, 1) if parent is None else (0, 0)
-    reduce, gather = ([Phase(tuple(ops)) for ops in rounds] for rounds in (up, down))
-    return Schedule(1, tuple(reduce), owned, tuple(gather))
+    return Schedule(1, in_phases(up), owned, in_phases(down))
 
 
 def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:

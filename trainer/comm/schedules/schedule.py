@@ -9,9 +9,10 @@ counter and the cost model read it. Three rules make a family of schedules (one 
   end with the same bits. The rank that does so owns the part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 
 class Collective(Enum):
@@ -63,6 +64,15 @@ class Phase:
             begin = low + (op.begin - low + index * step) % (high - low)
             moved.append(Op(op.kind, op.peer, begin, begin + width))
         return tuple(moved)
+
+
+def in_phases(rounds: Sequence[Sequence[Op]]) -> tuple[Phase, ...]:
+    """A phase for each round, and one for all idle rounds in a row: most are, in a tree of many ranks."""
+    phases: list[Phase] = []
+    for idle, run in groupby(map(tuple, rounds), key=lambda ops: not ops):
+        alike = list(run)
+        phases += [Phase((), len(alike))] if idle else map(Phase, alike)
+    return tuple(phases)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from trainer.comm.schedules.places import Hosts, by_host, line, places_in_hosts
 from trainer.comm.schedules.places import tree as tree_of
-from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule
+from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule, in_phases
 
 _OPPOSITE = {Kind.SEND: Kind.ADD, Kind.COPY: Kind.SEND}
 
@@ -99,7 +99,7 @@ def _tree(rank: int, hosts: Hosts) -> Found:
     if parent is not None:
         up[deepest - depth].append(Op(Kind.SEND, parent, begins[rank], ends[rank]))
         down[depth - 1] += _all_but(Kind.COPY, parent, begins[rank], ends[rank], (0, len(hosts)))
-    return order, begins[rank], tuple(Phase(tuple(ops)) for ops in (*up, *down))
+    return order, begins[rank], in_phases((*up, *down))
 
 
 @lru_cache(maxsize=16)

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 
 from trainer.comm.timeline.clock import CommonClock
 from trainer.comm.timeline.gpu_clock import GpuClock
+
+_KEPT = 100  # passes, of which `Timeline.typical_pass` takes medians
 
 
 @dataclass(slots=True)
@@ -131,6 +134,7 @@ class Timeline:
         # Over the run, by (index, bytes); by (index, 0) where a bucket has other bytes at every step.
         self.buckets: dict[tuple[int, int], BucketSum] = {}
         self.passes = PassSum()  # over the run
+        self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
         self.times_last: dict[int, int] = {}  # how often each rank was last, as far as metrics was called
         self._clock, self._gpu_clock = CommonClock(group, hosts), gpu_clock
         self._recent = PassSum()  # since the last call of metrics
@@ -183,6 +187,32 @@ class Timeline:
             "comm/megabytes": sum(record.num_bytes for record in self.last_pass) / 1e6,
         }
 
+    def typical_pass(self) -> dict[str, Any]:
+        """What a backward pass is like on this rank, for result.json; {} if there was none.
+
+        Medians over the newest passes: communication in all, hidden and exposed, and in the order in which
+        buckets are ready, their bytes and how long before the last gradient that is.
+        """
+        self.settle(wait=True)
+        layout = [(record.index, record.num_bytes) for record in self.last_pass]
+        alike = [own for own in self._kept if [(r.index, r.num_bytes) for r in own] == layout]
+        if not alike:
+            return {}
+        sums, early_s = [PassSum() for _ in alike], []
+        for records, own in zip(alike, sums, strict=True):
+            own.add(records)
+            last_ready = max(record.ready for record in records)
+            early_s.append([last_ready - record.ready for record in records])
+        return {
+            "total_ms": 1e3 * median(own.total_s for own in sums),
+            "hidden_ms": 1e3 * median(own.hidden_s for own in sums),
+            "exposed_ms": 1e3 * median(own.exposed_s for own in sums),
+            "buckets": [
+                {"bytes": num_bytes, "early_ms": 1e3 * median(times)}
+                for (_, num_bytes), times in zip(layout, zip(*early_s, strict=True), strict=True)
+            ],
+        }
+
     def settle(self, wait: bool) -> None:
         """Sum up the complete passes whose times are known; all of them, if need be waiting for the GPU."""
         while self._unsettled and (len(self._unsettled) > 1 or self._complete):
@@ -190,6 +220,7 @@ class Timeline:
             if not all(record.settle(wait) for record in records):
                 return
             self.last_pass = self._unsettled.popleft()
+            self._kept.append(self.last_pass)
             for record in records:
                 key = (record.index, 0 if record.sparse else record.num_bytes)
                 self.buckets.setdefault(key, BucketSum()).add(record)

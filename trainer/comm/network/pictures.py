@@ -1,0 +1,52 @@
+"""Predictions over world size as a picture: .png, .svg or .pdf."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.comm.network.predict import Prediction
+from trainer.comm.network.step import Step
+from trainer.comm.network.world import World
+from trainer.comm.schedules.algorithms import ALGORITHMS
+
+_MARKERS = dict(zip(ALGORITHMS, "os^Dv", strict=True))
+
+
+def worlds(world: World) -> list[World]:
+    """1, 2, 4, 8, ... hosts, up to those of `world`."""
+    numbers = {1 << i for i in range(world.num_hosts.bit_length())} | {world.num_hosts}
+    return [world.with_hosts(number) for number in sorted(numbers)[:-1]] + [world]
+
+
+def times(curves: Mapping[int, Mapping[str, Prediction]], what: str, per_host: int, file: Path) -> None:
+    """Seconds by world size and algorithm, both axes logarithmic."""
+    with _axes(f"{what}, {per_host} processes on each host", "predicted time (s)", file) as axes:
+        axes.set_yscale("log")
+        for algorithm, marker in _MARKERS.items():
+            points = [(size, found[algorithm].seconds) for size, found in curves.items()]
+            points = [(size, value) for size, value in points if value > 0]
+            axes.plot(*zip(*points, strict=True), marker=marker, label=algorithm)
+
+
+def efficiencies(curves: Mapping[int, Mapping[str, Step]], what: str, file: Path) -> None:
+    """The part of a step that is computing, by world size and algorithm."""
+    with _axes(what, "computing / step (%)", file) as axes:
+        axes.set_ylim(0, 103)
+        for algorithm, marker in _MARKERS.items():
+            values = [100 * f[algorithm].computed_s / f[algorithm].seconds for f in curves.values()]
+            axes.plot(list(curves), values, marker=marker, label=algorithm)
+
+
+@contextmanager
+def _axes(title: str, ylabel: str, file: Path) -> Iterator[Any]:
+    from matplotlib.figure import Figure  # takes a second to import, and only a picture needs it
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="world size (processes)", ylabel=ylabel, title=title)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    yield axes
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120)

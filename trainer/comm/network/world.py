@@ -1,0 +1,75 @@
+"""Hosts and processes of any number, and what collectives and parameter servers would cost there."""
+
+from dataclasses import dataclass, field, replace
+
+from trainer.comm.network.predict import Machine, Prediction, Predictor, predict
+from trainer.comm.network.rounds import Family
+from trainer.comm.schedules.algorithms import ALGORITHMS, build
+from trainer.comm.schedules.exchange import exchange
+from trainer.comm.schedules.pipeline import SEGMENT_MB
+from trainer.comm.schedules.places import Hosts
+from trainer.comm.schedules.schedule import Collective, Schedule
+from trainer.comm.schedules.shards import all_gather, reduce_scatter
+
+BUCKET_MB = 4.0  # strategy.bucket_mb
+_HOW = {
+    Collective.ALL_REDUCE: build,
+    Collective.ALL_GATHER: all_gather,
+    Collective.REDUCE_SCATTER: reduce_scatter,
+}
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class World:
+    """Hosts all alike, each with as many processes.
+
+    Args:
+        itemsize: bytes that an element of fp32 travels as.
+        segment_bytes: as comm.segment_mb.
+    """
+
+    num_hosts: int
+    per_host: int
+    machine: Machine
+    itemsize: int = FP32
+    segment_bytes: int = int(SEGMENT_MB * 2**20)
+    _predictors: dict[tuple[Collective, str], Predictor] = field(default_factory=dict, init=False)
+
+    @property
+    def size(self) -> int:
+        return self.num_hosts * self.per_host
+
+    @property
+    def hosts(self) -> Hosts:
+        """The host of every rank."""
+        return Hosts(rank // self.per_host for rank in range(self.size))
+
+    def with_hosts(self, num_hosts: int) -> "World":
+        return replace(self, num_hosts=num_hosts)
+
+    def collective(self, how: Collective, algorithm: str, numel: int) -> Prediction:
+        """Of `numel` elements: of a bucket, or of all ranks' blocks together."""
+        if (how, algorithm) not in self._predictors:
+            hosts = self.hosts
+
+            def one(rank: int) -> Schedule:
+                return _HOW[how](algorithm, rank, hosts)
+
+            self._predictors[how, algorithm] = Predictor(Family(one, self.size), hosts, self.machine)
+        return self._predictors[how, algorithm](numel * self.itemsize, self.itemsize, self.segment_bytes)
+
+    def collectives(self, how: Collective, num_bytes: float) -> dict[str, Prediction]:
+        """Every algorithm on so many bytes of fp32, fastest first."""
+        numel = max(1, round(num_bytes / FP32))
+        found = {name: self.collective(how, name, numel) for name in ALGORITHMS}
+        return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+
+    def exchange(self, num_servers: int, num_bytes: float) -> tuple[Prediction, Prediction]:
+        """Push and pull of so many bytes of fp32; as many servers as ranks: all serve, and all work."""
+        workers = range(self.size) if num_servers == self.size else range(num_servers, self.size)
+        push, pull = (
+            predict(way, self.hosts, self.machine, round(num_bytes), segment_bytes=int(BUCKET_MB * 2**20))
+            for way in exchange(range(num_servers), workers)
+        )
+        return push, pull
