@@ -105,6 +105,39 @@ def test_mlp_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]],
     assert_all_equal_single(tmp_path, single, strategy, ["mlp"], [None])
 
 
+COMMS = ("ring", "tree", "halving_doubling", "hierarchical", "master_worker")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_schedules_of_shards_equal_single(
+    tmp_path: Path, single: dict[str, dict[str, Tensor]], world_size: int
+) -> None:
+    """On one host and on two, hybrid, prefetched, with the sums of micro-batches: in one start of ranks."""
+    cases = [("mlp", f"comm={comm}", "strategy.prefetch_units=1") for comm in COMMS]
+    cases += [("gpt", "comm=hierarchical", "strategy.prefetch_units=1")] * (world_size == 2)
+    cases += [("mlp", "comm=ring", "strategy.shard_group=host", "train.micro_batch_size=8")]
+    cases += [("mlp", "comm=ring", "strategy.reduce_every_micro_batch=true", "train.micro_batch_size=8")]
+    runs = [
+        (
+            *options(tmp_path / str(number), model),
+            "strategy=fsdp",
+            "strategy.unit_min_params=1000",
+            *overrides,
+        )
+        for number, (model, *overrides) in enumerate(cases)
+    ]
+    hosts = [rank // 2 for rank in range(world_size)]
+    ranks = run_ranks(trained_each, world_size, *runs, init=False, hosts=hosts)
+    for (model, *overrides), *results in zip(cases, *ranks, strict=True):
+        for theirs in results[1:]:
+            assert all(torch.equal(theirs[name], value) for name, value in results[0].items()), overrides
+        print(
+            f"x{world_size} {model} {overrides}: {distance(results[0], single[model]):.4f} of the tolerance"
+        )
+        assert distance(results[0], single[model]) < 1, overrides
+
+
 DEAF = ("strategy=ddp", "comm.timeline=false")  # DDP takes one hook, and the test brings its own
 UNGUARDED = "train.check_replicas_every=null"  # else the replica guard would be the one to find it
 

@@ -159,7 +159,7 @@ class DistributedConfig:
 
 @dataclass
 class CommConfig:
-    """How DDP all-reduces its gradients; ignored by no strategy: the others refuse all but `native`."""
+    """How DDP all-reduces gradients, and FSDP gathers and reduces shards; others take `native` only."""
 
     algorithm: str = MISSING
 
@@ -377,6 +377,8 @@ COMMS: dict[str, type[CommConfig]] = {
     "master_worker": ScheduleCommConfig,
     "powersgd": PowerSgdCommConfig,
 }
+
+_SCHEDULES = [name for name, kind in COMMS.items() if kind is ScheduleCommConfig]
 
 FAULTS: dict[str, type[FaultConfig]] = {
     "none": FaultConfig,
@@ -596,10 +598,17 @@ def _check_contradictions(config: Config) -> None:
                 f"strategy.first_bucket_mb is {strategy.first_bucket_mb}, but must be at most "
                 f"strategy.bucket_cap_mb, {strategy.bucket_cap_mb}: it makes the first bucket smaller"
             )
+    elif isinstance(strategy, FsdpConfig) and isinstance(comm, ScheduleCommConfig):
+        if comm.cuda_graph:
+            raise UserError(
+                "comm.cuda_graph=true needs strategy=ddp, whose buckets stay where they are in memory; with "
+                "strategy=fsdp leave it out"
+            )
     elif comm.algorithm != "native":
         raise UserError(
-            f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}: only DDP "
-            "lets a hook replace its all-reduce; take strategy=ddp, or comm=native"
+            f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}; take strategy=ddp"
+            + (f", or comm={', '.join(_SCHEDULES)}" if strategy.name == "fsdp" else "")
+            + ", or comm=native"
         )
     elif isinstance(comm, NativeCommConfig) and comm.wire_dtype != "fp32":
         raise UserError(
@@ -652,10 +661,11 @@ def _check_phase_comes(config: Config, fault: TimedFaultConfig) -> None:
     if fault.phase == "evaluate" and not train.evaluates:
         raise UserError("fault.phase=evaluate never comes with train.eval_every_epochs=0")
     if fault.phase == "all_reduce":
-        if not isinstance(config.strategy, DdpConfig):
+        shards = isinstance(config.strategy, FsdpConfig) and isinstance(comm, ScheduleCommConfig)
+        if not isinstance(config.strategy, DdpConfig) and not shards:
             raise UserError(
-                f"fault.phase=all_reduce is DDP's, and never comes with strategy={config.strategy.name}; "
-                "take fault.phase=backward"
+                "fault.phase=all_reduce is DDP's, or FSDP's with comm=ring and the like, and never comes "
+                f"with strategy={config.strategy.name} comm={comm.algorithm}; take fault.phase=backward"
             )
         if isinstance(comm, NativeCommConfig) and comm.wire_dtype == "fp32" and not comm.timeline:
             raise UserError(

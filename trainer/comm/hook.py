@@ -1,10 +1,8 @@
 """Give a DistributedDataParallel model the all-reduce of its user's choice, and a timeline of it."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,17 +16,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm import sparse
-from trainer.comm.execution.blame import CommError, PeerError
 from trainer.comm.execution.executor import CpuExecutor
 from trainer.comm.execution.nccl import NcclReducer
 from trainer.comm.execution.worker import Worker
+from trainer.comm.members import WIRE_DTYPES, Members, hosts_of_members, new_group
 from trainer.comm.schedules.algorithms import build
 from trainer.comm.schedules.pipeline import SEGMENT_MB
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord, Timeline
-
-WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What sums travel as; fp32 means uncompressed, in the dtype of the gradients."""
 
 Reduce = Callable[[dist.GradBucket, BucketRecord], Future[torch.Tensor]]
 Enter = Callable[[str, int], None]
@@ -124,10 +119,10 @@ def attach(
         raise ValueError(f"no wire dtype {wire_dtype!r}; there are {', '.join(WIRE_DTYPES)}")
     if algorithm != "native":
         sparse.refuse_sparse(model.module, algorithm)
-    hosts = _hosts_of_members(model.process_group, hosts)
+    hosts = hosts_of_members(model.process_group, hosts)
     device = next(model.parameters()).device
     gpu_clock = GpuClock(device) if device.type == "cuda" else None
-    group = _new_group(model.process_group, "gloo", timeout_s)
+    group = new_group(model.process_group, "gloo", timeout_s)
     timeline = Timeline(group, hosts, gpu_clock)
     reduce: Reduce | Worker
     if algorithm == "native":
@@ -137,7 +132,7 @@ def attach(
     else:
         schedule, wire = build(algorithm, dist.get_rank(group), hosts), WIRE_DTYPES[wire_dtype]
         if gpu_clock is not None:
-            nccl = _new_group(model.process_group, "nccl", timeout_s)
+            nccl = new_group(model.process_group, "nccl", timeout_s)
             segment = None if segment_mb is None else int(segment_mb * 2**20)
             reduce = NcclReducer(
                 nccl, group, schedule, gpu_clock, wire, segment, timeout_s, len(hosts), cuda_graph
@@ -150,32 +145,6 @@ def attach(
     model.register_comm_hook(None, hook.reduce)
     model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
     return hook
-
-
-def _hosts_of_members(group: dist.ProcessGroup, hosts: Sequence[int]) -> Sequence[int]:
-    """The host index of every rank of `group`."""
-    ranks = sorted(dist.get_process_group_ranks(group))
-    if len(hosts) == dist.get_world_size():
-        return [hosts[rank] for rank in ranks]
-    if len(hosts) != len(ranks):
-        raise ValueError(
-            f"hosts has {len(hosts)} entries; the model's group has {len(ranks)} ranks, "
-            f"the world {dist.get_world_size()}"
-        )
-    return hosts
-
-
-def _new_group(like: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A group of the ranks of `like`, in their order in the world; nobody else is asked."""
-    ranks = sorted(dist.get_process_group_ranks(like))
-    group = dist.new_group(
-        ranks,
-        timedelta(seconds=timeout_s),
-        backend,
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-    )
-    assert isinstance(group, dist.ProcessGroup), "this process is outside the group of its model"
-    return group
 
 
 def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
@@ -256,23 +225,13 @@ def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], 
 
 
 def _scheduled(executor: CpuExecutor, algorithm: str, group: dist.ProcessGroup, timeline: Timeline) -> Worker:
-    ranks = timeline.ranks  # schedules count the group's ranks, people the world's
-    names = [""] * len(ranks)
-    dist.all_gather_object(names, socket.gethostname(), group=group)
-
-    def place(member: int) -> str:
-        return f"rank {ranks[member]} on host {names[member]}"
+    members = Members(group)
 
     def all_reduce(bucket: dist.GradBucket, record: BucketRecord) -> torch.Tensor:
-        try:
-            waited_s = executor.run(bucket.buffer(), divisor=len(ranks))
-        except PeerError as error:
-            message = (
-                f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes} "
-                f"stopped at {place(executor.rank)}: {place(error.peer)} {error.reason}"
-            )
-            raise CommError(message, ranks[error.peer]) from error
-        record.waited_s = {ranks[member]: seconds for member, seconds in waited_s.items()}
+        what = f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes}"
+        with members.named(what):
+            waited_s = executor.run(bucket.buffer(), divisor=len(members.ranks))
+        record.waited_s = members.in_world(waited_s)
         return bucket.buffer()
 
     return Worker(all_reduce, executor.close)

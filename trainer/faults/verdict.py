@@ -77,7 +77,7 @@ class Observed:
     def doing(self) -> str:
         phase = _WORDS.get(self.phase, self.phase)
         if self.bucket is not None:
-            phase = f"backward (bucket {self.bucket} handed over)"
+            phase += f" (bucket {self.bucket} handed over)"
         if self.patience_s:
             phase += " (waiting for the disk)"
         return f"{phase} of step {self.step}" if self.step else f"{phase} before the first step"
@@ -251,7 +251,7 @@ def _facts(rank: Observed) -> dict[str, object]:
     return {
         "rank": rank.rank,
         "host": rank.hostname,
-        "phase": "all_reduce" if rank.bucket is not None else rank.phase,
+        "phase": "all_reduce" if rank.bucket is not None and rank.phase == "backward" else rank.phase,
         "where": rank.where,
         "step": rank.step,
         "silent_s": round(rank.silent_s + rank.heard_s, 1),

@@ -35,7 +35,9 @@ def _named(config: Config, dist: Dist) -> Strategy:
         case FsdpConfig():
             from trainer.strategies.fsdp import Fsdp
 
-            return Fsdp(settings, dist, train.precision, train.compile)
+            return Fsdp(
+                settings, config.comm, dist, train.precision, train.compile, config.distributed.timeout_s
+            )
         case ParameterServerConfig():
             from trainer.strategies.parameter_server import ParameterServer
 

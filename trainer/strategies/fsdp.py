@@ -4,8 +4,8 @@ import functools
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import cast
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from trainer.config import FsdpConfig
+from trainer.comm.shards import ShardComm, attach
+from trainer.comm.timeline.report import draw, table
+from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import DTYPES, Fill, Strategy
@@ -34,15 +36,31 @@ from trainer.strategies.shardable import (
 )
 from trainer.strategies.units import CONTAINERS, units_by_size
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 class Fsdp(Strategy):
-    def __init__(self, settings: FsdpConfig, dist: Dist, precision: str, compile_model: bool) -> None:
+    def __init__(
+        self,
+        settings: FsdpConfig,
+        comm: CommConfig,
+        dist: Dist,
+        precision: str,
+        compile_model: bool,
+        timeout_s: float,
+    ) -> None:
         super().__init__(dist.device, precision, compile_model)
-        self.settings = settings
+        self.settings, self.comm, self.dist, self.timeout_s = settings, comm, dist, timeout_s
+        self.shard_comm: ShardComm | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self.mesh = _mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
             raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
+        if isinstance(comm, ScheduleCommConfig) and dist.backend == "mpi":
+            raise UserError(
+                f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi; take comm=native"
+            )
         if self.mesh.ndim == 2:
             replicate, shard = self.mesh.shape
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
@@ -86,11 +104,30 @@ class Fsdp(Strategy):
             model.register_forward_hook(_reshard_without_gradient)
         if self.settings.prefetch_units is not None:
             _prefetch(model, self.settings.prefetch_units)
+        self._attach(model)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
             + (f"; {len(norms)} batch norms are units of their own, in fp32" if norms else "")
         )
         return model
+
+    def _attach(self, model: nn.Module) -> None:
+        """Have a schedule gather and reduce the shards, where one was asked for and there is anybody else."""
+        if not isinstance(self.comm, ScheduleCommConfig) or self.mesh.size(-1) == 1:
+            return
+        self.shard_comm = attach(
+            model,
+            self.comm.algorithm,
+            group=self.mesh.get_group("shard"),
+            hosts=self.dist.hosts,
+            hybrid=self.mesh.ndim == 2,
+            wire_dtype=self.comm.wire_dtype,
+            segment_mb=self.comm.segment_mb,
+            timeout_s=self.timeout_s,
+            enter=self.dist.heartbeat.enter,
+        )
+        if self.mesh.ndim == 2:
+            self.notes.append(f"fsdp: comm={self.comm.algorithm} within shards; replicas meet natively")
 
     def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
         """The submodules to gather one at a time, children before parents, none twice; the root is none.
@@ -154,7 +191,8 @@ class Fsdp(Strategy):
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards meet their replicas once a step
         else:
             sharded.set_requires_gradient_sync(enabled)
-        yield
+        with self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext():
+            yield
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
         norm = super().clip_grad_norm(model, max_norm)
@@ -169,6 +207,19 @@ class Fsdp(Strategy):
     def equal_ranks(self) -> list[tuple[int, ...]]:
         # Hybrid: those that hold the same shard, which is a column of the mesh.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
+
+    def metrics(self) -> dict[str, float]:
+        return super().metrics() | (self.shard_comm.timeline.metrics() if self.shard_comm is not None else {})
+
+    def figures(self) -> dict[str, "Figure"]:
+        return {"comm/units": draw(self.shard_comm.timeline)} if self.shard_comm is not None else {}
+
+    def summary(self) -> str:
+        return table(self.shard_comm.timeline) if self.shard_comm is not None else ""
+
+    def close(self) -> None:
+        if self.shard_comm is not None:
+            self.shard_comm.close()
 
 
 def _reshard_without_gradient(root: nn.Module, *_: object) -> None:

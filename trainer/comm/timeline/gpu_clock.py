@@ -24,20 +24,16 @@ class GpuClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def times(
-        self, ready: torch.cuda.Event, start: torch.cuda.Event, end: torch.cuda.Event
-    ) -> Callable[[bool], tuple[float, float, float] | None]:
-        """A function that returns the marks' times, or None while the last is ahead and it may not wait."""
+    def times(self, *marks: torch.cuda.Event) -> Callable[[bool], tuple[float, ...] | None]:
+        """A function that returns the marks' times, or None while one is ahead and it may not wait."""
         origin, origin_s = self._origin, self._origin_s
 
-        def read(wait: bool) -> tuple[float, float, float] | None:
+        def read(wait: bool) -> tuple[float, ...] | None:
             if wait:
-                end.synchronize()
-            if not end.query():
+                for mark in marks:
+                    mark.synchronize()
+            if not all(mark.query() for mark in marks):
                 return None
-            first, second, third = (
-                origin_s + origin.elapsed_time(mark) / 1e3 for mark in (ready, start, end)
-            )
-            return first, second, third
+            return tuple(origin_s + origin.elapsed_time(mark) / 1e3 for mark in marks)
 
         return read

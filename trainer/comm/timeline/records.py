@@ -1,4 +1,6 @@
-"""When each bucket of gradients was ready, moved and done, and for whom this rank waited meanwhile.
+"""When each bucket was ready, moved and done, and for whom this rank waited meanwhile.
+
+A bucket is one of DDP's gradients, or of a unit that FSDP gathers, or whose gradients it reduces.
 
 A rank that comes late makes the all-reduce of all the others look long. So lateness is measured where it
 arises: by when each rank's bucket was ready, on one common clock.
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.comm.schedules.schedule import Collective
 from trainer.comm.timeline.clock import CommonClock
 from trainer.comm.timeline.gpu_clock import GpuClock
 
@@ -22,7 +25,7 @@ _KEPT = 100  # passes, of which `Timeline.typical_pass` takes medians
 
 @dataclass(slots=True)
 class BucketRecord:
-    """One bucket of one backward pass; times are seconds of `time.perf_counter`."""
+    """One bucket of one pass; times are seconds of `time.perf_counter`."""
 
     index: int
     num_bytes: int  # of a sparse gradient: its values and indices, other ones at every step
@@ -30,12 +33,22 @@ class BucketRecord:
     start: float = 0.0  # when this rank began to move it
     end: float = 0.0
     waited_s: dict[int, float] = field(default_factory=dict)  # by neighbour
-    read_gpu: Callable[[bool], tuple[float, float, float] | None] | None = None  # see gpu_clock.times
+    read_gpu: Callable[[bool], tuple[float, ...] | None] | None = None  # see gpu_clock.times
     sparse: bool = False
+    collective: Collective = Collective.ALL_REDUCE
+    unit: str = ""  # the name of one of FSDP's
+    # For how long the computation stood still for it. None: it may come as late as the pass ends.
+    blocked_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the row that it has in tables and pictures."""
+        return f"{self.index}" if not self.unit else f"{self.collective.value} of {self.unit}"
 
     @property
     def label(self) -> str:
-        return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB" + (" sparse" if self.sparse else "")
+        what = self.name if self.unit else f"bucket {self.name}"
+        return f"{what}, {self.num_bytes / 2**20:.3g} MiB" + (" sparse" if self.sparse else "")
 
     def settle(self, wait: bool) -> bool:
         """Fetch the times if a GPU has them; False if it is not there yet and `wait` is false."""
@@ -43,18 +56,20 @@ class BucketRecord:
             times = self.read_gpu(wait)
             if times is None:
                 return False
-            self.ready, self.start, self.end = times
+            self.ready, self.start, self.end = times[:3]
+            if len(times) > 3:  # when the computation came to need it
+                self.blocked_s = max(0.0, self.end - times[3])
             self.read_gpu = None
         return True
 
 
 @dataclass(slots=True)
 class PassSum:
-    """Communication of backward passes, summed up; hidden + exposed = total."""
+    """Communication of passes, summed up; hidden + exposed = total."""
 
     count: int = 0
     total_s: float = 0.0  # in which some bucket was on its way
-    exposed_s: float = 0.0  # of that, after the last gradient was there: nothing was left to compute
+    exposed_s: float = 0.0  # of that, while nothing was computed: all were ready, or one waited for
     waited_s: float = 0.0  # for neighbours
 
     @property
@@ -62,15 +77,18 @@ class PassSum:
         return self.total_s - self.exposed_s
 
     def add(self, records: Sequence[BucketRecord]) -> None:
-        """Add the buckets of one backward pass; times at which several move count once."""
+        """Add the buckets of one pass; times at which several move count once."""
         last_ready = max(record.ready for record in records)
-        counted_to = 0.0
+        total_s = exposed_s = counted_to = 0.0
         for record in sorted(records, key=lambda record: record.start):
             begin = max(record.start, counted_to)
-            self.total_s += max(0.0, record.end - begin)
-            self.exposed_s += max(0.0, record.end - max(begin, last_ready))
+            total_s += max(0.0, record.end - begin)
+            after_last = max(0.0, record.end - max(begin, last_ready))
+            exposed_s += after_last if record.blocked_s is None else record.blocked_s
             self.waited_s += sum(record.waited_s.values())
             counted_to = max(counted_to, record.end)
+        self.total_s += total_s
+        self.exposed_s += min(exposed_s, total_s)  # whoever waits, waits for a thread to wake it, too
         self.count += 1
 
 
@@ -131,13 +149,15 @@ class Timeline:
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
         self.arrivals: Arrivals | None = None  # as of the last call of metrics
-        # Over the run, by (index, bytes); by (index, 0) where a bucket has other bytes at every step.
-        self.buckets: dict[tuple[int, int], BucketSum] = {}
+        # Over the run, by (index, bytes, name); with 0 where a bucket has other bytes at every step.
+        self.buckets: dict[tuple[int, int, str], BucketSum] = {}
         self.passes = PassSum()  # over the run
         self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
+        self.collectives: dict[Collective, PassSum] = {}  # the same of FSDP's two
         self.times_last: dict[int, int] = {}  # how often each rank was last, as far as metrics was called
         self._clock, self._gpu_clock = CommonClock(group, hosts), gpu_clock
         self._recent = PassSum()  # since the last call of metrics
+        self._recent_collectives: dict[Collective, PassSum] = {}
         self._unsettled: deque[list[BucketRecord]] = deque()
         self._complete = True  # the newest pass has had its last bucket
 
@@ -145,16 +165,30 @@ class Timeline:
         """As another rank may look at it: no clock, and no pass that is not summed up."""
         return {**vars(self), "_clock": None, "_gpu_clock": None, "_unsettled": deque()}
 
-    def arrive(self, index: int, num_bytes: int, is_last: bool, sparse: bool = False) -> BucketRecord:
+    def arrive(
+        self,
+        index: int,
+        num_bytes: int,
+        is_last: bool,
+        sparse: bool = False,
+        collective: Collective = Collective.ALL_REDUCE,
+        unit: str = "",
+    ) -> BucketRecord:
         """Note that a bucket is ready. Whoever moves it fills in the rest of the record."""
         if self._complete:
             self.settle(wait=False)
             self._unsettled.append([])
             self.num_passes += 1
         self._complete = is_last
-        record = BucketRecord(index, num_bytes, time.perf_counter(), sparse=sparse)
+        record = BucketRecord(
+            index, num_bytes, time.perf_counter(), sparse=sparse, collective=collective, unit=unit
+        )
         self._unsettled[-1].append(record)
         return record
+
+    def end_pass(self) -> None:
+        """What arrives from now on is of the next pass; for who cannot tell which bucket is the last."""
+        self._complete = True
 
     def metrics(self) -> dict[str, float]:
         """Means per backward pass since the last call and the arrivals of the last one; {} if there was none.
@@ -177,9 +211,15 @@ class Timeline:
         if self._gpu_clock is not None:
             self._gpu_clock.synchronize()
         recent, self._recent = self._recent, PassSum()
+        collectives, self._recent_collectives = self._recent_collectives, {}
         if recent.count == 0:
             return {}
-        return {
+        apart = {
+            f"comm/{collective.value.replace('-', '_')}_{name}": 1e3 * seconds / recent.count
+            for collective, sums in collectives.items()
+            for name, seconds in (("ms", sums.total_s), ("exposed_ms", sums.exposed_s))
+        }
+        return apart | {
             "comm/total_ms": 1e3 * recent.total_s / recent.count,
             "comm/hidden_ms": 1e3 * recent.hidden_s / recent.count,
             "comm/exposed_ms": 1e3 * recent.exposed_s / recent.count,
@@ -222,7 +262,11 @@ class Timeline:
             self.last_pass = self._unsettled.popleft()
             self._kept.append(self.last_pass)
             for record in records:
-                key = (record.index, 0 if record.sparse else record.num_bytes)
+                key = (record.index, 0 if record.sparse else record.num_bytes, record.name)
                 self.buckets.setdefault(key, BucketSum()).add(record)
             for sums in (self.passes, self._recent):
                 sums.add(records)
+            for collective in {record.collective for record in records} - {Collective.ALL_REDUCE}:
+                own = [record for record in records if record.collective is collective]
+                for by_collective in (self.collectives, self._recent_collectives):
+                    by_collective.setdefault(collective, PassSum()).add(own)

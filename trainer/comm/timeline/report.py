@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer.comm.timeline.records import BucketSum, Timeline
+from trainer.comm.timeline.records import BucketRecord, BucketSum, PassSum, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,10 +14,10 @@ _COLOURS = {"queued": "#d0d4da", "hidden": "#4c78a8", "exposed": "#e45756"}
 
 
 def draw(timeline: Timeline) -> Figure:
-    """The last backward pass of this rank, a row per bucket, milliseconds from its first bucket.
+    """The last backward pass of this rank (of FSDP, the forward pass too), a row per bucket, milliseconds.
 
-    Grey: ready and waiting for its turn; blue: on its way while gradients were still computed; red: after
-    that. A mark shows when the last rank had the bucket ready, as of the last call of `Timeline.metrics`.
+    Grey: ready and waiting for its turn; blue: on its way while something was computed; red: while nothing
+    was. A mark shows when the last rank had the bucket ready, as of the last call of `Timeline.metrics`.
     """
     from matplotlib.figure import Figure  # costs half a second, and only rank 0 draws
 
@@ -25,7 +25,9 @@ def draw(timeline: Timeline) -> Figure:
     figure = Figure(figsize=(9, 1.6 + 0.3 * len(records)), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel("ms since the first bucket was ready")
-    axes.set_title(f"gradient all-reduce, rank {timeline.rank}, backward pass {timeline.num_passes}")
+    what = "gathers and scatters" if timeline.collectives else "gradient all-reduce"
+    which = "pass" if timeline.collectives else "backward pass"
+    axes.set_title(f"{what}, rank {timeline.rank}, {which} {timeline.num_passes}")
     axes.set_yticks(range(len(records)), [record.label for record in records])
     axes.invert_yaxis()
     if not records:
@@ -38,7 +40,7 @@ def draw(timeline: Timeline) -> Figure:
         axes.barh(range(len(records)), widths, left=left, color=_COLOURS[name], label=name)
 
     starts, ends = [r.start for r in records], [r.end for r in records]
-    split = [min(end, max(start, last_ready)) for start, end in zip(starts, ends, strict=True)]
+    split = [_exposed_from(record, last_ready) for record in records]
     bars("queued", [r.ready for r in records], starts)
     bars("hidden", starts, split)
     bars("exposed", split, ends)
@@ -52,6 +54,12 @@ def draw(timeline: Timeline) -> Figure:
     return figure
 
 
+def _exposed_from(record: BucketRecord, last_ready: float) -> float:
+    if record.blocked_s is not None:
+        return max(record.start, record.end - record.blocked_s)
+    return min(record.end, max(record.start, last_ready))
+
+
 def draw_staleness(counts: Mapping[int, int]) -> Figure:
     """How many pushes were made with values that lacked so many updates."""
     from matplotlib.figure import Figure
@@ -63,7 +71,7 @@ def draw_staleness(counts: Mapping[int, int]) -> Figure:
 
 
 def table(timeline: Timeline) -> str:
-    """The whole run on this rank: means per backward pass by bucket, and in total; "" before the first pass.
+    """The whole run on this rank: means per pass by bucket, and in total; "" before the first pass.
 
     A bucket of another size, as after DDP has laid them out anew, is another row.
     """
@@ -71,26 +79,29 @@ def table(timeline: Timeline) -> str:
     passes = timeline.passes
     if passes.count == 0:
         return ""
-    lines = [
-        f"{'bucket':>6} {'MiB':>8} {'passes':>7} {'queued ms':>10} {'moving ms':>10} {'MB/s':>8}  waited for"
-    ]
-    for (index, _), sums in sorted(timeline.buckets.items()):
+    width = max(len("bucket"), *(len(name) for _, _, name in timeline.buckets))
+    heads = f"{'MiB':>8} {'moves':>7} {'queued ms':>10} {'moving ms':>10} {'MB/s':>8}  waited for"
+    lines = [f"{'bucket':>{width}} {heads}"]
+    for (_, _, name), sums in sorted(timeline.buckets.items()):
         moved_s, num_bytes = sums.moved_s / sums.count, sums.num_bytes / sums.count
+        queued_ms, moved_ms = 1e3 * sums.queued_s / sums.count, 1e3 * moved_s
         lines.append(
-            f"{index:6} {num_bytes / 2**20:8.3f} {sums.count:7} {1e3 * sums.queued_s / sums.count:10.2f} "
-            f"{1e3 * moved_s:10.2f} {num_bytes / 1e6 / max(moved_s, 1e-9):8.0f}  {_most_waited(sums)}"
+            f"{name:>{width}} {num_bytes / 2**20:8.3f} {sums.count:7} {queued_ms:10.2f} {moved_ms:10.2f} "
+            f"{num_bytes / 1e6 / max(moved_s, 1e-9):8.0f}  {_most_waited(sums)}"
         )
-    total, hidden, exposed = (
-        1e3 * seconds / passes.count for seconds in (passes.total_s, passes.hidden_s, passes.exposed_s)
-    )
-    lines.append(
-        f"communication in a backward pass: {total:.2f} ms, {hidden:.2f} hidden and {exposed:.2f} exposed"
-    )
+    which = "pass" if timeline.collectives else "backward pass"
+    lines.append(f"communication in a {which}: {_shares(passes)}")
+    lines += [f"  of {name.value}: {_shares(sums)}" for name, sums in timeline.collectives.items()]
     if timeline.times_last:
         rank = max(timeline.times_last, key=timeline.times_last.__getitem__)
         looks = sum(timeline.times_last.values())
         lines.append(f"last to be ready: rank {rank}, {timeline.times_last[rank]} of {looks} times looked at")
     return "\n".join(lines)
+
+
+def _shares(sums: PassSum) -> str:
+    total, hidden, exposed = (1e3 * s / sums.count for s in (sums.total_s, sums.hidden_s, sums.exposed_s))
+    return f"{total:.2f} ms, {hidden:.2f} hidden and {exposed:.2f} exposed"
 
 
 def _most_waited(sums: BucketSum) -> str:
