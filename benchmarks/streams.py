@@ -10,6 +10,7 @@ state and by reading again.
 import argparse
 import multiprocessing
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from trainer.data.batch import split_batch
+from trainer.data.loader import Share
 from trainer.data.loaders import train_loader
 from trainer.data.text import Text, python_reference
 from trainer.data.text_stream import TextStream
@@ -57,6 +59,8 @@ def main() -> None:
             process = context.Process(target=what, args=(str(path), chosen.block_size))
             process.start()
             process.join()
+            if process.exitcode:
+                sys.exit(f"{what.__name__} ended with {process.exitcode}")
 
 
 def _write(path: Path, num_bytes: int, repeat: bool) -> None:
@@ -69,7 +73,7 @@ def _write(path: Path, num_bytes: int, repeat: bool) -> None:
 
 def _loader(dataset: Any, sharded: bool = True) -> Any:
     batch, cpu = split_batch(GLOBAL_BATCH, None, 1), torch.device("cpu")
-    return train_loader(dataset, Settings(sharded), batch, replica=0, seed=0, device=cpu)
+    return train_loader(dataset, Settings(sharded), batch, Share(replica=0, seed=0, device=cpu))
 
 
 def _memory(path: str, block_size: int) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,13 @@ import pytest
 from tests.programs import finish, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings, train
-from trainer import evaluate, library, predict
+from trainer import evaluate, library, predict, sample
+from trainer.after_training import arguments, start
 from trainer.checkpoint import Alone, read_model
 from trainer.config import to_yaml
 from trainer.errors import UserError
 from trainer.saved_settings import saved_settings
+from trainer.whole_file import whole_file
 
 STRIPES = [
     "data.dataset={_target_: tests.user_parts.Stripes}",
@@ -206,6 +212,45 @@ def test_overrides_that_say_nothing_are_named(override: str, words: str, tmp_pat
     (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES)))
     with pytest.raises(UserError, match=words):
         saved_settings(tmp_path, [override])
+
+
+def test_a_run_has_a_seed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES, "seed=null")))
+    with pytest.raises(UserError, match=r"config\.yaml: seed is null"):
+        saved_settings(tmp_path)
+
+
+def told_to_end(folder: str) -> tuple[int, list[str]]:
+    def do(options: Any, config: Any) -> None:
+        with whole_file(Path(folder, "a.csv")):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    Path(folder, "config.yaml").write_text(to_yaml(settings(*STRIPES)))
+    sys.argv = ["trainer.predict", folder]
+    with pytest.raises(SystemExit) as ended:
+        start("trainer.predict", arguments("trainer.predict", None), do)
+    return int(str(ended.value.code)), sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_sigterm_leaves_nothing_in_part(tmp_path: Path) -> None:
+    assert run_ranks(told_to_end, 1, str(tmp_path), init=False) == [(143, ["config.yaml"])]
+
+
+def test_a_reader_that_has_had_enough_ends_a_text_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reader, code in ((None, 128 + signal.SIGPIPE), ("/dev/full", None)):
+        if reader is None:
+            gone, into = os.pipe()
+            os.close(gone)
+        else:
+            into = os.open(reader, os.O_WRONLY)
+        with os.fdopen(into, "w") as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            with pytest.raises((SystemExit, UserError)) as ended, sample._writing_out():
+                print("text", flush=True)
+        monkeypatch.undo()
+        assert getattr(ended.value, "code", None) == code
+    assert "the text cannot be written: [Errno 28]" in str(ended.value)
 
 
 def test_settings_are_the_run_s_but_for_where_it_runs(tmp_path: Path) -> None:

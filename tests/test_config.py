@@ -125,6 +125,10 @@ def test_refuses(override: str, words: str) -> None:
         ("strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single"),
         ("strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
         ("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
+        (
+            "data.dataset.colour=1",
+            "; +data.dataset.colour=VALUE gives it to what data.dataset._target_ names",
+        ),
         ("+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"),
         ("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
         ("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value"),

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.runs import job_of, train
 from trainer.data.digits import DigitTraits, TurnedDigits
 from trainer.errors import UserError
-from trainer.evaluation import evaluate
+from trainer.evaluation import _floats, evaluate
 from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.ranking import auc
 
@@ -158,3 +158,16 @@ def test_the_examples_learn(tmp_path: Any) -> None:
     assert many["eval/auc"] > 0.985 and many["eval/mean_average_precision"] > 0.98 and many["eval/f1"] > 0.93
     turned = train("experiment=digits_regression", f"run_dir={tmp_path / 'b'}")
     assert turned["eval/r2"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        (None, "Mine.summarise gives a NoneType, but must give numbers by name"),
+        ({"loss": "low"}, "Mine.summarise gives no number as loss: .*'low'"),
+        ({"loss": torch.zeros(2)}, "Mine.summarise gives no number as loss"),
+    ],
+)
+def test_figures_that_are_none_are_named(figures: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        _floats(figures, "Mine.summarise")

@@ -44,7 +44,7 @@ MAY_USE = {
     "parts": {"build", "checkpoint", "config", "data", "deferred", "distributed", "errors"}
     | {"strategies", "tasks"},
     "rows": {"distributed", "errors"},
-    "evaluation": {"data", "distributed", "loggers", "rows", "seeding", "strategies", "tasks"},
+    "evaluation": {"data", "distributed", "errors", "loggers", "rows", "seeding", "strategies", "tasks"},
     "job": {"checkpoint", "config", "data", "evaluation", "flops", "learning", "loggers", "profiling"}
     | {"replicas", "signals", "state"},
     "report": {"groups", "job", "metrics"},

@@ -56,6 +56,13 @@ def refused(run_dir: Path, *overrides: str) -> str:
     return str(error.value)
 
 
+def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"logger\.away of run_dir=.* cannot be written: no route"):
+        train(*SHORT, "+logger.away._target_=tests.user_parts.Away", *NOTED, f"run_dir={tmp_path}")
+    assert (tmp_path / "result.json").exists()
+    assert '["close"]' in (tmp_path / "noted.jsonl").read_text()
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

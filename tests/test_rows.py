@@ -12,7 +12,7 @@ from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.rows import RowGather
 
-COLUMNS = {"label": torch.int64, "right": torch.bool, "score": torch.bfloat16}
+COLUMNS = {"label": torch.int64, "right": torch.bool, "score": torch.bfloat16, "nothing": torch.float32}
 
 
 class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -38,6 +38,7 @@ def _gathered() -> tuple[list[int], dict[str, torch.Tensor]] | None:
     of_all = []
     for (values, labels), indices in loader:
         rows = {"score": values.bfloat16(), "label": labels, "right": labels % 3 == 0}
+        rows["nothing"] = torch.zeros(len(labels), 0)
         of_all.append(gather(rows, indices))
     if not here.is_main:
         assert of_all == [None] * len(of_all)
@@ -53,6 +54,10 @@ def _differing() -> list[str]:
     for rows, indices in (({"a": width}, [0, 1]), ({"a": torch.zeros(3)}, [0, 1])):
         with pytest.raises(UserError) as raised:
             RowGather(here, 4, "Mine.rows")(rows, indices)
+        said.append(str(raised.value))
+    for wrong in ([torch.zeros(2)], {"a": [0, 1]}):
+        with pytest.raises(UserError) as raised:
+            RowGather(here, 4, "Mine.rows")(wrong, [0, 1])  # type: ignore[arg-type]
         said.append(str(raised.value))
     gather = RowGather(here, 4, "Mine.rows")
     gather({"a": torch.zeros(2)}, [0, 1])
@@ -79,6 +84,8 @@ def test_rows_that_differ_are_named() -> None:
             (
                 r"rank 1 .* differs from rank 0 in the rows that Mine\.rows gives: .*\(2,\)",
                 r"gives a of shape \(3,\) for a batch of 2 samples; its first dimension must be 2",
+                r"Mine\.rows gives a list, but must give tensors by name",
+                r"gives a as a list, but must give a tensor",
                 r"gives .*float64.*, but gave .*float32.* for the batch before",
             ),
             strict=True,

@@ -179,6 +179,10 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
             "the shape of weight, bias",
         ),
         (["+model._recursive_=x"], "cannot be built: .*_recursive_"),
+        (
+            ["optim._target_=torch.optim.Rprop"],
+            "unexpected keyword argument .*; ~optim.momentum leaves it out",
+        ),
         (["optim._target_=nowhere.SGD"], r"nowhere.SGD cannot be built: Error loading 'nowhere.SGD': .*\?$"),
         (
             ["data.task={_target_:builtins.dict}", "~data.task.label_smoothing"],

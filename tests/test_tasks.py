@@ -1,6 +1,7 @@
 """Evaluation sums equal a direct computation in double precision, however the samples are batched."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling
+from trainer.tasks.cross_entropy import logits_of
 
 
 class Given(nn.Module):
@@ -127,3 +129,11 @@ def test_a_task_yields_the_figures_it_names(task: Classification | LanguageModel
     )
     found = task.summarise(sums if sums is not None else torch.tensor([1.0, 2.0]))
     assert set(found) == set(task.figures)
+
+
+def test_logits_are_found_in_what_a_model_returns() -> None:
+    logits = torch.zeros(2, 3)
+    assert logits_of({"logits": logits}) is logits and logits_of(SimpleNamespace(logits=logits)) is logits
+    for output, words in (({"out": logits}, "a dict of out, but"), ((logits, None), "a tuple, but")):
+        with pytest.raises(UserError, match=f"the model returns {words} must return a tensor of logits"):
+            logits_of(output)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from trainer.data.digits import Digits
+from trainer.loggers import Logger
 from trainer.tasks import Classification
 
 
@@ -176,6 +177,13 @@ class Noted:
 
     def close(self) -> None:
         self._note("close")
+
+
+class Away(Logger):
+    """One whose server does not answer."""
+
+    def close(self) -> None:
+        raise ConnectionError("no route")
 
 
 class Deaf:

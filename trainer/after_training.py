@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.launch import local
 from trainer.launch.exits import exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by
-from trainer.launch.place import place, publish
+from trainer.launch.place import place, publish, told_rank
 from trainer.saved_settings import MAY_CHANGE, saved_settings
 
 
@@ -46,7 +46,7 @@ def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
 def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
     """Call `do` with the options and the run's settings; or have it called in processes of launch=local.
 
-    Ends with status 2 for a mistake, and 130 for a Ctrl-C.
+    Ends with status 2 for a mistake, 130 for a Ctrl-C, and 143 for a SIGTERM, what was written in part gone.
     """
     die_with_parent()
     extend_path()
@@ -61,7 +61,16 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
                 )
             if config.launch.name == "local" and launched_by() is None:
                 sys.exit(local.launch_module(config, module, sys.argv[1:]))
-            publish(place(config.distributed))
+            here = place(config.distributed)
+            publish(here)
+            if here.rank == 0:  # which writes files: what there is in part goes
+                signal.signal(signal.SIGTERM, _end)
             do(options, config)
     except KeyboardInterrupt:
+        if not told_rank():
+            print("\ninterrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)

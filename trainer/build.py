@@ -1,5 +1,6 @@
 """From a `_target_` node of the config to the object it describes."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ def build(name: str, node: dict[str, Any], *args: Any, facts: object = None, **k
 
 def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
     target, said = node["_target_"], " ".join(str(reason).split())
-    return UserError(f"{name}: {target} cannot be built: {said}{_hidden(target)}")
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
+    left_out = f"; ~{name}.{unknown[1]} leaves it out" if unknown and unknown[1] in node else ""
+    return UserError(f"{name}: {target} cannot be built: {said}{left_out}{_hidden(target)}")
 
 
 def _hidden(target: str) -> str:

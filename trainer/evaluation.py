@@ -1,6 +1,6 @@
 """What held-out data says of a model: figures that count each sample once, and what the task has to show."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from trainer.data.device import ToDevice
 from trainer.data.loader import EvalLoader
 from trainer.distributed import Dist, on_main, sum_over_ranks
+from trainer.errors import UserError
 from trainer.loggers import RunLog
 from trainer.rows import RowGather, Rows
 from trainer.seeding import rng_state, set_rng_state
@@ -35,7 +36,7 @@ def evaluate(job: Forward, loader: EvalLoader) -> Evaluation:
     A rank that has run out of samples still takes part in each forward pass, for FSDP's gathers.
 
     Raises:
-        UserError: rows that are not one for each sample, or differ in shape.
+        UserError: rows that are not one for each sample, or differ in shape; figures that are no numbers.
     """
     job.dist.heartbeat.enter("evaluate")
     job.strategy.sync_buffers(job.model)
@@ -62,11 +63,12 @@ def evaluate(job: Forward, loader: EvalLoader) -> Evaluation:
     figures: dict[str, float] = {}
     rows: Rows | None = None
     if totals is not None:
-        figures |= task.summarise(sum_over_ranks(totals))
+        figures |= _floats(task.summarise(sum_over_ranks(totals)), f"{type(task).__name__}.summarise")
     if gives_rows:
         if job.dist.is_main:
             rows = {name: torch.cat([part[name] for part in gathered]) for name in gathered[0]}
-        figures |= on_main(lambda: _floats(task.summarise_rows(rows or {})), job.dist)
+        by = f"{type(task).__name__}.summarise_rows"
+        figures |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), job.dist)
     return Evaluation(figures, totals, rows, first)
 
 
@@ -104,6 +106,14 @@ def show(job: Forward, evaluation: Evaluation, run_log: RunLog, step: int, at_en
     set_rng_state(generators)
 
 
-def _floats(figures: dict[str, Any]) -> dict[str, float]:
+def _floats(figures: dict[str, Any], source: str) -> dict[str, float]:
     """Metrics of other libraries come as scalars of NumPy or torch."""
-    return {name: float(value) for name, value in figures.items()}
+    if not isinstance(figures, Mapping):
+        raise UserError(f"{source} gives a {type(figures).__name__}, but must give numbers by name")
+    floats: dict[str, float] = {}
+    for name, value in figures.items():
+        try:
+            floats[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{source} gives no number as {name}: {error}") from error
+    return floats

@@ -125,7 +125,8 @@ def skip_epoch(job: Job) -> None:
     if not progress.samples_in_epoch:
         raise UserError(
             f"the training data of epoch {progress.epoch} ends within its first global batch of "
-            f"{job.settings.global_batch_size} samples; lower train.global_batch_size, or look at the stream"
+            f"{job.settings.global_batch_size} samples; lower train.global_batch_size, or look at the "
+            "stream, with data.sharded at its shortest shard"
         )
     progress.end_epoch()
 

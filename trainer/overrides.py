@@ -55,11 +55,20 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
     known = _settings()
     if composed is not None:
         here = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(composed)), resolve=False)
-        known |= {name: [] for name, _ in leaves(here) if name not in known and name != key}
+        others = [name for name, _ in leaves(here) if not f"{name}.".startswith(f"{key}.")]
+        known = {name: [] for name in others} | known
     if known.get(key):
         return f"{key} is not a setting here, but under {', '.join(known[key])}"
     hint = _nearest(key, known) or "; `python train.py --cfg job` prints all settings"
-    return f"{key} is not a setting{hint}"
+    return f"{key} is not a setting{hint}{_for_a_class(key, known)}"
+
+
+def _for_a_class(key: str, known: Iterable[str]) -> str:
+    """How to give ``key`` to a class of the user's, where it stands under one."""
+    node = key.rpartition(".")[0]
+    if f"{node}._target_" not in known or node.startswith("hydra."):
+        return ""
+    return f"; +{key}=VALUE gives it to what {node}._target_ names"
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

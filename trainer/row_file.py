@@ -77,7 +77,13 @@ class Pt:
         names: dict[str, Any] = dict(self._names)
         if "index" in names:
             names["index"] = torch.tensor(names["index"])
-        torch.save(names | {name: torch.cat(parts) for name, parts in self._rows.items()}, self._file)
+        columns = names | {name: torch.cat(parts) for name, parts in self._rows.items()}
+        try:
+            torch.save(columns, self._file)
+        except RuntimeError as error:  # torch's own, about a file that the disk has cut short
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 KINDS: dict[str, Callable[[BinaryIO], RowFile]] = {".csv": Csv, ".jsonl": Jsonl, ".pt": Pt}

@@ -49,7 +49,14 @@ class RowGather:
         return None if of_all is None else self._unpacked(of_all.flatten(0, 1).cpu(), rows)
 
     def _check(self, rows: Mapping[str, Tensor], num_samples: int) -> None:
+        if not isinstance(rows, Mapping):
+            raise UserError(f"{self._source} gives a {type(rows).__name__}, but must give tensors by name")
         for name, column in rows.items():
+            if not isinstance(column, Tensor):
+                raise UserError(
+                    f"{self._source} gives {name} as a {type(column).__name__}, but must give a tensor "
+                    "with a row for each sample"
+                )
             if column.ndim == 0 or len(column) != (num_samples or len(column)):
                 raise UserError(
                     f"{self._source} gives {name} of shape {tuple(column.shape)} for a batch of "
@@ -79,7 +86,7 @@ class RowGather:
         for name in sorted(like):
             shape, dtype = like[name].shape[1:], like[name].dtype
             end = begin + shape.numel() * dtype.itemsize
-            rows[name] = packed[order, begin:end].contiguous().view(dtype).reshape(len(order), *shape)
+            rows[name] = packed[order, begin:end].flatten().view(dtype).reshape(len(order), *shape)
             begin = end
         return indices[order].tolist(), rows
 

@@ -82,11 +82,11 @@ def run(config: Config) -> dict[str, Any]:
             if summary := job.strategy.summary():
                 log.info("%s", summary)
             job.strategy.close()
-            job.run_log.close()
             made_steps, written = job.state.progress.step > job.first_step, run_dir / "result.json"
             if dist.is_main and (made_steps or not written.exists()):  # else what the run left before stands
                 with writing(run_dir):
                     written.write_text(json.dumps(result, indent=2) + "\n")
+            job.run_log.close()  # a logger that cannot end well takes nothing along
             log.info("%s  ->  %s", run_dir, job.run_log.look)
     return result
 

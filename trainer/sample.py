@@ -8,9 +8,11 @@ import argparse
 import codecs
 import collections
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trainer.after_training import arguments, start
@@ -23,7 +25,7 @@ def main() -> None:
     parser = arguments("trainer.sample", __doc__)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
     parser.add_argument("--tokens", type=_count, default=200, metavar="N", help="how many; default: 200")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of what is drawn; default: 0")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="of what is drawn; default: 0")
     parser.add_argument(
         "--temperature", type=_temperature, default=1.0, metavar="T", help="0: the likeliest; default: 1"
     )
@@ -36,6 +38,12 @@ def _count(text: str) -> int:
     if (count := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{count} is not at least 1")
     return count
+
+
+def _seed(text: str) -> int:
+    if not 0 <= (seed := int(text)) < 2**64:
+        raise argparse.ArgumentTypeError(f"{seed} is not from 0 to 2**64 - 1")
+    return seed
 
 
 def _temperature(text: str) -> float:
@@ -104,16 +112,29 @@ def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: 
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
     began = time.perf_counter()
     at_s = []
-    print(text.decode(tokenizer.decode(prompt)), end="", flush=True)
-    for token in tokens:
-        at_s.append(time.perf_counter() - began)
-        print(text.decode(tokenizer.decode([token])), end="", flush=True)
-    print(text.decode(b"", final=True))
+    with _writing_out():
+        print(text.decode(tokenizer.decode(prompt)), end="", flush=True)
+        for token in tokens:
+            at_s.append(time.perf_counter() - began)
+            print(text.decode(tokenizer.decode([token])), end="", flush=True)
+        print(text.decode(b"", final=True), flush=True)
     rate = f", {(len(at_s) - 1) / (at_s[-1] - at_s[0]):.1f} tokens/s from then on" if len(at_s) > 1 else ""
     print(
         f"{len(at_s)} tokens {cache} a key-value cache: the first after {at_s[0] * 1e3:.1f} ms{rate}",
         file=sys.stderr,
     )
+
+
+@contextmanager
+def _writing_out() -> Iterator[None]:
+    """A reader that has had enough, as `head`, ends this in silence; a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own end tries again
+        if isinstance(error, BrokenPipeError):
+            sys.exit(128 + signal.SIGPIPE)
+        raise UserError(f"the text cannot be written: {error}") from error
 
 
 if __name__ == "__main__":

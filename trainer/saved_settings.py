@@ -44,7 +44,12 @@ def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
                 _apply(settings, change)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(in_words(error)) from error
-    return load(settings)
+    config = load(settings)
+    if config.seed is None:
+        raise UserError(
+            f"{run_dir / 'config.yaml'}: seed is null, but a run writes there the one that it drew"
+        )
+    return config
 
 
 def _read(run_dir: Path) -> DictConfig:

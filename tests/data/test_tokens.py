@@ -59,6 +59,8 @@ def test_mistakes_are_one_message_and_leave_nothing(
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"words": 1}\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 10**5)
+    (tmp_path / "blank.jsonl").write_text("\n" * 9)
     (tmp_path / "packed.jsonl.gz").write_bytes(b"x")
     for arguments, message in (
         ([folder, tmp_path / "there"], "there exists; remove it"),
@@ -67,6 +69,11 @@ def test_mistakes_are_one_message_and_leave_nothing(
         ([tmp_path / "packed.jsonl.gz", tmp_path / "out"], "is packed"),
         ([folder, tmp_path / "out", "--eval-fraction", "1"], "--eval-fraction is 1.0"),
         ([tmp_path / "broken.jsonl", tmp_path / "out"], "the line at byte 17 of .*KeyError"),
+        ([tmp_path / "deep.jsonl", tmp_path / "out"], "the line at byte 0 of .*RecursionError"),
+        (
+            [tmp_path / "blank.jsonl", tmp_path / "out"],
+            "of 9 bytes --eval-fraction=0.005 leaves no text for train",
+        ),
         ([folder, "/proc/out"], "/proc/out cannot be written"),
     ):
         assert main([*map(str, arguments), "--tokenizer", "bytes"]) == 2

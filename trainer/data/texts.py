@@ -53,7 +53,7 @@ class Texts:
         self.files = [
             file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts)
         ]
-        if packed := [file for file in self.files if file.suffix in PACKED]:
+        if packed := [file for file in self.files if file.suffix.lower() in PACKED]:
             raise UserError(f"{packed[0]} is packed; text and JSON lines are read here: unpack it")
         self.ends = list(itertools.accumulate(file.stat().st_size for file in self.files))
         if not self.ends or not self.ends[-1]:
@@ -75,7 +75,7 @@ class Texts:
             start = self.ends[number - 1] if number else 0
             if start >= end:
                 return
-            read = self._lines if self.files[number].suffix == ".jsonl" else self._parts
+            read = self._lines if self.files[number].suffix.lower() == ".jsonl" else self._parts
             yield from read(number, offset, end - start)
             offset = 0
 
@@ -100,8 +100,9 @@ class Texts:
 
     def _text(self, line: bytes, path: Path, offset: int) -> bytes:
         try:
-            return json.loads(line)[self.field].encode()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            # Half a surrogate pair, which JSON may hold and text may not, becomes a question mark.
+            return json.loads(line)[self.field].encode(errors="replace")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"the line at byte {offset:,} of {path} is no JSON object with a text {self.field!r}: "
                 f"{type(error).__name__} {error}"

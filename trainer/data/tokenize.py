@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,7 +90,10 @@ def tokenize(
         counts = {split: count for split, (count, _) in written.items()}
         for split, count in counts.items():
             if not count:
-                raise UserError(f"--eval-fraction={eval_fraction} leaves nothing for {split}; change it")
+                raise UserError(
+                    f"of {texts.num_bytes:,} bytes --eval-fraction={eval_fraction} leaves no text for "
+                    f"{split}; change it, or look at the files"
+                )
         facts: dict[str, int | float | str] = {
             "tokenizer": name,
             "vocab_size": by.vocab_size,
@@ -122,4 +126,5 @@ def _write(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what there is in part goes
     sys.exit(main())

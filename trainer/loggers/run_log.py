@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,16 +57,15 @@ class RunLog:
         self.shows = Pace(first_after_s=10)
         self._figures = Pace(first_after_s=60)  # the first picture imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir = run_dir
-        self._loggers: list[Logger] = []
+        self._loggers: dict[str, Logger] = {}  # by their settings
         self._times: dict[str, list[int]] = {}  # how often a figure that is a rank was which
         told = {"run_dir": run_dir, "run_id": run_id, "first_step": first_step, "settings": flatten(config)}
 
         def begin() -> None:
             with writing(run_dir):
                 self._scalars = ScalarFile(run_dir, first_step)
-                self._loggers += [
-                    _logger(f"logger.{name}", node, told) for name, node in config.logger.items()
-                ]
+                for name, node in config.logger.items():
+                    self._loggers[f"logger.{name}"] = _logger(f"logger.{name}", node, told)
             self.progress = Progress(total_steps, first_step)
 
         on_main(begin, dist)
@@ -73,7 +73,7 @@ class RunLog:
     @property
     def look(self) -> str:
         """How a person looks at the run."""
-        ways = [getattr(logger, "look", "") for logger in self._loggers]
+        ways = [getattr(logger, "look", "") for logger in self._loggers.values()]
         return "  ".join(filter(None, ways)) or str(self._run_dir / METRICS)
 
     def advance(self) -> None:
@@ -90,8 +90,7 @@ class RunLog:
         curves = {name: value for name, value in values.items() if not name.endswith("_rank")}
         with writing(self._run_dir):
             self._scalars.write(values, step)
-            for logger in self._loggers:
-                logger.scalars(curves, step)
+        self._tell("scalars", curves, step)
         for name in values.keys() - curves.keys():
             times = self._times.setdefault(name, [])
             times += [0] * (int(values[name]) + 1 - len(times))
@@ -137,17 +136,24 @@ class RunLog:
             self.progress.close()
 
     def close(self) -> None:
+        """Close all of them, also where one cannot."""
         self.leave_terminal()
-        with writing(self._run_dir):
-            for logger in self._loggers:
-                logger.close()
+        with ExitStack() as closing:
+            for setting in self._loggers:
+                closing.callback(self._tell_one, setting, "close")
             if self.enabled:
-                self._scalars.close()
+                closing.enter_context(writing(self._run_dir))
+                closing.callback(self._scalars.close)
 
     def _tell(self, method: str, *arguments: Any) -> None:
-        with writing(self._run_dir):
-            for logger in self._loggers:
-                getattr(logger, method)(*arguments)
+        for setting in self._loggers:
+            self._tell_one(setting, method, *arguments)
+
+    def _tell_one(self, setting: str, method: str, *arguments: Any) -> None:
+        try:
+            getattr(self._loggers[setting], method)(*arguments)
+        except OSError as error:  # of the disk, or of a server
+            raise UserError(f"{setting} of run_dir={self._run_dir} cannot be written: {error}") from error
 
 
 def _logger(name: str, node: dict[str, Any], told: dict[str, Any]) -> Logger:

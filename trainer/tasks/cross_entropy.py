@@ -1,5 +1,6 @@
 """Cross entropy that names a label which is no class of the model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,9 +53,19 @@ def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 def logits_as_made(output: Any) -> Tensor:
-    """What a model returns: its logits, or as Hugging Face's models do an object that has them."""
-    logits: Tensor = getattr(output, "logits", output)
-    return logits
+    """What a model returns: its logits, or an object or a dict that has them, as of Hugging Face's models.
+
+    Raises:
+        UserError: it returns something else.
+    """
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if isinstance(logits, Tensor):
+        return logits
+    holds = f" of {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""
+    raise UserError(
+        f"the model returns a {type(output).__name__}{holds}, but must return a tensor of logits, or an "
+        "object or a dict that has one as logits; or name a task of yours as data.task"
+    )
 
 
 def logits_of(output: Any) -> Tensor:
