@@ -172,7 +172,7 @@ def lose(
         return {"kill": "host 1 killed", "cut": "host 1 cut off"}[how]
 
     # torchrun gives a host that is missed 30 s to come back, and 15 s until it is missed.
-    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    conf = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
     start = on(pair, 2, f"--max-restarts={RESTARTS}", "--nnodes=1:2", conf=conf)
     return run(start, folder, [SAVED + 15], random.Random(0), steps=steps, kill=take_away)
 

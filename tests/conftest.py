@@ -8,8 +8,9 @@ import gc
 import os
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -21,26 +22,36 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _MARK = f"RINGMASTER_TESTS_OF={os.getpid()}".encode()
 os.environ["RINGMASTER_TESTS_OF"] = str(os.getpid())
 _GRACE_S = 20.0
+# Where tests.runs keeps what it has composed, for all that the session starts.
+_SETTINGS = None
+if "RINGMASTER_TESTS_SETTINGS" not in os.environ:
+    _SETTINGS = tempfile.TemporaryDirectory(prefix="ringmaster-tests-")
+    os.environ["RINGMASTER_TESTS_SETTINGS"] = _SETTINGS.name
 
 # A shell starts what goes into the background deaf to Ctrl-C, and all that pytest starts would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _processes() -> dict[int, str]:
+def _pids() -> set[int]:
+    return {int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit()}
+
+
+def _processes(but: Set[int]) -> dict[int, str]:
     """Command line by pid of what this session started, but for multiprocessing's own two servants."""
     found = {}
-    for folder in Path("/proc").iterdir():
+    for pid in _pids() - but:
+        folder = Path("/proc", str(pid))
         # A process may end at any moment while it is looked at.
         with contextlib.suppress(OSError):
-            if not folder.name.isdigit() or _MARK not in (folder / "environ").read_bytes().split(b"\0"):
+            if _MARK not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             state, parent = fields[0], int(fields[1])
             servant = "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
             if state != "Z" and not (servant and parent == os.getpid()):
-                found[int(folder.name)] = command
+                found[pid] = command
     return found
 
 
@@ -74,15 +85,17 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
+    if _SETTINGS is not None:
+        _SETTINGS.cleanup()
     gc.unfreeze()  # the interpreter means to end by taking all apart, and complains of what it cannot
 
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    processes, namespaces = _processes().keys(), _namespaces()
+    pids, namespaces = _pids(), _namespaces()
     yield
     deadline = time.monotonic() + _GRACE_S
-    while left := {pid: command for pid, command in _processes().items() if pid not in processes}:
+    while left := _processes(but=pids):
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)

@@ -50,6 +50,11 @@ class Program:
         """The exit code, or None while it runs."""
         return self._process.exitcode
 
+    def join(self, timeout_s: float | None = None) -> int | None:
+        """The exit code, or None if it still runs after `timeout_s`."""
+        self._process.join(timeout_s)
+        return self.poll()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -65,8 +70,7 @@ class Program:
 
     def wait(self, timeout_s: float = 200.0) -> Ended:
         """Wait for its end. Raises AssertionError with its output and stacks when it is not done in time."""
-        self._process.join(timeout_s)
-        if (code := self.poll()) is None:
+        if (code := self.join(timeout_s)) is None:
             self.send_signal(signal.SIGQUIT)
             self._process.join(2)
             raise AssertionError(f"still runs after {timeout_s} s\n{self.stdout}{self.stderr}")
@@ -75,18 +79,25 @@ class Program:
 
 @contextlib.contextmanager
 def started(
-    *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, host: int | Host = 0
+    *argv: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    host: int | Host = 0,
+    output: Path | None = None,
 ) -> Iterator[Program]:
     """Start `python ARGV` (a file, or -m and a module, then arguments); leaving kills it and its session.
 
     Args:
         env: added to this process's environment.
         host: a `Host` is the network namespace it runs in.
+        output: a file to which both of its streams are appended.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as streams:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         process = fork_server().Process(target=_main, args=(argv, environment, cwd, Path(streams), host))
         for name in ("stdout", "stderr"):
+            if output is not None:
+                (Path(streams) / name).symlink_to(output)
             (Path(streams) / name).touch()
         process.start()
         try:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -471,8 +471,9 @@ def to_yaml(config: Config) -> str:
 
 
 def _as_dict(config: Config) -> dict[str, Any]:
-    settings = OmegaConf.create(dataclasses.asdict(config))
-    return cast(dict[str, Any], OmegaConf.to_container(_renamed(settings, "async_", "async")))
+    settings = dataclasses.asdict(config)
+    settings["checkpoint"]["async"] = settings["checkpoint"].pop("async_")
+    return settings
 
 
 def _renamed(settings: DictConfig, key: str, new: str) -> DictConfig:

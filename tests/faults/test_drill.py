@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.drill_two_hosts import cutting, on
+from benchmarks.drill_two_hosts import cutting
+from tests.faults.conftest import Forked
 from tests.hosts import hosts
 from tests.programs import finish_ranks, started
 from trainer.faults import processes
 from trainer.faults.drill import cases, drill
-from trainer.faults.drilled_run import PROGRAM, STEP, Case, Outcome, Start, torchrun
+from trainer.faults.drilled_run import PROGRAM, STEP, Case, Outcome, Start
 
 VERDICT = {"status": 1, "rank": 1, "phase": "forward", "step": STEP}
 RIGHT = Outcome(verdict=VERDICT, verdict_s=0.1, end_s=14.0, sha256="same")
@@ -97,15 +98,15 @@ def undisturbed_here(start: Start) -> Start:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_hash(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_hash(tmp_path: Path, forked: Forked) -> None:
     todo = cases(["ddp"], ["native"], ["kill"], "backward")
-    assert drill(todo, undisturbed_here(torchrun(2)), tmp_path) == []
+    assert drill(todo, undisturbed_here(forked.torchrun(2)), tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.timeout(600)
-def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path) -> None:
+def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path, forked: Forked) -> None:
     with hosts(2) as pair:
         todo = [cutting(case, pair) for case in cases(["ddp"], ["native"], ["cut"], "forward")]
-        assert drill(todo, undisturbed_here(on(pair, 1, "--max-restarts=1")), tmp_path) == []
+        assert drill(todo, undisturbed_here(forked.on(pair, 1, "--max-restarts=1")), tmp_path) == []

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.drill_two_hosts import on
 from benchmarks.restarts import SAVED, lose, overrides, problems_of_logs, run
+from tests.faults.conftest import Forked
 from tests.hosts import hosts
 from tests.programs import finish_ranks
-from trainer.faults.drilled_run import torchrun
 
 pytestmark = pytest.mark.slow
 STEPS = 70
@@ -24,15 +23,15 @@ def undisturbed(run_dir: Path) -> str:
     return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
 
 
-def test_a_run_killed_twice_ends_with_the_same_model_and_whole_logs(tmp_path: Path) -> None:
-    start, kills = torchrun(2, "--max-restarts=2"), [SAVED + 3, STEPS - 8]
+def test_a_run_killed_twice_ends_with_the_same_model_and_whole_logs(tmp_path: Path, forked: Forked) -> None:
+    start, kills = forked.torchrun(2, "--max-restarts=2"), [SAVED + 3, STEPS - 8]
     result, rows = run(start, tmp_path / "killed", kills, random.Random(), steps=STEPS)
     assert result["param_sha256"] == undisturbed(tmp_path / "undisturbed"), rows
     assert problems_of_logs(tmp_path / "killed" / "run", STEPS) == []
 
 
 @pytest.mark.netns
-def test_a_lost_host_leaves_the_rest_to_finish_with_the_same_batches(tmp_path: Path) -> None:
+def test_a_lost_host_leaves_the_rest_to_finish_with_the_same_batches(tmp_path: Path, forked: Forked) -> None:
     with hosts(2) as pair:
         result, _ = lose(pair, tmp_path / "lost", "cut", steps=STEPS)
     assert (result["world_size"], result["steps"], result["samples_seen"]) == (2, STEPS, 64 * STEPS)
@@ -40,9 +39,9 @@ def test_a_lost_host_leaves_the_rest_to_finish_with_the_same_batches(tmp_path: P
 
 
 @pytest.mark.netns
-def test_a_run_on_two_hosts_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_a_run_on_two_hosts_goes_on_after_a_kill(tmp_path: Path, forked: Forked) -> None:
     with hosts(2) as pair:
-        start = on(pair, 1, "--max-restarts=1")
+        start = forked.on(pair, 1, "--max-restarts=1")
         result, rows = run(start, tmp_path / "killed", [SAVED + 3], random.Random(), steps=STEPS)
     assert result["param_sha256"] == undisturbed(tmp_path / "undisturbed"), rows
     assert problems_of_logs(tmp_path / "killed" / "run", STEPS) == []
