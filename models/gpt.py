@@ -103,7 +103,7 @@ class GPT(nn.Module):
         x, weight = self.norm(x), self.token_embedding.weight
         if self._padding:
             weight = F.pad(weight, (0, 0, 0, self._padding))
-        if chunks and targets is not None:
+        if chunks and targets is not None and not x.is_meta:  # there only shapes matter
             return chunked_cross_entropy(x, weight, targets, self.vocab_size, reduction)
         logits = F.linear(x, weight)[..., : self.vocab_size]
         if targets is None:

@@ -61,6 +61,12 @@ def _namespaces() -> set[str]:
     return {name for name in names if name.startswith(f"rm{os.getpid()}-")}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A machine with a GPU tests what every other tests, in as many ranks, and its GPU with `-m cuda`."""
+    if "cuda" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Slow tests wait half their time, fast ones do not. Where a part is named all run in this process: to load

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# A day on a GPU, in calls of under ten minutes each: each part measures, writes DIR/NAME.json and prints a table.
+#
+#   benchmarks/gpu.sh [--out DIR] [--wheels DIR] [--nccl LIB] [--dry-run] all | NAME...
+#
+#   tests       all tests marked cuda
+#   matrix      every strategy, precision and kind of checkpoint on one GPU: trains, saves, resumes
+#   compiled    the same with train.compile=true
+#   syncs       hidden waits for the GPU in a step, by line (at most one)
+#   gpt2        GPT-2 124M: tokens/s and MFU beside nanoGPT's loop (1.0 x)
+#   resnet      ResNet-50 from memory and from JPEG files beside a bare loop (0.97 x)
+#   memory      peaks beside what trainer.memory foretells (within 10 %)
+#   checkpoint  saving from a GPU's memory, and loading
+#   ranks       two ranks on one GPU, every all-reduce; needs NCCL 2.30, from --nccl if torch has an older one
+#   table       what DIR holds by now, as DIR/gpu.json and DIR/gpu.txt
+#
+# Where a call may take ten minutes, call it with one name after another, then with `table`; `all` is all of that.
+# --wheels: a folder of what the machine's Python lacks (hydra-core, omegaconf, antlr4-python3-runtime), installed
+#           beside it for this call. --nccl: a libnccl.so. --dry-run: tiny sizes on the CPU.
+# Ends with status 1 when a part failed or missed its bar.
+set -uo pipefail
+
+cd "$(dirname "$0")/.." || exit
+out=gpu_day wheels="" dry=() names=() python=${PYTHON:-python3}
+parts=(tests matrix compiled syncs gpt2 resnet memory checkpoint ranks)
+while [ $# -gt 0 ]; do
+  case $1 in
+    --out) out=$2; shift ;;
+    --wheels) wheels=$2; shift ;;
+    --nccl) NCCL_LIBRARY=$2; export NCCL_LIBRARY; shift ;;
+    --dry-run) dry=(--dry-run) ;;
+    all) names+=("${parts[@]}" table) ;;
+    -*) sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'; exit 2 ;;
+    *) names+=("$1") ;;
+  esac
+  shift
+done
+if [ ${#names[@]} = 0 ]; then
+  sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
+  exit 2
+fi
+
+mkdir -p "$out"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+if [ -n "$wheels" ]; then
+  site=$(mktemp -d)
+  trap 'rm -rf "$site"' EXIT
+  "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$wheels"/*.whl || exit
+  export PYTHONPATH=$PYTHONPATH:$site
+fi
+
+if [ ${#dry[@]} -gt 0 ]; then # all in one process: to load torch takes longer than these sizes
+  export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1
+  "$python" -m benchmarks.gpu "${names[@]}" --out "$out" --dry-run
+  exit
+fi
+
+status=0
+for name in "${names[@]}"; do
+  timeout --kill-after=10 580 "$python" -m benchmarks.gpu "$name" --out "$out" 2>&1 | tee "$out/$name.log" || status=1
+done
+exit $status

@@ -1,0 +1,44 @@
+"""Saving GPT-2 and its AdamW from a GPU's memory, and loading it: what training waits for, and the whole."""
+
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+from benchmarks.gpu.day import Day, Row, jobs, steps
+
+
+def measure(day: Day) -> Iterator[Row]:
+    from trainer.loop import save
+
+    model = day.size("gpt2", "gpt-micro")
+    common = (
+        *("experiment=text_gpt", f"model.size={model}", "train.global_batch_size=2", "train.max_steps=1000"),
+        *("train.precision=bf16", "train.log_every_steps=1000"),
+    )
+    for kind, in_background in (("full", False), ("full", True), ("sharded", False), ("sharded", True)):
+        what = f"save {model}, {kind}{' async' * in_background}"
+        with tempfile.TemporaryDirectory() as run_dir, jobs() as job:
+            options = (*common, f"checkpoint={kind}", f"checkpoint.async={str(in_background).lower()}")
+            options += (f"run_dir={run_dir}",)
+            made = job(*options)
+            way = steps(made)
+            waited: list[float] = []
+            for _ in range(day.size(3, 1)):  # the first also allocates pinned memory
+                for _ in itertools.islice(way, 2):
+                    pass
+                day.finish()
+                called = _seconds(lambda made=made: save(made))
+                copied = _seconds(made.checkpointer.wait_until_copied)
+                waited.append(called + copied)
+                written = _seconds(made.checkpointer.close)
+            note = f"the first {waited[0]:.2f} s; then {written:.2f} s more in the background" * in_background
+            yield Row(what, min(waited), "s waited for", note=note)
+            loaded = _seconds(lambda job=job, options=options: job(*options, "resume=auto"))
+            yield Row(f"build and load {model}, {kind}", loaded, "s")
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin

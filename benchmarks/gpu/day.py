@@ -1,0 +1,157 @@
+"""What the programs of a day on a GPU have in common: sizes, our jobs, turns on a clock, rows of a table."""
+
+import io
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure; `ok` is None where there is no bar, or none that this machine could reach."""
+
+    what: str
+    value: float | None
+    unit: str = ""
+    bar: str = ""
+    ok: bool | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Day:
+    """`dry`: the same programs at tiny sizes on a CPU, so that the day itself brings no surprise."""
+
+    dry: bool
+    out: Path
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def size(self, real: _T, tiny: _T) -> _T:
+        return tiny if self.dry else real
+
+    def finish(self) -> None:
+        """Wait for what was given to the GPU."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def rated(self, what: str, value: float, unit: str, least: float, note: str = "") -> Row:
+        """A figure that is to be at least so much; a CPU at tiny sizes says nothing of it."""
+        return Row(what, value, unit, f">= {least:g}", value >= least if self.on_gpu else None, note)
+
+
+def settings(*overrides: str) -> Any:
+    from hydra import compose, initialize_config_dir
+
+    from trainer.config import load
+    from trainer.overrides import CONF
+
+    quiet = ("logger=jsonl", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "strategy=single")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return load(compose("train", overrides=[*quiet, *overrides]))
+
+
+@contextmanager
+def jobs() -> Iterator[Callable[..., Any]]:
+    """A function from overrides to a job, ready to train; all of them in one process group of one."""
+    from trainer.distributed import process_group
+    from trainer.run import assemble
+    from trainer.signals import StopRequest
+
+    with ExitStack() as stack:
+        stop_request = stack.enter_context(StopRequest())
+        dist = stack.enter_context(process_group(settings().distributed))
+
+        def job(*overrides: str) -> Any:
+            config = settings(*overrides)
+            if config.run_dir is None:
+                run_dir = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+                config = settings(*overrides, f"run_dir={run_dir}")
+            Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+            made = assemble(config, "gpu-day", dist, stop_request)
+            stack.callback(made.run_log.close)
+            return made
+
+        yield job
+
+
+def steps(job: Any) -> Iterator[None]:
+    """Our own loop, epoch after epoch; yields after each step."""
+    from trainer.guard import StepGuard
+    from trainer.loop import train_epoch
+    from trainer.metrics import Meter
+
+    guard, meter = StepGuard(job.dist), Meter(job.dist)
+    while True:
+        yield from train_epoch(job, guard, meter)
+
+
+def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -> dict[str, list[float]]:
+    """Milliseconds per step of each way in each turn, the GPU waited for; the order moves on each turn."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        for _ in range(each):  # compiles, chooses algorithms, fills the allocator
+            next(way)
+    names = list(ways)
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            day.finish()
+            begin = time.perf_counter()
+            for _ in range(each):
+                next(ways[name])
+            day.finish()
+            found[name].append(1e3 * (time.perf_counter() - begin) / each)
+    return found
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """How many times as fast as theirs ours is: the median over the turns."""
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def quietly(action: Callable[[], _T]) -> _T:
+    """Do it without what it prints; the end of that goes into the exception, if there is one."""
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said):
+            return action()
+    except Exception as error:
+        error.add_note(said.getvalue()[-1500:])
+        raise
+
+
+def write(day: Day, name: str, rows: list[Row]) -> None:
+    machine = {"torch": torch.__version__, "device": str(day.device), "dry": day.dry}
+    if day.on_gpu:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        machine |= {"gpu": torch.cuda.get_device_name(), "nccl": nccl}
+    facts = {"machine": machine, "rows": [asdict(row) for row in rows]}
+    (day.out / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def table(rows: list[Row]) -> str:
+    marks = {None: "", True: "ok", False: "MISSED"}
+    values = ["" if row.value is None else f"{row.value:.4g}" for row in rows]
+    cells = [
+        (row.what, value, row.unit, row.bar, marks[row.ok], row.note)
+        for row, value in zip(rows, values, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells]
+    return "\n".join("  ".join(line).rstrip() for line in padded)

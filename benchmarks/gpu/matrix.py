@@ -1,0 +1,69 @@
+"""Every strategy, precision and kind of checkpoint: trains, saves, goes on to the same model."""
+
+import itertools
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.gpu.day import Day, Row, quietly, settings
+
+STRATEGIES = ("single", "dp", "ddp", "fsdp")  # parameter_server is two processes, of a GPU each
+PRECISIONS = ("bf16", "fp32", "fp16")
+CHECKPOINTS = [("full", False), ("sharded", True), ("full", True), ("sharded", False)]
+MODELS = {
+    "gpt": ("experiment=text_gpt", "data.dataset.block_size=64", "schedule.warmup_steps=0", "optim.lr=1e-3"),
+    "resnet": ("experiment=digits_resnet", "train.channels_last=true", "schedule.warmup_steps=0"),
+}
+
+
+TINY = [
+    ("single", "fp32", "gpt", "full", False),
+    ("dp", "bf16", "gpt", "sharded", True),
+    ("ddp", "fp16", "gpt", "full", True),
+    ("fsdp", "bf16", "gpt", "sharded", False),
+]
+
+
+def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
+    from trainer.run import run
+
+    # Of resnet's graphs, which take minutes each, none: they say nothing that gpt's do not.
+    models = ["gpt"] if compiled else list(MODELS)
+    kinds = itertools.cycle(CHECKPOINTS)
+    every = [
+        (strategy, precision, model, *next(kinds))
+        for model, precision, strategy in itertools.product(models, PRECISIONS, STRATEGIES)
+    ]
+    for choice in day.size(every, TINY[3:4] if compiled else TINY):
+        strategy, precision, model, kind, in_background = choice
+        options = (
+            *MODELS[model],
+            *(f"strategy={strategy}", f"train.precision={precision}", f"checkpoint={kind}"),
+            *("train.max_steps=4", "train.global_batch_size=8", "train.log_every_steps=2"),
+            *(f"checkpoint.async={str(in_background).lower()}", "checkpoint.every_steps=2"),
+            *(f"train.compile={str(compiled).lower()}", "checkpoint.keep_last=2"),
+            *(("strategy.unit_min_params=10000",) if strategy == "fsdp" else ()),
+        )
+        what = f"{model} {strategy} {precision} {kind}{' async' * in_background}{' compiled' * compiled}"
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            whole, again = Path(folder, "whole"), Path(folder, "again")
+            try:
+                config = settings(*options, f"run_dir={whole}")
+                result = quietly(lambda config=config: run(config))
+                shutil.copytree(whole, again, symlinks=True)
+                shutil.rmtree(again / "checkpoints/step_00000004")
+                (again / "checkpoints/latest").unlink(missing_ok=True)
+                config = settings(*options, f"run_dir={again}", "resume=auto")
+                resumed = quietly(lambda config=config: run(config))
+            except Exception as error:
+                note = f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}"
+                yield Row(what, None, "", "trains, resumes", False, note)
+                continue
+        same = result["param_sha256"] == resumed["param_sha256"]
+        near = abs(result["train/loss"] - resumed["train/loss"]) <= 0.05 * abs(result["train/loss"])
+        bits = "same bits resumed" if same else "other bits resumed"
+        seconds = time.perf_counter() - begin
+        yield Row(what, seconds, "s", "trains, resumes", same or (day.on_gpu and near), bits)

@@ -1,0 +1,77 @@
+"""The peak of a device's memory over some steps, beside what `python -m trainer.memory` foretells."""
+
+import contextlib
+import gc
+import importlib.util
+import io
+import itertools
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu.day import Day, Row, jobs, steps
+
+GPT = ("experiment=text_gpt", "model.size=gpt2", "data.dataset.block_size=1024", "train.global_batch_size=8")
+WAYS = {
+    "gpt2 fp32": GPT,
+    "gpt2 bf16": (*GPT, "train.precision=bf16"),
+    "gpt2 bf16 checkpointing": (*GPT, "train.precision=bf16", "strategy.activation_checkpointing=true"),
+    "gpt2 fsdp bf16": (*GPT, "strategy=fsdp", "train.precision=bf16"),
+    "resnet50 bf16": (
+        *(
+            "data=fake",
+            "data.dataset.input_shape=[3,224,224]",
+            "data.dataset.num_samples=256",
+            "model=resnet50",
+        ),
+        *("train.precision=bf16", "train.channels_last=true", "train.global_batch_size=64"),
+    ),
+}
+TINY = {"gpt bf16": ("experiment=text_gpt", "train.global_batch_size=2", "train.precision=bf16")}
+
+
+def measure(day: Day) -> Iterator[Row]:
+    for name, overrides in day.size(WAYS, TINY).items():
+        overrides = (*overrides, "train.max_steps=1000", "train.log_every_steps=1000")
+        measured = _measured(day, overrides)
+        foretold, why = _foretold(overrides)
+        if measured is None or foretold is None:
+            yield Row(f"peak of {name}", (measured or 0) / 1e6, "MB", note=why or "no GPU to measure")
+            continue
+        off = measured / foretold - 1
+        note = f"{foretold / 1e6:.0f} MB foretold, {off:+.1%}"
+        yield Row(f"peak of {name}", measured / 1e6, "MB", "within 10 %", abs(off) <= 0.1, note)
+
+
+def _measured(day: Day, overrides: tuple[str, ...]) -> int | None:
+    if day.on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    with jobs() as job:
+        for _ in itertools.islice(steps(job(*overrides)), 3):
+            pass
+    gc.collect()
+    return torch.cuda.max_memory_allocated() - before if day.on_gpu else None
+
+
+def _foretold(overrides: tuple[str, ...]) -> tuple[int | None, str]:
+    """What the command says, in bytes, or why it says nothing. Run here: to load torch again takes longer."""
+    if importlib.util.find_spec("trainer.memory") is None:
+        return None, "trainer.memory is not there"
+    strategy = () if any(each.startswith("strategy=") for each in overrides) else ("strategy=single",)
+    command = ["trainer.memory", *overrides, *strategy, "--world", "1", "--per-host", "1", "--json"]
+    said = io.StringIO()
+    with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
+        try:
+            runpy.run_module("trainer.memory", run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                return None, f"trainer.memory ended with {end.code}"
+    found = json.loads(said.getvalue())
+    row = next((value for value in found.values() if "peak" in value), None)
+    return (None, f"trainer.memory says no peak: {found}") if row is None else (int(row["peak"]), "")
