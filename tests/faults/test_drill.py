@@ -55,7 +55,7 @@ def test_the_undisturbed_run_comes_first_and_shards_do_not_diverge() -> None:
     ]
     assert names == [
         *(("ddp ring", fault) for fault in ("none", "kill", "diverge")),
-        *(("fsdp native", fault) for fault in ("none", "kill")),
+        *(("fsdp ring", fault) for fault in ("none", "kill")),
     ]
 
 

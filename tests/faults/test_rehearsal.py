@@ -144,7 +144,10 @@ def test_what_ends_or_holds_a_process(kind: str, tmp_path: Path) -> None:
             ("fault=kill", "fault.phase=evaluate", "train.eval_every_epochs=0"),
             "fault.phase=evaluate never comes",
         ),
-        (("fault=kill", "fault.phase=all_reduce", "strategy=fsdp"), "never comes with strategy=fsdp; take"),
+        (
+            ("fault=kill", "fault.phase=all_reduce", "strategy=fsdp"),
+            "never comes with strategy=fsdp comm=native; take",
+        ),
         (
             ("fault=kill", "fault.phase=all_reduce", "comm.timeline=false"),
             "comm.timeline=false; set it to true",

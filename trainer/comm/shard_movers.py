@@ -65,7 +65,7 @@ class OnCpu:
         self._worker.close()
 
     def _submit(self, run: Callable[[], dict[int, float]], record: BucketRecord) -> "_Pending":
-        return _Pending(self._worker.submit(run, record), record)
+        return _Pending(self._worker.put(run, record), record)
 
     def _move(self, run: Callable[[], dict[int, float]], record: BucketRecord) -> torch.Tensor:
         passes = self._timeline.num_passes

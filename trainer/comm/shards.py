@@ -49,7 +49,7 @@ class ShardComm:
         named = [(name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule)]
         for number, (name, module) in enumerate(named):
             assert isinstance(module, nn.Module)
-            unit = _Unit(self, number, name or "the root", module)
+            unit = _Unit(self, number, f"unit {name}" if name else "the root", module)
             # The base classes that torch annotates are not public, and what it calls is what they declare.
             module.set_custom_all_gather(_AllGather(unit))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(_ReduceScatter(unit))  # type: ignore[arg-type]

@@ -22,10 +22,10 @@ FAULTS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge")
 
 
 def cases(strategies: Sequence[str], comms: Sequence[str], faults: Sequence[str], phase: str) -> list[Case]:
-    """Undisturbed first, for each strategy and all-reduce."""
+    """Undisturbed first, for each strategy and choice of comm."""
     found = []
     for strategy in strategies:
-        for comm in comms if strategy == "ddp" else ["native"]:
+        for comm in comms:
             found.append(Case(strategy, comm, "none"))
             # A shard has no replica to differ from.
             kinds = [fault for fault in faults if strategy == "ddp" or fault != "diverge"]
@@ -83,7 +83,7 @@ def parser(description: str | None, faults: Sequence[str]) -> argparse.ArgumentP
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--strategies", type=_some_of("ddp", "fsdp"), default="ddp,fsdp")
-    found.add_argument("--comm", type=_some_of(), default="native,ring,hierarchical", help="for ddp")
+    found.add_argument("--comm", type=_some_of(), default="native,ring,hierarchical", help="for both")
     found.add_argument("--faults", type=_some_of(*faults), default=",".join(faults))
     found.add_argument("--phase", default="forward", help="in which the fault is made")
     found.add_argument("--timeout-s", type=float, default=10.0, help="distributed.timeout_s of the runs")

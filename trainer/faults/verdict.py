@@ -251,7 +251,7 @@ def _facts(rank: Observed) -> dict[str, object]:
     return {
         "rank": rank.rank,
         "host": rank.hostname,
-        "phase": "all_reduce" if rank.bucket is not None and rank.phase == "backward" else rank.phase,
+        "phase": "all_reduce" if rank.bucket is not None else rank.phase,
         "where": rank.where,
         "step": rank.step,
         "silent_s": round(rank.silent_s + rank.heard_s, 1),

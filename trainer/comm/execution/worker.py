@@ -39,10 +39,14 @@ class Worker:
 
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
         """Have `bucket` all-reduced some time; the Future's value is the mean then."""
+        # DDP, which waits in C++, sees an error only if a callback raises it.
+        return self.put(bucket, record).then(lambda done: done.value())
+
+    def put(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
+        """The same for who waits in Python, where the Future raises the error as it is."""
         future: Future[torch.Tensor] = Future()
         self._tasks.put((bucket, record, future))
-        # DDP, which waits in C++, sees an error only if a callback raises it.
-        return future.then(lambda done: done.value())
+        return future
 
     def close(self) -> None:
         """End the thread, after the buckets it has been given."""
