@@ -60,7 +60,7 @@ MAY_USE = {
     | {"groups", "overrides", "parts", "run_dir", "seeding", "strategies"},
 }
 # These may use everything.
-STORIES = {"run", "evaluate", "predict", "sample", "command", "library"}
+STORIES = {"run", "evaluate", "predict", "sample", "command", "library", "memory"}
 FROM_OUTSIDE = {
     "config": {"omegaconf"},
     "overrides": {"hydra", "omegaconf"},

@@ -378,6 +378,13 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                         yield f"{prefix}.{key}" if prefix else key, tensor
 
 
+def replace_all(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Put what `make` returns in the place of each tensor of `module`; what it returns as it is stays."""
+    for tensor in {id(tensor): tensor for _, tensor in _named_tensors(module)}.values():
+        if (new := make(tensor)) is not tensor:
+            _replace(module, tensor, new)
+
+
 def _replace(module: nn.Module, old: Tensor, real: Tensor) -> None:
     """Make `old` a real tensor: the same object where it can be, so that all who hold it see it."""
     new = nn.Parameter(real, old.requires_grad) if isinstance(old, nn.Parameter) else real

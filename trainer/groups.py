@@ -17,6 +17,7 @@ from trainer.optim import check_optimizer, sparse_weights
 from trainer.state import parameter_names
 
 _FUSED = (Adam, AdamW, SGD)  # those of torch that have one kernel for a step on a GPU
+_FUSED_SHARDED = (Adam, AdamW)  # of them, those for which torch knows how shards take part
 _FUSED_ON = ("cuda",)  # on a CPU, where it gives other last bits, the settings must ask for it
 
 
@@ -61,8 +62,8 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any]) -> Optimizer:
     own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
     optimizer = _built(own, sets)
     check_optimizer(optimizer, model)
-    if _has_one_kernel(optimizer, own) and not sparse_weights(model):
-        optimizer = _built(own | {"fused": True}, sets)
+    if (at_once := _at_once(optimizer, own)) and not sparse_weights(model):
+        optimizer = _built(own | at_once, sets)
     asked = any(entry.weight_decay is not None for entry in parameter_groups(optim)[0])
     if asked and "weight_decay" not in optimizer.defaults:
         raise UserError(
@@ -77,21 +78,23 @@ def _built(optim: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
     return build("optim", optim, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
 
 
-def _has_one_kernel(optimizer: Optimizer, optim: dict[str, Any]) -> bool:
-    """Whether a step can be `fused`, where its parameters are and unless `optim` chooses otherwise.
+def _at_once(optimizer: Optimizer, optim: dict[str, Any]) -> dict[str, bool]:
+    """How a step is made of all parameters at once, where they are and unless `optim` chooses otherwise.
 
-    It then reads each tensor once, and under fp16 learns on the device that it is to be skipped: the others
+    `fused` reads each tensor once, and under fp16 learns on the device that it is to be skipped: the others
     ask for that number, and the host waits for it. What FSDP keeps on the host for a GPU counts, too: there
-    the others loop in Python.
+    torch by itself loops in Python.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable", "differentiable"))
-    return (
-        type(optimizer) in _FUSED
-        and not chosen
-        and not optimizer.defaults.get("differentiable")
-        and all(p.is_floating_point() and _computed_on(p) in _FUSED_ON for p in parameters)
-    )
+    fit = all(p.is_floating_point() and _computed_on(p) in _FUSED_ON for p in parameters)
+    if chosen or optimizer.defaults.get("differentiable") or not fit:
+        return {}
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if type(optimizer) in (_FUSED_SHARDED if sharded else _FUSED):
+        return {"fused": True}
+    offloaded = any(parameter.is_cpu for parameter in sharded)
+    return {"foreach": True} if offloaded and "foreach" in optimizer.defaults else {}
 
 
 def _computed_on(parameter: Tensor) -> str:

@@ -30,7 +30,7 @@ def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
     overrides = list(overrides)
     if processes is not None and processes != 1:
         overrides += ["launch=local", f"launch.processes={processes}"]
-    settings = _settings(overrides)
+    settings = composed(overrides)
     launcher = LAUNCHERS.get(settings.launch.name)
     if launcher is None or launched_by() is not None:
         return run(settings)
@@ -56,13 +56,14 @@ def load_model(run_dir: str | Path, checkpoint: str | Path) -> nn.Module:
     return trained_alone(saved_settings(Path(run_dir)), str(checkpoint))
 
 
-def _settings(overrides: list[str]) -> Config:
+def composed(overrides: list[str]) -> Config:
+    """The settings that `overrides` make of conf/. UserError: they cannot be composed, or do not hold."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = compose("train", overrides=for_hydra(overrides))
+            settings = compose("train", overrides=for_hydra(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(in_words(error)) from error
-    return load(composed)
+    return load(settings)
 
 
 def _refuse_classes_of_main(settings: Config) -> None:

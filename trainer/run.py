@@ -125,7 +125,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     num_parameters = parameter_count(model.module.parameters())
     freeze(model.module, config.model)
     flops = model_flops(model.module, task, train, batch, strategy.devices, dist)
-    wrapped = _wrapped(config, model, strategy)
+    wrapped = wrap_model(config, model, strategy)
     del model  # and with it the weights that it was to start from
     seed_everything(seed, strategy.replica)  # each rank drops out units of its own
 
@@ -166,7 +166,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     return job
 
 
-def _wrapped(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
+def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
     if isinstance(config.strategy, UnitsConfig) and config.strategy.activation_checkpointing:
         strategy.notes.append(checkpoint_activations(model.module, config.strategy))
     wrapped = strategy.wrap(model.module, model.fill)

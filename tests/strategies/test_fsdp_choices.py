@@ -10,6 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from models.gpt import GPT
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
+from trainer import groups
 from trainer.config import FsdpConfig, UnitsConfig
 from trainer.errors import UserError
 from trainer.strategies.fsdp import Fsdp
@@ -37,14 +38,18 @@ def _model() -> nn.Module:
     return GPT(vocab_size=11, block_size=6, width=8, depth=3, num_heads=2)
 
 
+def _config(**settings: Any) -> FsdpConfig:
+    defaults = {"name": "fsdp", "shard_group": "world", "reshard_after_forward": None}
+    defaults |= {"cpu_offload": False, "param_dtype": None, "reduce_dtype": "fp32"}
+    return FsdpConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+
+
 def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, Tensor], Tensor, int]:
     """The gradients of two micro-batches of each rank, whole; their norm, and the messages that took."""
     model = _model()
     strategy = None
     if settings is not None:
-        defaults = {"name": "fsdp", "shard_group": "world", "reshard_after_forward": None}
-        defaults |= {"cpu_offload": False, "param_dtype": None, "reduce_dtype": "fp32"}
-        config = FsdpConfig(**{**defaults, **settings})  # type: ignore[arg-type]
+        config = _config(**settings)
         if config.activation_checkpointing:
             checkpoint_activations(model, config)
         strategy = Fsdp(config, tiny.facts(), "fp32", compile_model=False)
@@ -83,8 +88,27 @@ def _differences() -> dict[str, tuple[float, float, int]]:
     return found
 
 
+def _at_once() -> list[bool]:
+    """Whether a step of sharded parameters that lie on the host is one call, as on a GPU with cpu_offload."""
+    groups._FUSED_ON = ("cpu",)  # as if the mesh were of GPUs; this process ends here
+    found = []
+    for target, way in (("SGD", "foreach"), ("AdamW", "fused")):
+        model = Fsdp(_config(), tiny.facts(), "fp32", compile_model=False).wrap(_model())
+        optimizer = groups.build_optimizer(model, {"_target_": f"torch.optim.{target}", "lr": 0.1})
+        model(torch.zeros(1, 6, dtype=torch.int64)).mean().backward()
+        optimizer.step()
+        found.append(optimizer.defaults[way])
+    return found
+
+
+def _all() -> tuple[dict[str, tuple[float, float, int]], list[bool]]:
+    return _differences(), _at_once()
+
+
 def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
-    for name, (far, norm_far, messages) in run_ranks(_differences, 4)[0].items():
+    differences, at_once = run_ranks(_all, 4)[0]
+    assert at_once == [True, True]
+    for name, (far, norm_far, messages) in differences.items():
         exact = name in CHOICES and not CHOICES[name][1]
         assert far == 0 if exact else far < 1e-6, f"{name}: {far}"
         assert norm_far < 1e-5 and messages == 1, f"{name}: the norm takes {messages} messages"

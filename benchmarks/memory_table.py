@@ -1,0 +1,121 @@
+"""What each strategy takes of memory on real ranks, beside what `trainer.memory` says of it.
+
+    python -m benchmarks.memory_table [--ranks 4] [--width 512] [--depth 8] [--only fsdp,ddp]
+
+A GPT with AdamW makes three steps. Memory is a rank's resident set at its largest, above what it was once a
+small model had loaded all code; freed memory goes back to the system at once (mallopt), so that what is
+compared is what tensors take, not what the C library keeps. CPU offload needs a GPU, and is not here.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import tempfile
+from pathlib import Path
+
+from tests.ranks import run_ranks
+from tests.runs import job_of, settings
+
+SHARED = ("data=text", "model=gpt", "optim=adamw", "schedule=constant", "train.clip_grad_norm=1.0")
+SHARED += ("train.max_steps=3", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
+SHARED += ("logger=jsonl", "train.check_replicas_every=null")
+AGAIN = ("strategy.activation_checkpointing=true",)
+TWICE = ("train.global_batch_size={twice}",)
+CASES: dict[str, tuple[str, ...]] = {
+    "ddp": ("strategy=ddp",),
+    "ddp, checkpointing": ("strategy=ddp", *AGAIN),
+    "fsdp": ("strategy=fsdp",),
+    "fsdp, none freed": ("strategy=fsdp", "strategy.reshard_after_forward=false"),
+    "fsdp, three ahead": ("strategy=fsdp", "strategy.prefetch_units=3"),
+    "fsdp, checkpointing": ("strategy=fsdp", *AGAIN),
+    "fsdp, every other": ("strategy=fsdp", *AGAIN, "strategy.activation_checkpointing_every=2"),
+    "fsdp, products kept": ("strategy=fsdp", *AGAIN, "strategy.activation_checkpointing_keep=[matmul]"),
+    "fsdp, 2 micro-batches": ("strategy=fsdp", *TWICE),
+    "fsdp, 2, sharded sums": ("strategy=fsdp", *TWICE, "strategy.reduce_every_micro_batch=true"),
+    "hybrid": ("strategy=fsdp", "strategy.shard_group=2"),
+    "hybrid, checkpointing": ("strategy=fsdp", "strategy.shard_group=2", *AGAIN),
+}
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+
+
+def status(key: str) -> int:
+    """Bytes that /proc says of this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def resident_at_rest() -> int:
+    """The resident set with nothing kept that could be given back; the peak begins anew from here."""
+    libc = ctypes.CDLL(None)
+    gc.collect()
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
+
+
+def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> int:
+    """By how many bytes the peak of a rank's resident set lies above its rest, for `large`."""
+    from trainer.loop import fit
+
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(_M_TRIM_THRESHOLD, 1 << 16)
+    with job_of(*small, f"run_dir={run_dir / 'small'}") as job:
+        fit(job)
+    del job
+    base = resident_at_rest()
+    with job_of(*large, f"run_dir={run_dir / 'large'}") as job:
+        fit(job)
+        return status("VmHWM") - base
+
+
+def predict(case: tuple[str, ...], ranks: int, micro: int) -> int:
+    """In a process of its own: no model is made in this one."""
+    from trainer.memory.rehearse import Rehearsal, World
+
+    config = settings(*case)
+    accumulation = config.train.global_batch_size // micro // ranks
+    with Rehearsal(config).under(config, World(ranks, ranks)) as stage:
+        return stage.footprint(micro, accumulation).peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=4)
+    add("--width", type=int, default=512)
+    add("--depth", type=int, default=8)
+    add("--block-size", type=int, default=128)
+    add("--micro", type=int, default=4, help="samples of a micro-batch")
+    add("--only", default="", help="cases whose names begin with one of these, by commas")
+    add("--json", type=Path)
+    chosen = parser.parse_args()
+    size = (*SHARED, f"model.width={chosen.width}", f"model.depth={chosen.depth}", "model.num_heads=8")
+    size += (f"data.dataset.block_size={chosen.block_size}", f"train.micro_batch_size={chosen.micro}")
+    small = (*SHARED, "model.width=32", "model.depth=2", "model.num_heads=2", "data.dataset.block_size=16")
+    found = {}
+    print(f"{'':24} {'predicted':>12} {'measured, by rank (MB)':>40} {'ratio':>7}")
+    for name, options in CASES.items():
+        if not name.startswith(tuple(chosen.only.split(","))):
+            continue
+        batch = chosen.micro * chosen.ranks
+        options = tuple(option.format(twice=2 * batch) for option in options)
+        large = (*size, f"train.global_batch_size={batch}", *options)
+        predicted = run_ranks(predict, 1, large, chosen.ranks, chosen.micro, init=False, timeout_s=900)[0]
+        little = (*small, *(option for option in options if option.startswith("strategy")))
+        with tempfile.TemporaryDirectory() as folder:
+            args = (Path(folder), little, large)
+            measured = run_ranks(measure, chosen.ranks, *args, init=False, timeout_s=3000)
+        found[name] = {"predicted": predicted, "measured": measured}
+        listed = " ".join(f"{value / 1e6:9.1f}" for value in measured)
+        ratio = predicted / max(measured)
+        print(f"{name:24} {predicted / 1e6:12.1f} {listed:>40} {ratio:7.3f}", flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

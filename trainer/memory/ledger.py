@@ -1,0 +1,133 @@
+"""The memory of tensors, counted while code runs on them that need have none: fake ones, for instance."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+KINDS = ("parameters", "gradients", "optimizer", "averages", "communication", "activations")
+_REST, _COMMUNICATION = "activations", "communication"
+
+
+class _Record:
+    """One storage: how many bytes it has by now, and what it was found to be for."""
+
+    __slots__ = ("kind", "num_bytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = weakref.ref(storage)
+        self.num_bytes = 0
+        self.kind = _REST
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of every tensor that operations within make, until nobody holds it any more.
+
+    To be entered inside of a FakeTensorMode. What a storage is for may be told at any time, also once it is
+    gone: the peak is found first, and looked at in the end.
+
+    Attributes:
+        peak_bytes: the largest sum so far.
+        live_bytes: the sum now.
+    """
+
+    def __init__(self, staged_sends: bool = False) -> None:
+        """`staged_sends`: gradients to be reduce-scattered are copied first, as gloo does."""
+        super().__init__()
+        self.peak_bytes = self.live_bytes = 0
+        self._staged_sends = staged_sends
+        self._records: dict[int, _Record] = {}  # by the address of the storage
+        # Whole by now of what FSDP gives back by resize_, which is no operation; it fills them by one.
+        self._resized: dict[int, _Record] = {}
+        self._changes: list[tuple[_Record, int]] = []
+        self._length_at_peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, with the tensors within
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace == "prim" or isinstance(result, int | float | bool):
+            return result
+        for address, record in list(self._resized.items()):
+            self._settle(record)
+            if not record.num_bytes:
+                self._resized.pop(address, None)
+        for tensor in _tensors(result):
+            self._see(tensor)
+        if func.namespace in ("c10d", "fsdp", "_c10d_functional"):
+            self._communicate(func, args, kwargs)
+        return result
+
+    def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """Say what `tensors`, or the shards of them that are here, are for."""
+        for tensor in tensors:
+            record = self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            record.kind = kind
+
+    def peak(self) -> dict[str, int]:
+        """The bytes of each kind at the moment of the peak."""
+        found: Counter[str] = Counter()
+        for record, change in self._changes[: self._length_at_peak]:
+            found[record.kind] += change
+        return {kind: found[kind] for kind in KINDS}
+
+    def forget_peak(self) -> None:
+        """Begin anew to look for a peak, from what is there now."""
+        self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
+
+    def _see(self, tensor: Tensor) -> _Record:
+        storage = tensor.untyped_storage()
+        address = id(storage)
+        record = self._records.get(address)
+        if record is None or record.storage() is not storage:
+            record = self._records[address] = _Record(storage)
+            weakref.finalize(storage, self._gone, record, address).atexit = False
+        self._settle(record)
+        return record
+
+    def _settle(self, record: _Record) -> None:
+        storage = record.storage()
+        num_bytes = 0 if storage is None else storage.nbytes()
+        if num_bytes != record.num_bytes:
+            self._change(record, num_bytes)
+
+    def _change(self, record: _Record, num_bytes: int) -> None:
+        change, record.num_bytes = num_bytes - record.num_bytes, num_bytes
+        self._changes.append((record, change))
+        self.live_bytes += change
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
+
+    def _gone(self, record: _Record, address: int) -> None:
+        if record.num_bytes:
+            self._change(record, 0)
+        if self._records.get(address) is record:
+            del self._records[address]
+        self._resized.pop(address, None)
+
+    def _communicate(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What a collective reads and writes is for communication, unless it is something else besides."""
+        name = func.overloadpacket.__name__
+        for tensor in _tensors((args, kwargs)):
+            record = self._see(tensor)
+            if record.kind in (_REST, _COMMUNICATION):
+                record.kind = _COMMUNICATION
+                self._resized[id(tensor.untyped_storage())] = record
+        if name.startswith("chunk_cat"):  # whole gradients, on the way to be scattered
+            self.name("gradients", _tensors(args))
+        if self._staged_sends and name == "_reduce_scatter_base_":
+            staged = _Record(args[1].untyped_storage())
+            staged.kind = _COMMUNICATION
+            self._change(staged, args[1].nbytes)
+            self._change(staged, 0)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))

@@ -1,0 +1,229 @@
+"""Two steps of a run on tensors without memory, as one of its ranks, whose bytes are counted all the same.
+
+The model, its strategy, the loss and the optimizer are those of the run; tensors are fake (shapes and dtypes
+without numbers), and so are the other ranks. Nothing is computed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, AdamW, Optimizer
+from torch.testing._internal.distributed import fake_pg
+from torch.utils._pytree import tree_map
+
+from trainer.config import Config, DdpConfig, FsdpConfig
+from trainer.data.batch import BatchSplit
+from trainer.data.loaders import train_loader
+from trainer.deferred import Deferred, deferred, replace_all
+from trainer.distributed import Dist
+from trainer.errors import UserError
+from trainer.groups import build_optimizer, freeze
+from trainer.memory.ledger import Ledger
+from trainer.optim import constant, sparse_weights
+from trainer.parts import build_dataset, build_model, build_task, build_to_device
+from trainer.run import wrap_model
+from trainer.state import Progress, TrainState
+from trainer.strategies import Strategy, build_strategy
+from trainer.strategies.base import parameter_count
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the run would be, and as which of its ranks it is looked at."""
+
+    size: int
+    per_host: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a rank's tensors.
+
+    Attributes:
+        start: the most while the model is built, filled and spread.
+        peak: the most in a step.
+        parts: what that consists of, by its kind.
+    """
+
+    start: int
+    peak: int
+    parts: dict[str, int]
+
+
+class Rehearsal:
+    """A model and a batch of a run, to be tried under any strategy and in any size.
+
+    Raises:
+        UserError: as of the run; or the dataset is a stream without a first sample.
+    """
+
+    def __init__(self, config: Config) -> None:
+        assert config.seed is not None
+        self.task = build_task(config)
+        train_set = build_dataset(config.data, "train")
+        self._build = lambda: build_model(config.model, train_set)
+        self.to_device = build_to_device(config, CPU, train_set)
+        data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
+        loader = train_loader(
+            train_set, data, BatchSplit(1, 1, 1, 1), replica=0, seed=config.seed, device=CPU
+        )
+        self.sample = loader.epoch(0).peek()
+        self._seed = config.seed
+        self.num_parameters = parameter_count(self._model(config).module.parameters())
+
+    def _model(self, config: Config) -> Deferred:
+        model = deferred(self._build, self._seed)
+        freeze(model.module, config.model)
+        return model
+
+    @contextmanager
+    def under(self, config: Config, world: World) -> Iterator["Stage"]:
+        """The run's model, strategy and optimizer under `config`, whose model and data are as given before.
+
+        Raises:
+            UserError: as of the run.
+        """
+        train = dataclasses.replace(config.train, compile=False)
+        config = dataclasses.replace(config, train=train)
+        model = self._model(config)
+        with _as_rank_of(world) as dist:
+            strategy = _strategy(config, dist)
+            with FakeTensorMode(allow_non_fake_inputs=True), Ledger(staged_sends=True) as ledger:
+                module = wrap_model(config, _without_numbers(model), strategy)
+                yield Stage(config, self, strategy, module, ledger)
+
+
+class Stage:
+    """Where steps are rehearsed, one after another; the first is made twice, for the optimizer's state."""
+
+    def __init__(
+        self, config: Config, rehearsal: Rehearsal, strategy: Strategy, module: nn.Module, ledger: Ledger
+    ) -> None:
+        self._config, self._rehearsal, self._strategy = config, rehearsal, strategy
+        self._module, self._ledger = module, ledger
+        ledger.name("parameters", [*module.parameters(), *module.buffers()])
+        self._buckets = _ddp_buckets(config, module)
+        ledger.name("gradients", self._buckets.values())
+        optimizer = _optimizer(module, config.optim)
+        scaler = strategy.grad_scaler()
+        self._state = TrainState(module, optimizer, constant(optimizer), scaler, Progress())
+        if config.ema.decay is not None:
+            self._state.keep_average(config.ema.decay, config.ema.warmup)
+            assert self._state.average is not None
+            ledger.name("averages", self._state.average.state_dict()["weights"].values())
+        self._start = ledger.peak_bytes
+        self._has_state = False
+
+    def footprint(self, micro_size: int, accumulation: int) -> Footprint:
+        """What a step of so many micro-batches of so many samples takes.
+
+        Raises:
+            UserError: the model looks at numbers, which there are none of.
+        """
+        batch = tree_map(lambda value: _repeated(value, micro_size), self._rehearsal.sample)
+        for _ in range(1 if self._has_state else 2):
+            self._ledger.forget_peak()
+            self._step(batch, min(accumulation, 2))
+            self._has_state = True
+        return Footprint(self._start, self._ledger.peak_bytes, self._ledger.peak())
+
+    def _step(self, batch: Any, accumulation: int) -> None:
+        """As the loop makes it (trainer/loop.py), without what speaks to others or to a person."""
+        module, strategy, state = self._module, self._strategy, self._state
+        settings = self._config.strategy
+        if isinstance(settings, DdpConfig) and settings.gradient_as_bucket_view:
+            for parameter, bucket in self._buckets.items():
+                parameter.grad = bucket
+        module.train()
+        try:
+            for micro_step in range(accumulation):
+                on_device = self._rehearsal.to_device(batch)
+                with strategy.gradient_sync(module, enabled=micro_step == accumulation - 1):
+                    with strategy.autocast():
+                        loss = self._rehearsal.task.loss(module, on_device) / accumulation
+                    state.scaler.scale(loss).backward()
+                    del loss, on_device
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UserError(f"the model cannot be measured without its numbers: {reason}") from error
+        self._ledger.name("gradients", [p.grad for p in module.parameters() if p.grad is not None])
+        if self._config.train.clip_grad_norm is not None:
+            strategy.clip_grad_norm(module, math.inf)
+        state.optimizer.step()
+        states = [value for each in state.optimizer.state.values() for value in each.values()]
+        self._ledger.name("optimizer", [value for value in states if isinstance(value, Tensor)])
+        state.update_average()
+        state.optimizer.zero_grad(set_to_none=True)
+
+
+def _optimizer(module: nn.Module, optim: dict[str, Any]) -> Optimizer:
+    """With one operation for all parameters, where it has that: the same memory, and soon rehearsed."""
+    optimizer = build_optimizer(module, optim)
+    open_to_choice = all(optimizer.defaults.get(way, False) is None for way in ("fused", "foreach"))
+    has_kernel = isinstance(optimizer, Adam | AdamW)  # also for sharded parameters
+    if has_kernel and open_to_choice and not sparse_weights(module):
+        return build_optimizer(module, optim | {"fused": True})
+    return optimizer
+
+
+class _Whole(Strategy):
+    """A whole model where it is; of DDP all but the buckets, for whose C++ tensors must have memory."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def _strategy(config: Config, dist: Dist) -> Strategy:
+    if isinstance(config.strategy, FsdpConfig):
+        return build_strategy(config, dist)
+    return _Whole(CPU, config.train.precision, False)
+
+
+def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """DDP's buckets, which last as long as the run; gradients are views of them, or lie beside them."""
+    if not isinstance(config.strategy, DdpConfig):
+        return {}
+    return {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad}
+
+
+def _without_numbers(model: Deferred) -> Deferred:
+    """`model`, which is filled with fake tensors instead of its values."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor | DTensor) else torch.empty_like(tensor, device=CPU)
+
+    def fill(module: nn.Module) -> None:
+        replace_all(module, fake)
+
+    model.fill = fill  # type: ignore[method-assign]
+    return model
+
+
+def _repeated(value: Any, size: int) -> Any:
+    """A fake tensor as that of one sample, of `size` samples."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    return torch.empty((size, *value.shape[1:]), dtype=value.dtype, device=CPU)
+
+
+@contextmanager
+def _as_rank_of(world: World) -> Iterator[Dist]:
+    torch_dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
+    try:
+        hosts = tuple(rank // world.per_host for rank in range(world.size))
+        local = min(world.per_host, world.size)
+        yield Dist(world.rank, world.rank % world.per_host, world.size, local, hosts, CPU, "fake")
+    finally:
+        torch_dist.destroy_process_group()
