@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoint import tiny
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import train
-from trainer.config import FsdpConfig
+from trainer.config import FsdpConfig, NativeCommConfig
 from trainer.errors import UserError
 from trainer.optim import check_optimizer
 from trainer.strategies.fsdp import Fsdp
@@ -141,7 +141,12 @@ def fsdp(precision: str = "fp32", min_params: int = MIN_PARAMS) -> Fsdp:
         param_dtype=None,
         reduce_dtype="fp32",
     )
-    return Fsdp(settings, tiny.facts(), precision, compile_model=False)
+    return plain_fsdp(settings, precision)
+
+
+def plain_fsdp(settings: FsdpConfig, precision: str = "fp32") -> Fsdp:
+    native = NativeCommConfig("native", "fp32", timeline=False)
+    return Fsdp(settings, native, tiny.facts(), precision, compile_model=False, timeout_s=60)
 
 
 def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str, Tensor]:

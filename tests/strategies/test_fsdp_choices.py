@@ -10,10 +10,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from models.gpt import GPT
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
+from tests.strategies.test_fsdp import plain_fsdp
 from trainer import groups
 from trainer.config import FsdpConfig, UnitsConfig
 from trainer.errors import UserError
-from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.units import checkpoint_activations
 
 # By name: settings, and whether sums come in another order.
@@ -52,7 +52,7 @@ def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, 
         config = _config(**settings)
         if config.activation_checkpointing:
             checkpoint_activations(model, config)
-        strategy = Fsdp(config, tiny.facts(), "fp32", compile_model=False)
+        strategy = plain_fsdp(config)
         model = strategy.wrap(model)
     draw = torch.Generator().manual_seed(rank)
     for micro in range(2):
@@ -93,7 +93,7 @@ def _at_once() -> list[bool]:
     groups._FUSED_ON = ("cpu",)  # as if the mesh were of GPUs; this process ends here
     found = []
     for target, way in (("SGD", "foreach"), ("AdamW", "fused")):
-        model = Fsdp(_config(), tiny.facts(), "fp32", compile_model=False).wrap(_model())
+        model = plain_fsdp(_config()).wrap(_model())
         optimizer = groups.build_optimizer(model, {"_target_": f"torch.optim.{target}", "lr": 0.1})
         model(torch.zeros(1, 6, dtype=torch.int64)).mean().backward()
         optimizer.step()

@@ -20,8 +20,9 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import tree_map
 
-from trainer.config import Config, DdpConfig, FsdpConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.batch import BatchSplit
+from trainer.data.loader import Share
 from trainer.data.loaders import train_loader
 from trainer.deferred import Deferred, deferred, replace_all
 from trainer.distributed import Dist
@@ -76,9 +77,7 @@ class Rehearsal:
         self._build = lambda: build_model(config.model, train_set)
         self.to_device = build_to_device(config, CPU, train_set)
         data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
-        loader = train_loader(
-            train_set, data, BatchSplit(1, 1, 1, 1), replica=0, seed=config.seed, device=CPU
-        )
+        loader = train_loader(train_set, data, BatchSplit(1, 1, 1, 1), Share(0, config.seed, CPU))
         self.sample = loader.epoch(0).peek()
         self._seed = config.seed
         self.num_parameters = parameter_count(self._model(config).module.parameters())
@@ -96,7 +95,7 @@ class Rehearsal:
             UserError: as of the run.
         """
         train = dataclasses.replace(config.train, compile=False)
-        config = dataclasses.replace(config, train=train)
+        config = dataclasses.replace(config, train=train, comm=NativeCommConfig("native", "fp32", False))
         model = self._model(config)
         with _as_rank_of(world) as dist:
             strategy = _strategy(config, dist)
