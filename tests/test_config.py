@@ -186,6 +186,10 @@ def test_config_imports_no_torch() -> None:
             "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
         ),
         (["comm=ring", "comm.wire_dtype=fp8"], "comm.wire_dtype is fp8, but must be one of fp32, bf16, fp16"),
+        (
+            ["train.compile_mode=max-autotune"],
+            "train.compile_mode is max-autotune, but train.compile is false",
+        ),
         (["comm=hierarchical", "comm.segment_mb=0"], "comm.segment_mb is 0.0, but must be at least 0.01"),
         (["comm=powersgd", "comm.start_step=1"], "comm.start_step is 1, but must be at least 2"),
         (["comm=powersgd", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"),

@@ -95,6 +95,7 @@ class TrainConfig:
     matmul_precision: str = one_of("highest", "high")
     cudnn_benchmark: bool = MISSING
     compile: bool = MISSING
+    compile_mode: str = one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
     channels_last: bool = MISSING
     clip_grad_norm: float | None = above(0)
     log_every_steps: int = at_least(1)
@@ -587,6 +588,11 @@ def _check_contradictions(config: Config) -> None:
         raise UserError(
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
             f"train.log_every_steps, {train.log_every_steps}: histograms are taken at log steps"
+        )
+    if train.compile_mode != "default" and not train.compile:
+        raise UserError(
+            f"train.compile_mode is {train.compile_mode}, but train.compile is false; set it to true, or "
+            "leave the mode out"
         )
     if config.checkpoint.keep_best is not None and not train.evaluates:
         raise UserError(

@@ -25,4 +25,5 @@ def described(train: TrainConfig, device: torch.device) -> str:
         words += ", products in TF32" if in_tf32 else ""
         words += ", cudnn.benchmark" if train.cudnn_benchmark else ""
     words += ", channels last" if train.channels_last else ""
-    return words + (", compiled" if train.compile else "")
+    mode = f" ({train.compile_mode})" if train.compile_mode != "default" else ""
+    return words + (f", compiled{mode}" if train.compile else "")

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from benchmarks.gpu.day import Day, Row, quietly, settings
 
-STRATEGIES = ("single", "dp", "ddp", "fsdp")  # parameter_server is two processes, of a GPU each
+STRATEGIES = (
+    "single",
+    "dp",
+    "ddp",
+    "fsdp",
+    "fsdp comm=ring",
+)  # parameter_server is two processes, of a GPU each
 PRECISIONS = ("bf16", "fp32", "fp16")
 CHECKPOINTS = [("full", False), ("sharded", True), ("full", True), ("sharded", False)]
 MODELS = {
@@ -22,7 +28,7 @@ TINY = [
     ("single", "fp32", "gpt", "full", False),
     ("dp", "bf16", "gpt", "sharded", True),
     ("ddp", "fp16", "gpt", "full", True),
-    ("fsdp", "bf16", "gpt", "sharded", False),
+    ("fsdp comm=ring", "bf16", "gpt", "sharded", False),
 ]
 
 
@@ -40,11 +46,11 @@ def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
         strategy, precision, model, kind, in_background = choice
         options = (
             *MODELS[model],
-            *(f"strategy={strategy}", f"train.precision={precision}", f"checkpoint={kind}"),
+            *(*f"strategy={strategy}".split(), f"train.precision={precision}", f"checkpoint={kind}"),
             *("train.max_steps=4", "train.global_batch_size=8", "train.log_every_steps=2"),
             *(f"checkpoint.async={str(in_background).lower()}", "checkpoint.every_steps=2"),
             *(f"train.compile={str(compiled).lower()}", "checkpoint.keep_last=2"),
-            *(("strategy.unit_min_params=10000",) if strategy == "fsdp" else ()),
+            *(("strategy.unit_min_params=10000",) if strategy.startswith("fsdp") else ()),
         )
         what = f"{model} {strategy} {precision} {kind}{' async' * in_background}{' compiled' * compiled}"
         begin = time.perf_counter()

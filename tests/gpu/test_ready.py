@@ -152,9 +152,10 @@ def copied(module: nn.Module, factor: float) -> nn.Module:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(compiled: bool) -> None:
     strategy = Strategy(CPU, "bf16", compile_model=False)
-    replica = Replica(nn.Linear(3, 2), strategy.autocast, compiled)
+    call = data_parallel._call
     if compiled:
-        replica._call = torch.compile(data_parallel._call, backend="eager")
+        call = torch.compile(call, backend="eager")
+    replica = Replica(nn.Linear(3, 2), strategy.autocast, call)
     x, outputs = torch.randn(4, 3), {}
     # As in parallel_apply: a thread for each copy, where autocast is on with a dtype of its own.
     for factor in (1.0, 2.0, 4.0):

@@ -19,7 +19,7 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
     """
     set_switches(config.train, dist.device)
     strategy = _named(config, dist)
-    strategy.channels_last = config.train.channels_last
+    strategy.channels_last, strategy.compile_mode = config.train.channels_last, config.train.compile_mode
     return strategy
 
 

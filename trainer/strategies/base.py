@@ -34,6 +34,7 @@ class Strategy:
         trains: whether this process computes gradients; one that does not takes part in all else.
         devices: the devices that this process keeps busy.
         channels_last: whether weights of four dimensions lie in memory as the images of a batch do.
+        compile_mode: torch.compile's.
         updates_in_turns: whether parameters change in `turns` already, a round of which is several steps.
         changes_after_first_step: whether the first backward pass changes how later ones sum gradients.
         notes: what a person should know about how the request was met.
@@ -45,6 +46,7 @@ class Strategy:
     changes_after_first_step = False
     updates_in_turns = False
     channels_last = False
+    compile_mode = "default"
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class Strategy:
         fill(model)
         model = self.place(model)
         if self.compile_model:
-            model.compile()
+            model.compile(mode=self.compile_mode)
         return model
 
     def place(self, model: nn.Module) -> nn.Module:

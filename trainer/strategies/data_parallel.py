@@ -30,7 +30,8 @@ class DataParallel(Strategy):
         if len(self.devices) == 1:
             return super().wrap(model, fill)
         fill(model)
-        replica = Replica(self.place(model), self.autocast, self.compile_model)
+        call = torch.compile(_call, mode=self.compile_mode) if self.compile_model else _call
+        replica = Replica(self.place(model), self.autocast, call)
         return nn.DataParallel(replica, device_ids=self.devices)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -46,12 +47,15 @@ class Replica(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, autocast: Callable[[], AbstractContextManager], compiled: bool
+        self,
+        module: nn.Module,
+        autocast: Callable[[], AbstractContextManager],
+        call: Callable[..., Any],
     ) -> None:
         super().__init__()
         self.module, self._autocast = module, autocast
-        self._call = torch.compile(_call) if compiled else _call
-        self._compiling, self._seen = threading.Lock() if compiled else None, set[Any]()
+        self._call = call
+        self._compiling, self._seen = None if call is _call else threading.Lock(), set[Any]()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self._compiling is None or (key := _kind(inputs)) in self._seen:

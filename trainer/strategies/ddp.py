@@ -65,7 +65,7 @@ class Ddp(Strategy):
         if self.compile_model:
             # Not DDP's wrapper, in whose bookkeeping torch would give up before it came to the module.
             # The graph is cut at the bucket borders all the same, since torch compiles it when DDP calls.
-            model.compile()
+            model.compile(mode=self.compile_mode)
         if self.num_replicas > 1:  # alone there is nobody to average with
             model = DistributedDataParallel(
                 model,

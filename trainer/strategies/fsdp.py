@@ -90,12 +90,12 @@ class Fsdp(Strategy):
             shard(norm, mp_policy=in_fp32)
         for unit in units:
             if self.compile_model:  # without the hooks that gather it, at which torch would give up
-                unit.forward = torch.compile(unit.forward)
+                unit.forward = torch.compile(unit.forward, mode=self.compile_mode)
             fill(unit)
             whole.note(unit)
             shard(unit, mp_policy=precision)
         if self.compile_model and not units:
-            model.forward = torch.compile(model.forward)
+            model.forward = torch.compile(model.forward, mode=self.compile_mode)
         fill(model)
         whole.note(model)
         shard(model, mp_policy=root_precision)
