@@ -45,6 +45,18 @@ def test_pieces_are_the_same_wherever_reading_begins(folder: Path) -> None:
         assert list(whole.pieces_from(pieces[at].file, pieces[at].offset, whole.num_bytes)) == pieces[at:]
 
 
+def test_no_character_is_cut_in_two(tmp_path: Path) -> None:
+    text = "a" + "\u6f22" * 90000  # three bytes each, and no line
+    (tmp_path / "a.txt").write_text(text)
+    whole = Texts(tmp_path)
+    pieces = list(whole.pieces(0, whole.num_bytes))
+    assert len(pieces) == 3 and "".join(piece.text.decode() for piece in pieces) == text
+    for cut in (1, 2, 3, 4, texts.PIECE_BYTES + 1, texts.PIECE_BYTES + 2):
+        parts = [*whole.pieces(0, cut), *whole.pieces(cut, whole.num_bytes)]
+        assert "".join(piece.text.decode() for piece in parts) == text
+    assert list(whole.pieces_from(0, pieces[1].offset, whole.num_bytes)) == pieces[1:]
+
+
 def test_windows_hold_each_token_once_and_go_on_from_any_state(folder: Path) -> None:
     stream = TextStream("train", str(folder), block_size=10, eval_fraction=0.001)
     for epoch in (0, 1):

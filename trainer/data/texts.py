@@ -12,6 +12,7 @@ from trainer.errors import UserError
 
 PIECE_BYTES = 2**17
 MAX_LINE_BYTES = 2**26  # a document of JSON lines has to be held in memory
+_GOES_ON = bytes(range(0x80, 0xC0))  # bytes of a character of UTF-8 but its first
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
 
 
@@ -109,7 +110,10 @@ class Texts:
             ) from error
 
     def _parts(self, number: int, begin: int, end: int) -> Iterator[Piece]:
-        """They end with the line that reaches a multiple of PIECE_BYTES, or there where no line ends soon."""
+        """They end with the line that reaches a multiple of PIECE_BYTES, or there where no line ends soon.
+
+        Of a character that this would cut in two, all is in the first of both.
+        """
         size = self.files[number].stat().st_size
         with self.files[number].open("rb") as file:
 
@@ -120,11 +124,19 @@ class Texts:
                 file.seek(at - 1)
                 return at + max(0, file.read(PIECE_BYTES).find(b"\n"))
 
+            def whole(at: int) -> int:
+                """Past the bytes that go on with a character of UTF-8."""
+                file.seek(at)
+                near = file.read(4)
+                rest = len(near) - len(near.lstrip(_GOES_ON))
+                return at + rest if at > 0 and rest < 4 else at
+
             first, stop = aligned(begin), aligned(end)
             for block in itertools.count(first // PIECE_BYTES + 1):
                 if first >= stop:
                     return
                 if (last := min(aligned(block * PIECE_BYTES), stop)) > first:
-                    file.seek(first)
-                    yield Piece(number, first, last - first, file.read(last - first), last == size)
+                    start, end_of_text = whole(first), whole(last)
+                    file.seek(start)
+                    yield Piece(number, first, last - first, file.read(end_of_text - start), last == size)
                     first = last
