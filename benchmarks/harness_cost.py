@@ -80,7 +80,10 @@ def launch(processes: int, *arguments: str) -> float:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     begin = time.time()
-    subprocess.run([*launcher, *arguments], cwd=ROOT, env=environment, check=True, capture_output=True)
+    command = [*launcher, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{done.stdout}{done.stderr}status {done.returncode} of {' '.join(command)}")
     return begin
 
 

@@ -13,7 +13,9 @@ import faulthandler
 import io
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -145,6 +147,14 @@ def _collect(pipes: list[Connection], deadline: float) -> tuple[dict[int, Any], 
         if reports:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
     return results, reports
+
+
+def free_port() -> int:
+    """A port on this host that nobody listens on, below those that the kernel deals out: it stays free."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("100 ports drawn by chance are all taken")
 
 
 @contextlib.contextmanager

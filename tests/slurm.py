@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import free_port
+
 _CONF = """
 ClusterName=test
 SlurmctldHost={host}
@@ -49,7 +51,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         pytest.skip("SLURM's servants need root")
     for name in ("state", "spool.n0", "spool.n1"):
         (folder / name).mkdir(parents=True)
-    ports = dict(zip(("port", "port0", "port1"), _free_ports(3), strict=True))
+    numbers: set[int] = set()
+    while len(numbers) < 3:
+        numbers.add(free_port())
+    ports = dict(zip(("port", "port0", "port1"), numbers, strict=True))
     conf = folder / "slurm.conf"
     conf.write_text(_CONF.format(folder=folder, host=socket.gethostname().split(".")[0], **ports))
     environment = {"SLURM_CONF": str(conf)}
@@ -59,7 +64,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             Path("/run/munge").mkdir(exist_ok=True)
             shutil.chown("/run/munge", "munge")
             stack.enter_context(_servant("runuser", "-u", "munge", "--", "munged", "--foreground", "--force"))
-            time.sleep(1)
+            deadline = time.monotonic() + 100
+            while subprocess.run(["munge", "-n"], capture_output=True, timeout=30, check=False).returncode:
+                assert time.monotonic() < deadline, "munged does not answer"
+                time.sleep(0.1)
         stack.enter_context(_servant("slurmctld", "-D", "-c", "-f", str(conf), env=everything))
         for node in ("n0", "n1"):
             stack.enter_context(_servant("slurmd", "-D", "-N", node, "-f", str(conf), env=everything))
@@ -87,9 +95,3 @@ def _servant(*argv: str, env: dict[str, str] | None = None) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in sockets]

@@ -81,6 +81,7 @@ def evaluated_alone(folder: str) -> dict[str, dict[str, float]]:
     return {name: evaluate.evaluate(run, overrides=["strategy=single"]) or {} for name, run in runs}
 
 
+@pytest.mark.slow
 def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     results = {}
     for strategy, world_size in WAYS.items():
@@ -119,6 +120,7 @@ def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_the_same_text_with_and_without_cache_and_sharded(text_run: Path) -> None:
     ask = ["-m", "trainer.sample", str(text_run), "--prompt", "Öl für €", "--tokens", "90", "--seed", "3"]
     with_cache = finish(*ask)

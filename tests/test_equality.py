@@ -100,11 +100,6 @@ def test_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]], str
     assert_all_equal_single(tmp_path, single, strategy, list(MODELS), [None, 8])
 
 
-@pytest.mark.parametrize("strategy", ["ddp x2", "fsdp x2"])
-def test_mlp_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]], strategy: str) -> None:
-    assert_all_equal_single(tmp_path, single, strategy, ["mlp"], [None])
-
-
 COMMS = ("ring", "tree", "halving_doubling", "hierarchical", "master_worker")
 
 

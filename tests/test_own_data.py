@@ -74,6 +74,7 @@ OWN = (
 )
 
 
+@pytest.mark.slow
 def test_what_one_brings(tmp_path: Path) -> None:
     """Under each strategy the same samples, mirrored and cropped alike, and so the same model."""
     alone, *others = [

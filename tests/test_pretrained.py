@@ -136,7 +136,9 @@ def _hashes(root: Path, strategy: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("single", 1), ("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow)]
+)
 def test_activations_computed_again_train_the_same_model(tmp_path: Path, strategy: str, world: int) -> None:
     """Dropout draws the same units again."""
     without, with_ = run_ranks(_hashes, world, tmp_path, strategy, init=False)[0]

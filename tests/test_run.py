@@ -155,7 +155,7 @@ def test_compiled_training_is_the_same_training(strategy: str, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_torch_s_own_compiler_makes_the_same_training(tmp_path: Path) -> None:
-    code = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code")}
+    code = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     compiled, eager = (
         run_ranks(
             quick, 1, tmp_path / on, *SHORT, "strategy=single", f"train.compile={on}", env=code, init=False

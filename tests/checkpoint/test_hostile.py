@@ -91,7 +91,10 @@ def _refused(action: Callable[[], Any]) -> str:
     raise AssertionError("it was taken")
 
 
-def _try(run_dir: Path, state: Any, lines: _Lines) -> str:
+COMMANDS = ("verify", "show", "convert")
+
+
+def _try(run_dir: Path, state: Any, lines: _Lines, command: str) -> str:
     """Meet the hostile checkpoint on every way there is; returns how ``resume=auto`` took it."""
     path = run_dir / "checkpoints" / hostile.STEP
     restorer = tiny.checkpointer(run_dir)
@@ -108,8 +111,8 @@ def _try(run_dir: Path, state: Any, lines: _Lines) -> str:
     about_it = [line for line in lines.lines if "passes over" in line]
     assert len(about_it) == 1 and hostile.STEP in about_it[0], lines.lines
     _one_line(about_it[0])
-    assert _command("verify", path) == _command("show", run_dir) == 2
-    assert _command("convert", path, run_dir / "out", "--to", "full") == 2
+    words = {"verify": [path], "show": [run_dir], "convert": [path, run_dir / "out", "--to", "full"]}
+    assert _command(command, *words[command]) == 2
     assert sorted(entry.name for entry in run_dir.iterdir() if "out" in entry.name) == []
     _refused(lambda: load_weights(tiny.Net(), path))
     load_weights(tiny.Net(), run_dir)
@@ -125,7 +128,7 @@ def _meet(root: Path, names: list[str]) -> dict[str, str]:
     lines, found = _Lines(), {}
     logging.getLogger("trainer").addHandler(lines)
     before = None
-    for name in names:
+    for number, name in enumerate(names):  # each command looks at every third: all three read alike
         misfit = name.startswith("misfit ")
         format, change = ("full", hostile.MISFITS[name[7:]]) if misfit else hostile.KINDS[name]
         run_dir = root / "run"
@@ -136,7 +139,7 @@ def _meet(root: Path, names: list[str]) -> dict[str, str]:
         before = tiny.everything(state)
         try:
             with _bounded():
-                found[name] = _try(run_dir, state, lines)
+                found[name] = _try(run_dir, state, lines, COMMANDS[number % 3])
             if found[name].startswith("refused"):
                 tiny.assert_same(tiny.everything(state), before)
         except BaseException as error:

@@ -19,7 +19,7 @@ from trainer.checkpoint.source import Source
 from trainer.errors import UserError
 
 OLD, NEW = 2, 3
-NUM_POINTS = 30 if os.environ.get("RINGMASTER_EVERY_STOP") else 14  # two of each kind
+NUM_POINTS = 30 if os.environ.get("RINGMASTER_EVERY_STOP") else 7  # one of each kind
 
 
 class Points:

@@ -74,7 +74,12 @@ def compare(hosts: list[int], batch_norm: bool, accumulate: int) -> dict[str, tu
 
 @pytest.mark.parametrize(
     ("hosts", "batch_norm", "accumulate"),
-    [([0], False, 1), ([0, 0], False, 1), ([0, 0, 1, 1], False, 1), ([0, 0, 1], True, 3)],
+    [
+        ([0], False, 1),
+        ([0, 0], False, 1),
+        ([0, 0, 1, 1], False, 1),
+        pytest.param([0, 0, 1], True, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_training_equals_native(hosts: list[int], batch_norm: bool, accumulate: int) -> None:
     for found in run_ranks(compare, len(hosts), hosts, batch_norm, accumulate):

@@ -28,7 +28,7 @@ def global_batches(ranks: list[list[torch.Tensor]], micro_batches: int = 1) -> l
 
 
 @pytest.mark.parametrize("stream", [Numbers, Stateful])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_are_slices_of_the_stream_at_any_world_size_resumed_or_not(
     stream: type, workers: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_more_says_whether_another_step_follows() -> None:
         assert found == left
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_evaluation_counts_every_sample_of_a_stream_once_on_as_many_batches_everywhere(workers: int) -> None:
     for world, size in ((1, 10), (2, 11), (4, 3), (3, 8)):
         loaders = [

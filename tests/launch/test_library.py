@@ -133,6 +133,7 @@ def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
     assert said[5].strip() == "MLP"
 
 
+@pytest.mark.slow
 def test_processes_need_no_run_directory_and_take_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import started
 from tests.runs import settings
 from trainer.errors import UserError
 from trainer.launch import fresh, local
@@ -139,8 +138,8 @@ def test_a_final_end_is_not_tried_again(
     assert len(seen(tmp_path)) == expected
 
 
-def interrupted(how: str, tmp_path: Path, number: int) -> subprocess.CompletedProcess[bytes]:
-    """A launch in a process of its own, signalled once both ranks are ready."""
+def interrupted(how: str, tmp_path: Path, number: int) -> int:
+    """The exit code of a launch in a process of its own, signalled once both ranks are ready."""
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
     overrides = ["launch=local", "launch.processes=2", f"run_dir={tmp_path}/run", "launch.max_restarts=3"]
@@ -151,14 +150,15 @@ from trainer.launch import fresh, local
 fresh.program = lambda: [sys.executable, {str(actor)!r}]
 sys.exit(local.launch(settings(*{overrides}), {overrides}))
 """
-    environment = {**os.environ, "HOUSE": str(ROOT), "ACT": json.dumps([{"0": how, "1": how}])}
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environment)
-    deadline = time.monotonic() + 200
-    while not all((tmp_path / "run" / f"ready-{rank}").exists() for rank in (0, 1)):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(number)
-    return subprocess.CompletedProcess([], process.wait(200))
+    (tmp_path / "launcher.py").write_text(script)
+    environment = {"HOUSE": str(ROOT), "ACT": json.dumps([{"0": how, "1": how}])}
+    with started(str(tmp_path / "launcher.py"), env=environment) as launcher:
+        deadline = time.monotonic() + 200
+        while not all((tmp_path / "run" / f"ready-{rank}").exists() for rank in (0, 1)):
+            assert launcher.poll() is None and time.monotonic() < deadline, launcher.stderr
+            time.sleep(0.02)
+        launcher.send_signal(number)
+        return launcher.wait().code
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_signal_stops_all_ranks_and_nothing_is_tried_again(
     how: str, number: int, status: int, tmp_path: Path
 ) -> None:
     """The guard of tests.conftest fails this one if a rank outlives its launcher, even a killed one."""
-    assert interrupted(how, tmp_path, number).returncode == status
+    assert interrupted(how, tmp_path, number) == status
     assert len(seen(tmp_path)) == 2
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import started
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import settings
 from trainer.errors import UserError
 from trainer.launch.place import Place, derived_port, first_node, place, publish
@@ -226,8 +226,8 @@ def test_the_file_of_an_earlier_run_is_refused_on_every_rank(tmp_path: Path) -> 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(met, 1, "tcp://127.0.0.1:29733", patience_s=2, init=False)
-    assert "waited 2 s (distributed.timeout_s) for all 2 ranks; missing: [1]" in failure.value.reports[0]
+        run_ranks(met, 1, f"tcp://127.0.0.1:{free_port()}", patience_s=5, init=False)
+    assert "waited 5 s (distributed.timeout_s) for all 2 ranks; missing: [1]" in failure.value.reports[0]
 
 
 def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import finish, started, torchrun
+from tests.ranks import free_port
 from tests.slurm import cluster
 
 ROOT = Path(__file__).parents[2]
@@ -57,8 +57,7 @@ def test_the_status_of_real_ranks_arrives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_by_hand(scheme: str, expected: str, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        where = {"tcp": f"tcp://127.0.0.1:{server.getsockname()[1]}", "file": f"file://{tmp_path}/meet"}
+    where = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/meet"}
     by_hand = [f"distributed.init_method={where[scheme]}", "distributed.world_size=2"]
     options = [*RUN, *by_hand, f"run_dir={tmp_path}/run"]
     with (

@@ -35,7 +35,9 @@ def both(root: str, *strategy: str) -> dict[str, list[dict[str, Tensor]]]:
     }
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)]
+)
 def test_a_split_model_has_the_same_bits(tmp_path: Path, strategy: str, world_size: int) -> None:
     ranks = run_ranks(both, world_size, str(tmp_path), f"strategy={strategy}", init=False)
     for rank in ranks:
