@@ -1,9 +1,10 @@
 """Pull and push between hosts on slow links, with more and more servers, beside all-reduces; as predicted.
 
-    python -m benchmarks.parameter_server [--workers 4] [--megabytes 25] [--rate 1gbit]
+    python -m benchmarks.parameter_server [--workers 4] [--megabytes 25] [--rate 1gbit] [--hosts 2]
 
-Every rank is a host of its own, a network namespace, so this needs root. Predictions are those of
-`trainer.comm.plan`, from what the preflight measures between two of the hosts. Times are medians.
+Every rank is a host of its own, or ranks are shared out to `--hosts`: network namespaces, so this needs root.
+Predictions are those of `trainer.comm.plan`, from what the preflight measures between as many ranks on those
+hosts. Times are medians; the ratio is measured : predicted.
 """
 
 import argparse
@@ -86,8 +87,10 @@ def time_exchange(servers: str, num_workers: int, num_bytes: int, repeat: int) -
     return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
 
 
-def time_all_reduces(names: Sequence[str], num_bytes: int, repeat: int) -> dict[str, float]:
-    hosts, rank = list(range(dist.get_world_size())), dist.get_rank()
+def time_all_reduces(
+    names: Sequence[str], hosts: Sequence[int], num_bytes: int, repeat: int
+) -> dict[str, float]:
+    rank = dist.get_rank()
     bucket, found = torch.zeros(num_bytes // 4), {}
     for name in names:
         group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
@@ -107,8 +110,9 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def machine_of(places: Sequence[Host]) -> Machine:
+    """What as many ranks can do that work at the same time, at the same places."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        run_ranks(preflight.main, 2, ["--json", file.name], init=False, hosts=places[:2], timeout_s=120)
+        run_ranks(preflight.main, len(places), ["--json", file.name], init=False, hosts=places, timeout_s=200)
         return Machine(**measured(json.loads(Path(file.name).read_text())))
 
 
@@ -117,37 +121,47 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--servers", default="1,2,4,all")
+    parser.add_argument("--hosts", type=int, default=None, help="one for each rank")
     parser.add_argument("--megabytes", type=float, default=25.0)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args()
-    num_bytes, workers = int(args.megabytes * 2**20), args.workers
-    with network(workers + 4, args.rate) as places:
-        machine = machine_of(places)
-        print(f"{workers} workers, {args.megabytes:g} MiB fp32, each rank a host, links {args.rate}")
+    num_bytes, workers, choices = int(args.megabytes * 2**20), args.workers, args.servers.split(",")
+    most = workers + max((int(word) for word in choices if word != "all"), default=0)
+    where = f"on {args.hosts} hosts" if args.hosts else "each rank a host"
+    with network(args.hosts or most, args.rate) as made:
+        print(f"{workers} workers, {args.megabytes:g} MiB fp32, {where}, links {args.rate}")
         print(f"{'':16}{'push ms':>9}{'pull ms':>9}{'both ms':>9}{'predicted':>11}{'ratio':>7}")
+
+        def spread(world: int) -> tuple[list[int], list[Host]]:
+            hosts = [rank * len(made) // world for rank in range(world)] if args.hosts else list(range(world))
+            return hosts, [made[host] for host in hosts]
+
+        hosts, places = spread(workers)
+        machine = machine_of(places)
         names = ["master_worker", "ring", "hierarchical"]
-        found = run_ranks(
-            time_all_reduces, workers, names, num_bytes, args.repeat, hosts=places[:workers], timeout_s=300
-        )[0]
-        hosts = list(range(workers))
+        asked = (names, hosts, num_bytes, args.repeat)
+        found = run_ranks(time_all_reduces, workers, *asked, hosts=places, timeout_s=300)[0]
         for name, seconds in found.items():
-            wanted = predict([build(name, r, hosts) for r in hosts], hosts, machine, num_bytes).seconds
-            line(name, [float("nan"), float("nan"), seconds], wanted)
-        for servers in ("1", "2", "4", "all"):
+            schedules = [build(name, rank, hosts) for rank in range(workers)]
+            line(
+                name,
+                [float("nan"), float("nan"), seconds],
+                predict(schedules, hosts, machine, num_bytes).seconds,
+            )
+        for servers in choices:
             serve, work = roles(servers, workers)
-            world = len({*serve, *work})
-            seconds = run_ranks(
-                time_exchange, world, servers, workers, num_bytes, args.repeat,
-                hosts=places[:world], timeout_s=300,
-            )[0]  # fmt: skip
+            hosts, places = spread(len({*serve, *work}))
+            machine = machine_of(places)
+            asked = (servers, workers, num_bytes, args.repeat)
+            ways = run_ranks(time_exchange, len(places), *asked, hosts=places, timeout_s=300)[0]
+            segment_bytes = int(BUCKET_MB * 2**20)
             wanted = sum(
-                predict(
-                    way, list(range(world)), machine, num_bytes, segment_bytes=int(BUCKET_MB * 2**20)
-                ).seconds
+                predict(way, hosts, machine, num_bytes, segment_bytes=segment_bytes).seconds
                 for way in exchange(serve, work)
             )
-            line(f"{servers} servers", [*seconds, sum(seconds)], wanted)
+            line(f"{servers} servers", [*ways, sum(ways)], wanted)
 
 
 def line(name: str, seconds: Sequence[float], wanted: float) -> None:

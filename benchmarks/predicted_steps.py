@@ -1,0 +1,116 @@
+"""Steps of training between two hosts, predicted from a run on one host and measured: within 15 %.
+
+    python -m benchmarks.predicted_steps [--per-host 2,4] [--rate 1gbit] [--models waiting,gpt] [--steps 40]
+
+For each number of processes a run on one host tells what its steps and buckets are like; a preflight what the
+two hosts and the link between them can do; `trainer.comm.plan --train` says how long a step takes there; and
+then it is measured, once before the preflight and once after. Hosts are network namespaces, so this needs
+root, and share one machine: a run on one host has as many processes, for as much of a processor each.
+`waiting` computes nothing and takes its time, as an accelerator does; `gpt` computes on the processors.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.hosts import Host
+from tests.hosts import hosts as network
+from tests.programs import finish_ranks
+from tests.ranks import run_ranks
+from trainer.comm import preflight
+from trainer.comm.network import step
+from trainer.comm.network.predict import Machine, measured
+from trainer.comm.network.world import World
+
+COMMON = (
+    "train.log_every_steps=1000", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "optim=sgd",
+    "train.check_replicas_every=null",
+)  # fmt: skip
+MODELS = {
+    "waiting": (
+        "data=fake", "model=mlp", "model._target_=benchmarks.waiting_model.Waiting", "~model.hidden",
+        "~model.input_shape", "+model.layers=8", "+model.megabytes=26", "+model.forward_ms=12",
+        "strategy.first_bucket_mb=6", "strategy.bucket_cap_mb=6", "train.global_batch_size=8",
+    ),
+    "gpt": (
+        "experiment=text_gpt", "model.width=256", "model.depth=6", "model.num_heads=4",
+        "strategy.first_bucket_mb=4", "strategy.bucket_cap_mb=4", "train.global_batch_size=8",
+    ),
+}  # fmt: skip
+ALGORITHMS = ("ring", "hierarchical")
+BAR = 1.15
+
+
+def run(
+    places: Sequence[int | Host], model: str, algorithm: str, steps: int, run_dir: Path
+) -> step.TrainedRun:
+    options = (*MODELS[model], *COMMON, f"comm={algorithm}", f"train.max_steps={steps}", f"run_dir={run_dir}")
+    ended = finish_ranks(places, "train.py", *options, env={"OMP_NUM_THREADS": "1"}, timeout_s=400)
+    if any(rank.code for rank in ended):
+        raise SystemExit("\n".join(rank.output for rank in ended))
+    return step.read(run_dir)
+
+
+def quiet_preflight(*argv: str) -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return preflight.main(list(argv))
+
+
+def machine_of(places: Sequence[int | Host], file: Path) -> Machine:
+    run_ranks(quiet_preflight, len(places), "--json", str(file), init=False, hosts=places, timeout_s=300)
+    return Machine(**measured(json.loads(file.read_text())))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--per-host", default="2,4")
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--models", default="waiting,gpt")
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    kept = True
+    print(
+        f"{'':24}{'one host':>10}{'computing':>11}{'exposed':>9}{'predicted':>11}{'measured':>10}{'ratio':>7}"
+    )
+    for per_host in map(int, args.per_host.split(",")):
+        for model in args.models.split(","):
+            kept &= compare(per_host, model, args.rate, args.steps)
+    print("all within 15 %" if kept else "NOT all within 15 %")
+    return int(not kept)
+
+
+def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
+    kept, alone = True, [0] * (2 * per_host)
+    with tempfile.TemporaryDirectory() as name, network(2, rate) as (a, b):
+        folder, places = Path(name), [*[a] * per_host, *[b] * per_host]
+        before = {
+            algorithm: run(places, model, algorithm, steps, folder / f"{algorithm}0")
+            for algorithm in ALGORITHMS
+        }
+        found = run(alone, model, "ring", steps, folder / "alone")
+        here, there = machine_of(alone, folder / "here.json"), machine_of(places, folder / "there.json")
+        computed_s = found.computed_s(here)
+        for algorithm in ALGORITHMS:
+            after = run(places, model, algorithm, steps, folder / f"{algorithm}1")
+            measured_s = statistics.mean((before[algorithm].step_s, after.step_s))
+            predicted = found.step(World(2, per_host, there), algorithm, computed_s)
+            ratio = predicted.seconds / measured_s
+            kept &= 1 / BAR < ratio < BAR
+            figures = (found.step_s, computed_s, predicted.exposed_s, predicted.seconds, measured_s)
+            columns = "".join(
+                f"{1e3 * s:>{width}.1f}" for s, width in zip(figures, (10, 11, 9, 11, 10), strict=True)
+            )
+            print(f"{f'{model} 2 x {per_host} {algorithm}':24}{columns}{ratio:>7.2f}", flush=True)
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""A model that computes nothing and takes its time, as an accelerator looks to the processors beside it."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class _Wait(torch.autograd.Function):
+    """So many seconds forward, and twice as many backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+class Waiting(nn.Module):
+    """`layers` of `megabytes` (10^6 bytes, in all) and `forward_ms` (each)."""
+
+    def __init__(self, num_classes: int, layers: int, megabytes: float, forward_ms: float) -> None:
+        super().__init__()
+        self._seconds = forward_ms / 1e3
+        numel = round(megabytes * 1e6 / 4 / layers)
+        self.layers = nn.ParameterList(torch.zeros(numel) for _ in range(layers))
+        self._num_classes = num_classes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, ...) to (batch, classes)."""
+        out = x.new_zeros(len(x), self._num_classes)
+        for weights in self.layers:
+            out = _Wait.apply(out + weights[: self._num_classes], self._seconds)
+        return out
