@@ -9,13 +9,8 @@ from pathlib import Path
 
 from benchmarks.gpu.day import Day, Row, quietly, settings
 
-STRATEGIES = (
-    "single",
-    "dp",
-    "ddp",
-    "fsdp",
-    "fsdp comm=ring",
-)  # parameter_server is two processes, of a GPU each
+# parameter_server is two processes at least, of a GPU each
+STRATEGIES = ("single", "dp", "ddp", "fsdp", "fsdp comm=ring")
 PRECISIONS = ("bf16", "fp32", "fp16")
 CHECKPOINTS = [("full", False), ("sharded", True), ("full", True), ("sharded", False)]
 MODELS = {
