@@ -13,6 +13,7 @@ import argparse
 import itertools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -153,6 +154,7 @@ def measure(
     kind: str, hosts: list[int], interface: str, steps: int, turns: int
 ) -> dict[str, dict[str, float]]:
     """Milliseconds per step, ratio to native, and milliseconds of communication, by variant."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # logits are a view, and left alone
     variants = {name: make(name, kind, hosts) for name in VARIANTS}
     for variant in variants.values():
         variant.seconds(2, interface)  # opens connections, compares layouts

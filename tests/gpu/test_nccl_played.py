@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 from torch.futures import Future
 
+from tests.comm.test_shards import BUILDS
 from tests.gpu.played import streams  # noqa: F401
 from trainer.comm.execution import nccl
 from trainer.comm.schedules.algorithms import build
+from trainer.comm.schedules.schedule import Collective
 from trainer.comm.timeline.records import BucketRecord
 
 _DEADLINE_S = 60
@@ -106,3 +109,37 @@ def test_a_bucket_is_one_group_a_round_and_recorded_when_it_comes_again(
         assert played[rank] == 3 + 3 + 2
         # by hand in the first turn, and the one bucket that is new in the last
         assert network.groups[rank] <= (3 + 1) * rounds
+
+
+@pytest.mark.usefixtures("streams")
+def test_blocks_are_gathered_and_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of several pieces, on both dtypes of a wire; bytes and half precision as they are."""
+    network = Network()
+    monkeypatch.setattr(nccl, "dist", network)
+    monkeypatch.setattr(nccl, "agree", lambda *args: None)
+    clock = SimpleNamespace(device=torch.device("cpu"), mark=lambda: None)
+    hosts, size, right = (0, 1, 0, 1), 5, []
+
+    def rank_main(rank: int) -> None:
+        network.me.rank = rank
+        own = slice(rank * size, (rank + 1) * size)
+        for algorithm, wire in product(("halving_doubling", "hierarchical"), (None, torch.bfloat16)):
+            for collective, make in BUILDS.items():
+                options = (None, None, make(algorithm, rank, hosts), clock, wire, None, 60.0)
+                executor = nccl.NcclReducer(*options, collective=collective)  # type: ignore[arg-type]
+                bucket = torch.arange(4.0 * size) + (rank if collective is Collective.REDUCE_SCATTER else 0)
+                if collective is Collective.ALL_GATHER:
+                    bucket[: own.start] = bucket[own.stop :] = 77
+                executor.launch(bucket, 4 if collective is Collective.REDUCE_SCATTER else 1)
+                if collective is Collective.ALL_GATHER:
+                    right.append(torch.equal(bucket, torch.arange(4.0 * size)))
+                else:
+                    error = bucket[own] - (torch.arange(4.0 * size) + 1.5)[own]
+                    right.append(bool(error.abs().max() < (1e-6 if wire is None else 0.5)))
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_DEADLINE_S)
+    assert right == [True] * 4 * 2 * 2 * 2
