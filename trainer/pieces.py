@@ -46,6 +46,18 @@ def pieces(
             yield piece.cpu()
 
 
+def own_piece(whole: Tensor, sharded: DTensor) -> Tensor:
+    """What this process holds of `sharded`, as a view of `whole`: of a mapped file the rest is never read."""
+    *copies, placement = sharded.placements
+    assert all(copy == Replicate() for copy in copies), sharded.placements
+    if placement == Replicate():
+        return whole
+    assert placement == Shard(0), sharded.placements
+    mesh = sharded.device_mesh
+    index, parts = mesh.get_local_rank(mesh.ndim - 1), whole.chunk(mesh.size(-1))
+    return parts[index] if index < len(parts) else whole[:0]
+
+
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a CPU tensor; a copy, should it not be contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

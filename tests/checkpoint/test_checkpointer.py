@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer import seeding
+from trainer.checkpoint import Checkpointer
 
 
 def _save(
@@ -195,3 +197,15 @@ def _gpu_cpu_gpu(run_dir: Path, format: str, async_: bool) -> None:
     tiny.assert_same(tiny.everything(back), tiny.everything(on_cpu))
     tiny.train(back, 1)
     tiny.assert_same(tiny.everything(back), tiny.everything(on_gpu))
+
+
+def test_on_a_gpu_buffers_are_cloned_before_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stager copies on a stream of its own: a clone begun after the wait might not be done by then."""
+    said: list[str] = []
+    saves = object.__new__(Checkpointer)
+    saves._dist = SimpleNamespace(device=torch.device("cuda", 0))  # type: ignore[assignment]
+    saves._stager = SimpleNamespace(stage=lambda tensors: said.append("stage"))  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("wait"))
+    buffer = SimpleNamespace(clone=lambda: said.append("clone"))
+    saves._start_copying({"buffer": buffer, "weight": torch.ones(1)}, {"buffer"})  # type: ignore[dict-item]
+    assert said == ["clone", "wait", "stage"]

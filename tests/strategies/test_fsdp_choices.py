@@ -1,5 +1,6 @@
 """What FSDP and activation checkpointing let one choose changes memory and traffic, not the gradients."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ def _config(**settings: Any) -> FsdpConfig:
     return FsdpConfig(**{**defaults, **settings})  # type: ignore[arg-type]
 
 
-def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, Tensor], Tensor, int]:
-    """The gradients of two micro-batches of each rank, whole; their norm, and the messages that took."""
+def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, Tensor], Tensor, int, int]:
+    """The gradients of two micro-batches of each rank, whole; their norm, and its messages; the gathers."""
     model = _model()
     strategy = None
     if settings is not None:
@@ -55,13 +56,12 @@ def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, 
         strategy = plain_fsdp(config)
         model = strategy.wrap(model)
     draw = torch.Generator().manual_seed(rank)
-    for micro in range(2):
-        tokens = torch.randint(11, (2, 6), generator=draw)
-        if strategy is None:
-            model(tokens).square().mean().backward()
-            continue
-        with strategy.gradient_sync(model, enabled=micro == 1):
-            model(tokens).square().mean().backward()
+    with CommDebugMode() as traffic:
+        for micro in range(2):
+            tokens = torch.randint(11, (2, 6), generator=draw)
+            with strategy.gradient_sync(model, enabled=micro == 1) if strategy else nullcontext():
+                model(tokens).square().mean().backward()
+    gathers = traffic.get_comm_counts()[torch.ops.c10d._allgather_base_]
     with CommDebugMode() as messages:
         if strategy is None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
@@ -69,22 +69,22 @@ def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, 
             norm = strategy.clip_grad_norm(model, torch.inf)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     whole = {name: grad.full_tensor() if strategy else grad for name, grad in found.items()}  # type: ignore
-    return whole, norm, messages.get_total_counts()
+    return whole, norm, messages.get_total_counts(), gathers
 
 
-def _differences() -> dict[str, tuple[float, float, int]]:
-    """Of each choice: the largest distance of a gradient, that of the norm, and the messages for it."""
+def _differences() -> dict[str, tuple[float, float, int, int]]:
+    """Of each choice: the largest distance of a gradient, that of the norm, and the messages for it; the gathers."""
     world = torch.distributed.get_world_size()
     own = [_accumulated(None, rank)[0] for rank in range(world)]
     plain = {name: sum(each[name] for each in own) / world for name in own[0]}
     default = _accumulated({}, tiny.facts().rank)[0]
     found = {}
     for name, (settings, other_order) in {"default": ({}, True), **CHOICES}.items():
-        ours, norm, messages = _accumulated(settings, tiny.facts().rank)
+        ours, norm, messages, gathers = _accumulated(settings, tiny.facts().rank)
         reference = plain if other_order else default
         far = max(float((ours[key] - value).abs().max()) for key, value in reference.items())
         true_norm = torch.stack([value.norm() for value in plain.values()]).norm()
-        found[name] = (far, abs(float(norm / true_norm) - 1), messages)
+        found[name] = (far, abs(float(norm / true_norm) - 1), messages, gathers)
     return found
 
 
@@ -101,14 +101,17 @@ def _at_once() -> list[bool]:
     return found
 
 
-def _all() -> tuple[dict[str, tuple[float, float, int]], list[bool]]:
+def _all() -> tuple[dict[str, tuple[float, float, int, int]], list[bool]]:
     return _differences(), _at_once()
 
 
 def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
     differences, at_once = run_ranks(_all, 4)[0]
     assert at_once == [True, True]
-    for name, (far, norm_far, messages) in differences.items():
+    gathers = {name: found[3] for name, found in differences.items()}
+    # Of each micro-batch: four groups before the forward pass, and three of them, all or none before the other.
+    assert [gathers[name] for name in ("default", "all freed", "none freed")] == [14, 16, 8], gathers
+    for name, (far, norm_far, messages, _) in differences.items():
         exact = name in CHOICES and not CHOICES[name][1]
         assert far == 0 if exact else far < 1e-6, f"{name}: {far}"
         assert norm_far < 1e-5 and messages == 1, f"{name}: the norm takes {messages} messages"

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.archive import check_tensors, load_named
 from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
@@ -18,7 +18,7 @@ from trainer.checkpoint.matching import Shapes
 from trainer.checkpoint.reading import PlainFile, printable
 from trainer.checkpoint.store import Manifest, open_listed
 from trainer.errors import UserError
-from trainer.pieces import as_bytes, pieces
+from trainer.pieces import as_bytes, own_piece, pieces
 
 TENSORS = "tensors.pt"
 
@@ -121,10 +121,7 @@ class TensorFile:
         with torch.no_grad():
             for name, target in targets.items():
                 if isinstance(target, DTensor):
-                    whole = self.tensors[name].to(target.device_mesh.device_type)
-                    # src_data_rank=None: every rank has the whole tensor, so nothing is sent.
-                    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-                    target.to_local().copy_(part.to_local())
+                    target.to_local().copy_(own_piece(self.tensors[name], target))
                 else:
                     target.copy_(self.tensors[name])
 

@@ -6,6 +6,7 @@ without numbers), and so are the other ranks. Nothing is computed.
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +100,10 @@ class Rehearsal:
         model = self._model(config)
         with _as_rank_of(world) as dist:
             strategy = _strategy(config, dist)
-            with FakeTensorMode(allow_non_fake_inputs=True), Ledger(staged_sends=True) as ledger:
+            fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            # of outputs that are views, as without numbers more are
+            quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
+            with quiet, fakes, Ledger(staged_sends=True) as ledger:
                 module = wrap_model(config, _without_numbers(model), strategy)
                 yield Stage(config, self, strategy, module, ledger)
 
