@@ -79,7 +79,7 @@ def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -
     reports = Reports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
     reports.tell([], eager=False)
     deadline = time.monotonic() + 100
-    while reports._counts[1] != 3:
+    while reports.counts[1] != 3:
         assert time.monotonic() < deadline, "it has not read the report"
         time.sleep(0.01)
     monkeypatch.setattr("trainer.faults.reports._EVERY_S", 900.0)
