@@ -105,6 +105,7 @@ def _all() -> tuple[dict[str, tuple[float, float, int, int]], list[bool]]:
     return _differences(), _at_once()
 
 
+@pytest.mark.slow
 def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
     differences, at_once = run_ranks(_all, 4)[0]
     assert at_once == [True, True]
