@@ -143,7 +143,15 @@ def make(name: str, kind: str, hosts: list[int]) -> Variant:
             unit.set_modules_to_forward_prefetch([following])
     comm, timed = None, [Timed(dist.all_gather_into_tensor), Timed(dist.reduce_scatter_tensor)]
     if algorithm is not None:
-        comm = attach(model, algorithm, group=mesh.get_group(), hosts=hosts, timeout_s=300, **options)
+        comm = attach(
+            model,
+            algorithm,
+            group=mesh.get_group(),
+            hosts=hosts,
+            device=torch.device("cpu"),
+            timeout_s=300,
+            **options,
+        )
     for unit in sharded if algorithm is None else []:
         unit.set_custom_all_gather(timed[0])  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(timed[1])  # type: ignore[arg-type]

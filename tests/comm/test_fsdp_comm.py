@@ -29,7 +29,9 @@ def sharded(
         fully_shard(unit, mesh=mesh)
     if algorithm is None:
         return model, None
-    return model, attach(model, algorithm, group=mesh.get_group(), hosts=hosts, timeout_s=timeout_s)
+    return model, attach(
+        model, algorithm, group=mesh.get_group(), hosts=hosts, device=torch.device("cpu"), timeout_s=timeout_s
+    )
 
 
 def compared(hosts: list[int], algorithm: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import torch
 from torch.futures import Future
 
 from tests.comm.test_shards import BUILDS
-from tests.gpu.played import streams  # noqa: F401
+from tests.gpu.played import Stream, streams  # noqa: F401
+from trainer.comm import shard_movers
 from trainer.comm.execution import nccl
 from trainer.comm.schedules.algorithms import build
 from trainer.comm.schedules.schedule import Collective
@@ -143,3 +144,37 @@ def test_blocks_are_gathered_and_reduced(monkeypatch: pytest.MonkeyPatch) -> Non
     for thread in threads:
         thread.join(_DEADLINE_S)
     assert right == [True] * 4 * 2 * 2 * 2
+
+
+def test_streams_wait_for_blocks_and_the_host_for_nothing(
+    streams: list[tuple[str, str]],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        shard_movers, "dist", SimpleNamespace(get_world_size=lambda group: 2, get_rank=lambda group: 1)
+    )
+    clock = SimpleNamespace(
+        device=None, mark=lambda: f"mark on {Stream.current.name}", times=lambda *marks: marks
+    )
+
+    def launch(bucket: torch.Tensor, divisor: int, number: int) -> tuple[str, ...]:
+        streams.append(("side", f"launched with divisor {divisor}"))
+        return "ready", "start", "end"
+
+    executor = SimpleNamespace(stream=Stream(), launch=launch)
+    both = {Collective.ALL_GATHER: executor, Collective.REDUCE_SCATTER: executor}
+    mover = shard_movers.OnGpu(both, None, clock)  # type: ignore[arg-type]
+
+    record = BucketRecord(0, 16, 0.0)
+    work = mover.gather(0, torch.zeros(4), record)
+    assert streams == [("side", "launched with divisor 1")]
+    work.wait()
+    assert streams.pop() == ("main", "waits for an event")
+    assert record.read_gpu == ("ready", "start", "end", "mark on main")
+
+    record, output, buffer = BucketRecord(0, 16, 0.0), torch.zeros(2), torch.arange(4.0)
+    mover.scatter(0, output, buffer, True, record)
+    launched, kept, waits = streams[1:]
+    assert launched == ("side", "launched with divisor 2")
+    assert (kept, waits) == (("main", "1-d kept for side"), ("main", "waits for an event"))
+    assert output.tolist() == [2.0, 3.0] and record.read_gpu == ("ready", "start", "mark on side")

@@ -159,6 +159,7 @@ def attach(
     *,
     group: dist.ProcessGroup,
     hosts: Sequence[int],
+    device: torch.device,
     hybrid: bool = False,
     wire_dtype: str = "fp32",
     segment_mb: float | None = None,
@@ -175,6 +176,7 @@ def attach(
         algorithm: one of `trainer.comm.schedules.shards.ALL_GATHERS`.
         group: of the ranks among which parameters are sharded.
         hosts: host index of every rank, of the world or of the group, in the order of ranks.
+        device: where units are gathered; shards may be kept elsewhere.
         hybrid: whether the sums go on to replicas, and so must be there at once.
         wire_dtype: fp32 | bf16 | fp16, of gradients, added up in fp32 all the same, and of parameters, which
             are computed with as they arrived, also on the rank that owns them. Half precision is sent as
@@ -189,7 +191,7 @@ def attach(
     if wire_dtype not in WIRE_DTYPES:
         raise ValueError(f"no wire dtype {wire_dtype!r}; there are {', '.join(WIRE_DTYPES)}")
     hosts = hosts_of_members(group, hosts)
-    rank, device = dist.get_rank(group), next(model.parameters()).device
+    rank = dist.get_rank(group)
     schedules = {collective: build(algorithm, rank, hosts) for collective, build in _BUILDS.items()}
     wire, own = WIRE_DTYPES[wire_dtype], new_group(group, "gloo", timeout_s)
     mover: OnCpu | OnGpu

@@ -120,6 +120,7 @@ class Fsdp(Strategy):
             self.comm.algorithm,
             group=self.mesh.get_group("shard"),
             hosts=self.dist.hosts,
+            device=self.device,
             hybrid=self.mesh.ndim == 2,
             wire_dtype=self.comm.wire_dtype,
             segment_mb=self.comm.segment_mb,
