@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -75,11 +76,11 @@ class Told:
 def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts read each other's reports every few seconds: at the first suspicion all of them are old."""
     then = Observed(1, 1, "there", 7)
-    store = Told(json.dumps({"count": 3, "ranks": [asdict(then)]}))
+    store = Told(json.dumps({"id": "7/3", "ranks": [asdict(then)]}))
     reports = Reports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
     reports.tell([], eager=False)
     deadline = time.monotonic() + 100
-    while reports.counts[1] != 3:
+    while reports.counts[1] != 1:
         assert time.monotonic() < deadline, "it has not read the report"
         time.sleep(0.01)
     monkeypatch.setattr("trainer.faults.reports._EVERY_S", 900.0)
@@ -90,4 +91,29 @@ def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -
     reports._eager_since -= 6000.0  # an hour and a half of asking without an answer
     (after,) = reports.others()
     assert after.heard_s > 5000
+    reports.close()
+
+
+def test_who_leads_a_host_no_more_is_silent_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last report would contradict those of who leads now, for ever; and each of them counts for itself."""
+    monkeypatch.setattr("trainer.faults.reports._EVERY_S", 0.01)
+    store = Told(json.dumps({"id": "7/900", "ranks": [asdict(Observed(1, 1, "there", 7))]}))
+    reports = Reports(lambda: store, 0, [Observed(1, 1, "there", 7)])  # type: ignore[arg-type, return-value]
+
+    def wait_until(said: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 100
+        while not said():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    reports.tell([Observed(0, 0, "here", 6)], eager=True)
+    wait_until(lambda: "report/0" in store.held and reports.counts[1] == 1)
+    reports.rest()
+    store.held["report/1"] = json.dumps({"id": "8/1", "ranks": [asdict(Observed(1, 1, "there", 7))]}).encode()
+    reports.tell([], eager=True)
+    wait_until(lambda: reports.counts[1] == 2)  # nor does it write in this round ...
+    del store.held["report/0"]
+    store.held["report/1"] = json.dumps({"id": "8/2", "ranks": [asdict(Observed(1, 1, "there", 7))]}).encode()
+    wait_until(lambda: reports.counts[1] == 3)  # ... or the next
+    assert "report/0" not in store.held
     reports.close()

@@ -142,11 +142,12 @@ CASES = {
 
 
 def test_a_rank_that_was_kept_waiting_is_given_time_to_wake() -> None:
-    """Rank 0 is back from a slow disk, and the first to go on."""
+    """Rank 0 is back from a slow disk, and the first to go on, by many micro-batches."""
     kept = silent({"phase": "checkpoint", "position": 50}, 3 * T)
-    gone_on = {"phase": "backward", "step": 8, "position": 53, "buckets": 9}
+    gone_on = {"phase": "backward", "step": 8, "position": 74, "buckets": 9}
     assert judge([rank(0, **gone_on), rank(1, **kept)], T, pressing=False) is None
-    verdict = judge([rank(0, **silent(gone_on, 2.5)), rank(1, **kept)], T, pressing=False)
+    assert judge([rank(0, **silent(gone_on, T - 0.1)), rank(1, **kept)], T, pressing=False) is None
+    verdict = judge([rank(0, **silent(gone_on, T)), rank(1, **kept)], T, pressing=False)
     assert verdict is not None and verdict.ranks == (1,)
 
 
@@ -175,6 +176,16 @@ NO_REASON = {
         {0: {"phase": "end", "silent_s": 100.0}}, status=0, position=39, heard_s=0.0, silent_s=100.0
     ),
     "set-up takes long": four({}, phase="set_up", step=0, position=0, silent_s=100.0),
+    "set-up takes long, and one of them a moment longer": four(
+        {0: {"phase": "set_up", "step": 0, "position": 0, "silent_s": 15.0}},
+        phase="data",
+        step=0,
+        position=1,
+        silent_s=9.9,
+    ),
+    "set-up takes long, and the other host has too much to do to report": four(
+        {2: {"heard_s": 3.0}, 3: {"heard_s": 3.0}}, phase="set_up", step=0, position=0, silent_s=100.0
+    ),
     "communication has only just failed": four({1: silent(WAITING, 1.0)}, **{**SYMPTOM, "ended_s": 0.5}),
     "others have ended well": four({1: {"silent_s": 0.1}}, status=0, silent_s=50.0),
 }
@@ -209,7 +220,7 @@ def test_an_orderly_end_passes_its_status_on() -> None:
 
 def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> None:
     """A report of ranks in the set-up may be read when all have long left it."""
-    waiting = four({3: silent({"position": 1, "step": 0, "phase": "set_up"}, 10.1)}, **silent(WAITING, 1.5))
+    waiting = four({3: silent({"position": 1, "step": 0, "phase": "set_up"}, 10.1)}, **silent(WAITING, T))
     hangs = judge(waiting, T, pressing=False)
     assert hangs is not None and hangs.kind == "hangs" and hangs.ranks == (3,)
     suspicion = Suspicion()

@@ -5,6 +5,7 @@ All of it in a thread of its own: a store whose host is gone or cut off may hold
 
 import dataclasses
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ class Reports:
 
     Attributes:
         verdict: that of the run, once somebody has given one.
-        counts: the number of the last report read, by host.
+        counts: how many reports have been read, by host.
     """
 
     def __init__(self, connect: Callable[[], "Store"], host: int, first: Iterable[Observed]) -> None:
@@ -39,7 +40,8 @@ class Reports:
         for rank in first:
             self._known.setdefault(rank.host, []).append(rank)
         self._hosts = sorted(self._known)
-        self.counts = dict.fromkeys(self._hosts, -1)
+        self.counts = dict.fromkeys(self._hosts, 0)
+        self._last_read = dict[int, str]()
         now = time.monotonic()
         self._heard_at = dict.fromkeys(self._hosts, now)
         self._answered_at = self._eager_since = now
@@ -58,6 +60,10 @@ class Reports:
             self._eager, self._eager_since = True, time.monotonic()
             self._asked.set()
         self._eager = eager
+
+    def rest(self) -> None:
+        """Another rank reports for this host now: what this one last knew must not go on contradicting it."""
+        self._own, self._eager = [], False
 
     def others(self) -> list[Observed]:
         """What is known of the ranks of the other hosts, with the age of it."""
@@ -96,8 +102,10 @@ class Reports:
                         store.set(f"ended/{self._host}", "")
                     return
                 count += 1
-                report = {"count": count, "ranks": [dataclasses.asdict(rank) for rank in self._own]}
-                store.set(f"report/{self._host}", json.dumps(report))
+                if own := self._own:
+                    # Another rank may have led this host before, and counted for itself.
+                    report = {"id": f"{os.getpid()}/{count}", "ranks": [dataclasses.asdict(r) for r in own]}
+                    store.set(f"report/{self._host}", json.dumps(report))
                 self._settle(store)
                 if self._eager or time.monotonic() >= next_others:
                     self._read_others(store)
@@ -124,11 +132,11 @@ class Reports:
                 self._known[host] = [dataclasses.replace(rank, status=0) for rank in self._known[host]]
             elif store.check([f"report/{host}"]):
                 report = json.loads(store.get(f"report/{host}"))
-                if report["count"] != self.counts[host]:
-                    self.counts[host] = report["count"]
+                if report["id"] != self._last_read.get(host):
+                    self._last_read[host] = report["id"]
+                    self.counts[host] += 1
                     self._heard_at[host] = time.monotonic()
-                    if report["ranks"]:
-                        self._known[host] = [Observed(**rank) for rank in report["ranks"]]
+                    self._known[host] = [Observed(**rank) for rank in report["ranks"]]
 
 
 def _verdict(text: bytes) -> Verdict:

@@ -49,15 +49,15 @@ class Stacks:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, it stays open
         self.fd = self._file.fileno()
         self._crashes = False
+        # A neighbour that was introduced to this process may ask before `open`, and while it is on its way
+        # out: it must not kill it.
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
     def open(self, crashes: bool) -> None:
         """Begin to answer; `crashes`: a fatal error's stack goes here too, and not to stderr."""
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
-        # What is put back by `close`: a neighbour may still ask while this process is on its way out, and
-        # must not kill it.
-        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=True)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class Suspicion:
         """Whether `verdict`, on a rank of `host`, has outlived two reports of it.
 
         Args:
-            counts: the number of the last report read, by host; a host that is not there is this one.
+            counts: how many reports have been read, by host; a host that is not there is this one.
         """
         if verdict.kind not in ("stopped", "hangs") or host not in counts:
             return True  # a fact, or seen with our own eyes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 UNHEARD_S = 2.0  # a host that reports again and again, and then does not for so long, is lost or cut off
 ASLEEP_S = 3.0  # a watch that has not looked for so long is kept from it: its process holds the interpreter
-_WAKE_S, _FAR = 2.0, 10  # seconds to wake in, phases: see _stuck
+_FAR = 10  # batches of an evaluation: see _stuck
 _WORDS = {
     "set_up": "the set-up",
     "evaluate": "the evaluation",
@@ -130,10 +130,11 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
 
 
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
-    """Whether somebody has kept the others waiting for `timeout_s`.
+    """Whether somebody has been silent, and has kept the others waiting, for `timeout_s`.
 
-    A rank that is behind all others waits for nobody. Where none is behind, only a silence of all counts; and
-    not before the first step, when torch may compile for as long.
+    How long it was silent alone says little: all may take long over a phase (the set-up, a save to a slow
+    disk), and one a moment longer. A rank that is behind all others waits for nobody. Where none is behind,
+    only a silence of all counts; and not before the first step, when torch may compile for as long.
     """
     alive = [rank for rank in ranks if rank.status is None or rank.symptom]
     if len(alive) < 2:
@@ -142,11 +143,11 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
     if not last.is_late(timeout_s):
         return False
     if ahead := [rank for rank in alive if _progress(rank) > _progress(last)]:
-        # Whoever held all up, at a disk, and goes on is ahead of those it has only just let go: not by far,
-        # and until it needs them again.
-        waited_s = max(rank.silent_s + rank.heard_s for rank in ahead)
-        return waited_s >= min(_WAKE_S, timeout_s) or any(r.position > last.position + _FAR for r in ahead)
-    unheard = any(rank.heard_s >= UNHEARD_S for rank in alive)
+        if any(rank.silent_s + rank.heard_s >= timeout_s for rank in ahead):
+            return True
+        # Nobody waits in the middle of an evaluation, which may be long.
+        return last.phase == "evaluate" and any(rank.position > last.position + _FAR for rank in ahead)
+    unheard = any(rank.heard_s >= timeout_s for rank in alive)
     return (last.step > 1 or unheard) and all(rank.is_late(timeout_s) for rank in alive)
 
 

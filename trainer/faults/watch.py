@@ -81,6 +81,7 @@ class Watch:
         heard_by_others = len(self._here) > 1
         self._stacks.open(crashes=heard_by_others)
         self._heartbeat.tick()
+        self._heartbeat.progress()  # all have met: to wait for that was no silence
         set_mine(self._heartbeat)
         self._thread.start()
 
@@ -180,7 +181,11 @@ class Watch:
             note = neighbour.records.note() or {}
             if "verdict" in note:
                 last_words.leave(int(note["verdict"]))
-        if self._closed.is_set() or not self._leads():
+        if self._closed.is_set():
+            return
+        if not self._leads():
+            if self._reports is not None:  # it did, while the one before it slept
+                self._reports.rest()
             return
         here = [neighbour.observe() for neighbour in self._here.values()]
         suspicious = any(
