@@ -54,6 +54,7 @@ MAY_USE = {
     "saved_settings": {"config", "errors", "overrides"},
     "after_training": {"config", "errors", "launch", "saved_settings"},
     "whole_file": {"errors"},
+    "result": {"whole_file"},
     "row_file": {"errors"},
     "generation": set(),
     "trained": {"checkpoint", "config", "data", "deferred", "distributed", "errors", "evaluation"}

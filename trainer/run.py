@@ -1,7 +1,6 @@
 """The story of a run, from settings to result.json."""
 
 import dataclasses
-import json
 import logging
 import math
 import secrets
@@ -34,6 +33,7 @@ from trainer.optim import ScheduleFacts, build_schedule, check_schedule
 from trainer.parts import build_model, build_task, build_to_device, load_data, start_from
 from trainer.profiling import Profile
 from trainer.replicas import ReplicaGuard
+from trainer.result import write as write_result
 from trainer.run_dir import claim
 from trainer.seeding import seed_everything
 from trainer.signals import StopRequest
@@ -82,10 +82,8 @@ def run(config: Config) -> dict[str, Any]:
             if summary := job.strategy.summary():
                 log.info("%s", summary)
             job.strategy.close()
-            made_steps, written = job.state.progress.step > job.first_step, run_dir / "result.json"
-            if dist.is_main and (made_steps or not written.exists()):  # else what the run left before stands
-                with writing(run_dir):
-                    written.write_text(json.dumps(result, indent=2) + "\n")
+            if dist.is_main:
+                write_result(run_dir, result, made_steps=job.state.progress.step > job.first_step)
             job.run_log.close()  # a logger that cannot end well takes nothing along
             log.info("%s  ->  %s", run_dir, job.run_log.look)
     return result

@@ -35,6 +35,12 @@ def test_a_word_too_many_is_refused() -> None:
         Heartbeat().enter("backwards")
 
 
+def test_a_word_of_any_letters_fits() -> None:
+    heartbeat, error = Heartbeat(), "\U0001f4a5\udc80" * 500
+    heartbeat.note({"status": 1, "error": error})
+    assert heartbeat.records().note() == {"status": 1, "error": error}
+
+
 def in_child(action: Callable[[], Any]) -> int:
     pid = os.fork()
     if not pid:

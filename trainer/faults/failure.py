@@ -10,12 +10,19 @@ NAME = "failure.json"
 
 
 def write(run_dir: Path, facts: dict[str, Any]) -> None:
-    """Write `facts` whole or not at all; `status` and `message` among them."""
+    """Write `facts` whole or not at all; `status` and `message` among them.
+
+    Never raises: a disk that takes no more must not come before what it is to be told.
+    """
     if not run_dir.is_dir():
         return  # another host's disk, or the run ended before it had one
     temporary = run_dir / f".{NAME}.{os.getpid()}"
-    temporary.write_text(json.dumps(facts, indent=2) + "\n")
-    temporary.replace(run_dir / NAME)
+    try:
+        temporary.write_text(json.dumps(facts, indent=2) + "\n")
+        temporary.replace(run_dir / NAME)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:

@@ -175,7 +175,7 @@ class Heartbeat:
 
     def note(self, facts: dict[str, Any]) -> None:
         """Leave word of how this process ends (plain values), to be read when it is gone."""
-        text = json.dumps(facts).encode()
+        text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass")
         begin = _SIZE - _NOTE_BYTES
         self._memory[begin : begin + 8] = bytes(8)
         assert len(text) <= _NOTE_BYTES - 8, "a note this long is no note"

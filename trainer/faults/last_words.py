@@ -43,9 +43,10 @@ def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> N
         return
     with contextlib.suppress(OSError), (run_dir / "train.log").open("a") as log:
         log.write(f"{verdict.message}\n")
-    for rank, text in stacks.items():
-        (run_dir / "stacks").mkdir(exist_ok=True)
-        (run_dir / "stacks" / f"rank{rank}.txt").write_text(text)
+    with contextlib.suppress(OSError):
+        for rank, text in stacks.items():
+            (run_dir / "stacks").mkdir(exist_ok=True)
+            (run_dir / "stacks" / f"rank{rank}.txt").write_text(text)
 
 
 def let_torchrun_look() -> None:
