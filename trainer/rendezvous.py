@@ -41,7 +41,11 @@ def meet(
     """
     if here.init_method is None:
         return dist.HashStore(), [0], [dict(introduction)]
-    return _in_time(lambda: _meet(here, introduction, timeout), here, timeout)
+    over = threading.Event()
+    try:
+        return _in_time(lambda: _meet(here, introduction, timeout, over), here, timeout)
+    finally:
+        over.set()
 
 
 def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
@@ -73,7 +77,7 @@ def _give_up(number: int) -> None:
 
 
 def _meet(
-    here: Place, introduction: Mapping[str, Any], timeout: timedelta
+    here: Place, introduction: Mapping[str, Any], timeout: timedelta, over: threading.Event
 ) -> tuple[dist.Store, list[int], list[dict[str, Any]]]:
     assert here.init_method is not None
     shown = f"{timeout.total_seconds():.0f} s (distributed.timeout_s)"
@@ -90,7 +94,7 @@ def _meet(
             "host, and can this one reach it?"
         ) from error
     if here.under_torchrun:
-        store = _of_this_attempt(store, here, timeout, shown)
+        store = _of_this_attempt(store, here, timeout, shown, over)
     else:
         # A second run in the same processes meets in the same store, and must not read what the first left.
         store = dist.PrefixStore(f"run_{next(_runs)}", store)
@@ -115,7 +119,9 @@ def _meet(
     return store, [numbers[name] for name in names], list(introductions)
 
 
-def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, shown: str) -> dist.Store:
+def _of_this_attempt(
+    store: dist.Store, here: Place, timeout: timedelta, shown: str, over: threading.Event
+) -> dist.Store:
     """The part of torchrun's store that this attempt has to itself.
 
     The agent keeps one store across restarts, agents of several hosts may count restarts differently, and a
@@ -124,7 +130,7 @@ def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, shown: 
     """
     name = secrets.token_hex(8)
     if here.rank == 0:
-        threading.Thread(target=_answer, args=(store.clone(), name), daemon=True).start()
+        threading.Thread(target=_answer, args=(store.clone(), name, over), daemon=True).start()
         return dist.PrefixStore(f"attempt/{name}", store)
     store.append("attempt/asking", f"{name} ")  # type: ignore[attr-defined]  # torch's stub forgets it
     try:
@@ -134,11 +140,12 @@ def _of_this_attempt(store: dist.Store, here: Place, timeout: timedelta, shown: 
     return dist.PrefixStore(f"attempt/{store.get(f'attempt/answer/{name}').decode()}", store)
 
 
-def _answer(store: dist.Store, name: str) -> None:
-    """Tell `name` to all that ask, until all are there, or the run has given up."""
+def _answer(store: dist.Store, name: str, over: threading.Event) -> None:
+    """Tell `name` to all that ask, until all are there, or the run has given up: a thread that is within the
+    store when Python ends takes the process down with SIGABRT."""
     answered: set[str] = set()
     with contextlib.suppress(RuntimeError):
-        while not store.check([f"attempt/{name}/met"]):
+        while not over.is_set() and not store.check([f"attempt/{name}/met"]):
             if store.check(["attempt/asking"]):
                 asking = set(store.get("attempt/asking").decode().split())
                 for other in asking - answered:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,8 @@ import pytest
 from tests.programs import Ended, finish, started
 from tests.ranks import ROOT
 from trainer.checkpoint.store import verify
+from trainer.errors import StoppedBySignal
+from trainer.launch.exits import exits
 
 FOR_EVER = (
     "data.dataset._target_=tests.checkpoint.noisy.Noisy",
@@ -181,3 +185,29 @@ def test_an_end_that_a_restart_may_help_is_tried_again(tmp_path: Path) -> None:
         == 1
     )
     assert attempt(1, tmp_path, "--cfg", "job").code == 0
+
+
+def test_a_stop_that_was_torchruns_own_ends_no_later_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops the ranks that live before it starts all again: after a death, or as hosts come and go."""
+
+    def attempt(number: int, end: Exception | None = None) -> None:
+        folder = tmp_path / f"attempt_{number}"
+        if end is not None:  # torchrun makes it anew at each start
+            shutil.rmtree(folder, ignore_errors=True)
+            (folder / "0").mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "0" / "error.json"))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        with contextlib.suppress(SystemExit) if end is not None else contextlib.nullcontext(), exits():
+            if end is not None:
+                raise end
+
+    attempt(0, StoppedBySignal(None))
+    attempt(1)
+    attempt(0, StoppedBySignal(7))  # hosts came
+    shutil.rmtree(tmp_path / "attempt_0")  # as it starts them again
+    attempt(1)
+    attempt(1, StoppedBySignal(7))
+    with pytest.raises(SystemExit):
+        attempt(2)

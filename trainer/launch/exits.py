@@ -39,7 +39,9 @@ def exits() -> Iterator[None]:
     except (RunEndError, HydraException, OmegaConfBaseException) as error:
         message = str(error) if isinstance(error, RunEndError) else in_words(error)
         status = getattr(error, "exit_code", UserError.exit_code)
-        _tell_next_attempt(status, message)
+        # Before all had met, torchrun may have asked: some other rank died, and it is about to restart.
+        if not (isinstance(error, StoppedBySignal) and error.step is None):
+            _tell_next_attempt(status, message)
         if wants_traceback:
             raise
         if not (isinstance(error, StoppedBySignal) and told_rank()):  # rank 0 says the same
@@ -61,8 +63,9 @@ def _end_with_the_launcher() -> None:
 
 def _end_as_before() -> None:
     """torchrun restarts after any end; one that a restart cannot help comes again at once, as it was."""
-    word = _last_word()
-    if word is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+    word, restarts = _last_word(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if word is not None and restarts:
+        word = word.parents[1] / f"attempt_{restarts - 1}" / word.name
         with contextlib.suppress(OSError, ValueError):
             end = json.loads(word.read_text())
             raise EndedBefore(end["status"], end["message"])
@@ -78,12 +81,13 @@ def _tell_next_attempt(status: int, message: str) -> None:
 
 
 def _last_word() -> Path | None:
-    """The file in which this launch's ranks on this host tell how it ended for good.
+    """The file in which this attempt's ranks on this host tell how it ended for good.
 
-    It lies in the directory that torchrun has for all attempts; other launchers do not restart such ends.
+    It lies in the directory that torchrun has for the attempt, and makes anew when it stops all ranks only to
+    start them again, as hosts come or go; other launchers do not restart such ends.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parents[2] / "ringmaster_end.json" if error_file is not None else None
+    return Path(error_file).parents[1] / "ringmaster_end.json" if error_file is not None else None
 
 
 def refuse_sweep_in_ranks() -> None:
