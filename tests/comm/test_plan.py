@@ -121,7 +121,9 @@ def test_a_chunk_for_two_receivers_is_put_in_place_once() -> None:
     assert predict(schedules, [0, 0, 0], machine, 1000).seconds == pytest.approx(2e-6)
 
 
-_BUSY = replace(_NETWORK, add_s_per_byte=1e-10, network_s_per_byte=3e-10, message_s=1e-6, parallelism=3.0)
+_BUSY = replace(
+    _NETWORK, crowded=0.7, add_s_per_byte=1e-10, network_s_per_byte=3e-10, message_s=1e-6, parallelism=3.0
+)
 _LAYOUTS = [
     (6, 4, 1, 1.0),
     (8, 2, 2, 3.0),
@@ -292,6 +294,17 @@ def test_where_all_serve_each_sends_what_a_ring_sends() -> None:
     push, pull = exchange(range(4), range(4))
     sent = [predict(way, range(4), _NETWORK, _N).traffic.sent for way in (push, pull)]
     assert sent == [[3 * _N // 4] * 4] * 2
+
+
+def test_a_link_is_crowded_where_several_come_and_go() -> None:
+    hosts, crowded = list(range(8)), replace(_NETWORK, crowded=0.5)
+    for way in exchange(range(8), range(8)):  # to and from each of the others
+        assert predict(way, hosts, crowded, _N).seconds == pytest.approx(
+            2 * predict(way, hosts, _NETWORK, _N).seconds, rel=0.02
+        )
+    for way in exchange(range(2), range(2, 8)):  # servers only receive, and then only send
+        assert predict(way, hosts, crowded, _N).seconds == predict(way, hosts, _NETWORK, _N).seconds
+    assert _predict("ring", hosts, crowded).seconds == _predict("ring", hosts).seconds
 
 
 def test_formulas_are_what_the_schedules_count() -> None:

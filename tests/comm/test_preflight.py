@@ -40,13 +40,15 @@ def _preflight(*argv: str) -> tuple[int, str]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_operations_pass(world_size: int, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    results = run_ranks(_preflight, world_size, "--json", str(figures), init=False)
+    hosts = [0, 1, 2] if world_size == 3 else [0] * world_size
+    results = run_ranks(_preflight, world_size, "--json", str(figures), init=False, hosts=hosts)
     assert [code for code, _ in results] == [0] * world_size
     table = results[0][1]
     assert "all passed" in table
     assert all(text == "" for _, text in results[1:]), "rank 0 alone prints"
     ran = json.loads(figures.read_text())["operations_ms"]
     assert set(ran) == set(CHECKS) - (NEED_TWO if world_size == 1 else set())
+    assert (json.loads(figures.read_text())["costs"]["crowded_bytes_per_s"] > 0) == (world_size == 3)
     if world_size > 1:
         assert "127.0.0.1" in table
 

@@ -20,6 +20,8 @@ _TURN_S = 0.1
 _TURNS = 3
 _STREAM_BYTES = 2 << 20
 _BURST = 200  # messages
+_CROWD = 4  # hosts that each sends to
+_CROWD_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Costs:
     network_s_per_byte: float  # sent or received, between hosts; what the kernel does in the process's name
     message_s: float  # for sending or receiving a message, however short
     parallelism: float  # processors that the processes of a host get when all of them work
+    crowded_bytes_per_s: float = 0.0  # of a host's link, while it sends to several and receives from several
 
     def __str__(self) -> str:
         copy, add = 1e-9 / self.copy_s_per_byte, 1e-9 / self.add_s_per_byte
@@ -52,14 +55,15 @@ def measure_costs(me: Member, ranks_by_host: Sequence[Sequence[int]]) -> Costs:
     add_s, _ = _median(me, lambda: _turn(me, lambda segment: segment.add_(slot), segments))
     (network_s,) = _median(me, lambda: _exchange(me, [ranks[0] for ranks in ranks_by_host]))
     (message_s,) = _median(me, lambda: _burst(me))
+    crowded = _crowd(me, [ranks[0] for ranks in ranks_by_host])
 
     # Processors add up over the ranks of a host; a cost is a mean over the ranks that measured it.
-    found = torch.tensor([copy_s, add_s, network_s, message_s, processors], dtype=torch.float64)
+    found = torch.tensor([copy_s, add_s, network_s, message_s, crowded, processors], dtype=torch.float64)
     table = torch.stack([found, (found > 0).double()]).to(me.device)
     dist.all_reduce(table)
     sums, counts = table.cpu()
-    copy_s, add_s, network_s, message_s, _ = (sums / counts.clamp(min=1)).tolist()
-    return Costs(copy_s, add_s, network_s, message_s, parallelism=sums[-1].item() / len(ranks_by_host))
+    copy_s, add_s, network_s, message_s, crowded, _ = (sums / counts.clamp(min=1)).tolist()
+    return Costs(copy_s, add_s, network_s, message_s, sums[-1].item() / len(ranks_by_host), crowded)
 
 
 def _median(me: Member, turn: Callable[[], tuple[float, ...]]) -> list[float]:
@@ -103,6 +107,41 @@ def _exchange(me: Member, ring: Sequence[int]) -> tuple[float]:
     # A process that waits for a GPU spins; nothing of the transfer is its work.
     spent = 0.0 if me.device.type == "cuda" else time.process_time() - started
     return (spent / (2 * _STREAM_BYTES),)
+
+
+def _crowd(me: Member, hosts: Sequence[int]) -> float:
+    """Bytes per second that a host sends to several others while as many send to it; 0 for bystanders.
+
+    Two ways and several streams hinder each other: each acknowledgement waits behind data, and streams that
+    meet at one host leave their own links idle. The fastest of several turns.
+    """
+    if len(hosts) < 3:
+        return 0.0
+    peers = min(_CROWD, len(hosts) - 1)
+    place = hosts.index(me.rank) if me.rank in hosts else None
+    message, count, fastest = torch.zeros(1 << 20, dtype=torch.uint8, device=me.device), 1, 0.0
+    for _ in range(1 + _TURNS):
+        dist.barrier()
+        began = time.perf_counter()
+        if place is not None:
+            got = torch.empty(peers, count, message.numel(), dtype=torch.uint8, device=me.device)
+            transfers = [
+                transfer
+                for number in range(count)
+                for k in range(1, peers + 1)
+                for transfer in (
+                    dist.P2POp(dist.isend, message, hosts[(place + k) % len(hosts)]),
+                    dist.P2POp(dist.irecv, got[k - 1, number], hosts[place - k]),
+                )
+            ]
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+        finish(me)
+        slowest = torch.tensor([time.perf_counter() - began], dtype=torch.float64, device=me.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        fastest = max(fastest, peers * count * message.numel() / slowest.item())
+        count = max(1, min(16, round(_CROWD_S * fastest / message.numel() / peers)))  # on all ranks alike
+    return fastest if place is not None else 0.0
 
 
 def _burst(me: Member) -> tuple[float]:

@@ -28,6 +28,9 @@ class Machine:
 
     latency_s: float = 0.0  # of a message between hosts, one way
     link_bytes_per_s: float = math.inf  # of each host's link, in each direction, shared by its processes
+    crowded: float = (
+        1.0  # the part of it that is left where a host sends to several and receives from several
+    )
     rails: int = 1  # links that a host has, each for as many of its processes
     hosts_per_switch: int = 1 << 62  # so many share one, numbered side by side; all of them
     oversubscription: float = 1.0  # by how much the links of a switch's hosts together exceed its trunk
@@ -50,7 +53,8 @@ def measured(figures: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not figures["passed"]:
         raise ValueError("this preflight failed; its figures mean nothing")
-    found = {name: value for name, value in figures["costs"].items() if name != "copy_s_per_byte"}
+    apart = {"copy_s_per_byte", "crowded_bytes_per_s"}
+    found = {name: value for name, value in figures["costs"].items() if name not in apart}
     # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.
     on_cpu = figures["backend"].endswith("cpu")
     if on_cpu:
@@ -61,6 +65,8 @@ def measured(figures: Mapping[str, Any]) -> dict[str, Any]:
             bytes_per_s = float(np.median([link["gbit_s"] for link in links])) / 8e-9
             found[f"{prefix}latency_s"] = float(np.median([link["latency_us"] for link in links])) * 1e-6
             found["local_bytes_per_s" if same_host else "link_bytes_per_s"] = bytes_per_s
+    if crowded := figures["costs"].get("crowded_bytes_per_s"):
+        found["crowded"] = min(1.0, crowded / found["link_bytes_per_s"])
     if on_cpu:
         found.pop("local_bytes_per_s", None)  # of gloo's sockets, which nothing takes within a host
     return found
@@ -148,13 +154,14 @@ class _Tally:
         self._work_s = np.zeros(block)  # of each rank's thread
         # Bytes that each rank sends and receives inside its host, between hosts, and between switches.
         self._local, self._across, self._beyond = np.zeros((3, 2, block))
+        self._links = np.zeros((2, int(self._rails.max()) + 1))  # of each link, more where it is crowded
 
     def loads(self) -> dict[str, float]:
         """Seconds that the busiest resource of each kind is busy with one segment."""
         machine, hosts = self._machine, self._hosts
         by_host = np.bincount(hosts, self._work_s + self._across.sum(0) * machine.network_s_per_byte)
         return {
-            "link between hosts": _sums(self._rails, self._across).max() / machine.link_bytes_per_s,
+            "link between hosts": self._links.max() / machine.link_bytes_per_s,
             "trunk of a switch": _sums(self._switches, self._beyond).max() / self._trunk_bytes_per_s,
             "link within a host": self._local.max() / machine.local_bytes_per_s,
             "one process": self._work_s.max(),
@@ -194,9 +201,8 @@ class _Tally:
 
         inside, across, past = both_ends(local), both_ends(~local), both_ends(beyond)
         each = np.arange(block)
-        links = transfer_s(
-            machine.latency_s, _sums(self._rails, across), self._rails, machine.link_bytes_per_s
-        )
+        on_links = _sums(self._rails, across) / self._shares(source, target, round_, local)
+        links = transfer_s(machine.latency_s, on_links, self._rails, machine.link_bytes_per_s)
         trunks = transfer_s(
             machine.latency_s, _sums(self._switches, past), self._switches, self._trunk_bytes_per_s
         )
@@ -205,6 +211,7 @@ class _Tally:
         self._work_s += round_.repeat * work_s
         self._local += round_.repeat * inside
         self._across += round_.repeat * across
+        self._links += round_.repeat * on_links
         self._beyond += round_.repeat * past
 
         # More busy processes than processors: each is slowed down.
@@ -225,6 +232,21 @@ class _Tally:
                 clocks[who] = np.maximum(clocks[who], arrival[messages]) + duration
 
         self._repeat(one, round_.repeat)
+
+    def _shares(self, source: np.ndarray, target: np.ndarray, round_: Round, local: np.ndarray) -> np.ndarray:
+        """By link, how much of it is left in a round in which several hosts are at its far end, both ways."""
+        if self._machine.crowded == 1.0:
+            return np.ones(self._links.shape[1])
+        to, from_ = self._host_of[round_.target], self._host_of[round_.source]
+        if len(self._host_of) > len(
+            self._hosts
+        ):  # who sends to a rank of another block is like who is sent to
+            from_ = from_ - to + self._hosts[target]
+        several = []
+        for end, other in ((source, to), (target, from_)):
+            pairs = np.unique(np.stack([self._rails[end], other])[:, ~local], axis=1)
+            several.append(np.bincount(pairs[0], minlength=self._links.shape[1]) > 1)
+        return np.where(several[0] & several[1], self._machine.crowded, 1.0)
 
     def _repeat(self, one: Callable[[np.ndarray], None], repeat: int) -> None:
         """Play `one` so many times.
