@@ -1,6 +1,7 @@
 """Hosts and processes of any number, and what collectives and parameter servers would cost there."""
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from trainer.comm.network.predict import Machine, Prediction, Predictor, predict
 from trainer.comm.network.rounds import Family
@@ -40,9 +41,9 @@ class World:
     def size(self) -> int:
         return self.num_hosts * self.per_host
 
-    @property
+    @cached_property
     def hosts(self) -> Hosts:
-        """The host of every rank."""
+        """The host of every rank; one object, which caches find without comparing thousands of numbers."""
         return Hosts(rank // self.per_host for rank in range(self.size))
 
     def with_hosts(self, num_hosts: int) -> "World":
