@@ -1,6 +1,7 @@
 """Process group set-up and clean-up: the only place that calls init_process_group."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -199,6 +200,8 @@ def _device(wanted: str, local_rank: int, here: Place, each: int) -> torch.devic
     if num_gpus == each and not here.under_torchrun:
         return torch.device("cuda", 0)  # srun --gpus-per-task and the like show each process its own alone
     if (local_rank + 1) * each > num_gpus:
+        if each == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # NCCL 2.30's word, to try out
+            return torch.device("cuda", local_rank % num_gpus)
         own = "GPU of its own" if each == 1 else f"{each} GPUs of its own (strategy.devices_per_replica)"
         raise UserError(
             f"local rank {local_rank} has no {own}: this host has {num_gpus}; start with "

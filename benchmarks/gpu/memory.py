@@ -40,7 +40,8 @@ def measure(day: Day) -> Iterator[Row]:
         measured = _measured(day, overrides)
         foretold, why = _foretold(overrides)
         if measured is None or foretold is None:
-            yield Row(f"peak of {name}", (measured or 0) / 1e6, "MB", note=why or "no GPU to measure")
+            known, note = (foretold, "foretold; no GPU to measure") if measured is None else (measured, why)
+            yield Row(f"peak of {name}", (known or 0) / 1e6, "MB", note=why or note)
             continue
         off = measured / foretold - 1
         note = f"{foretold / 1e6:.0f} MB foretold, {off:+.1%}"

@@ -4,53 +4,101 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.day import Day, Row
 
+RUNS = (
+    "ddp comm=native",
+    "ddp comm=ring",
+    "ddp comm=ring comm.cuda_graph=true",
+    "ddp comm=tree",
+    "ddp comm=halving_doubling",
+    "ddp comm=hierarchical",
+    "ddp comm=master_worker",
+    "fsdp comm=native",
+    "fsdp comm=ring",
+    "parameter_server",
+)
+TRAIN = (
+    *("experiment=text_gpt", "data.dataset.block_size=64", "train.global_batch_size=16", "logger=jsonl"),
+    *(
+        "train.max_steps=30",
+        "train.eval_every_epochs=0",
+        "checkpoint.every_epochs=null",
+        "schedule.warmup_steps=0",
+    ),
+)
 
-def measure(day: Day) -> list[Row]:
+
+def measure(day: Day) -> Iterator[Row]:
     """`NCCL_LIBRARY` names the libnccl.so to take in place of torch's own."""
     library = os.environ.get("NCCL_LIBRARY")
     if day.on_gpu and library is None and torch.cuda.nccl.version() < (2, 30):
         version = ".".join(map(str, torch.cuda.nccl.version()))
-        return [Row("two ranks on one GPU", None, note=f"needs NCCL 2.30, here is {version}: see --nccl")]
+        yield Row("two ranks on one GPU", None, note=f"needs NCCL 2.30, here is {version}: see --nccl")
+        return
     everything = ["--sizes", day.size("4K,4M,25M", "4K"), "--rounds", day.size("20", "1")]
     if day.dry:
         everything += ["--algorithms", "native,ring"]
     ways = {"by hand": [], "bf16 sent": ["--wire-dtype", "bf16"]} if day.on_gpu else {"by hand": []}
     if day.on_gpu:
         ways |= {"segments of 2 MiB": ["--segment-mb", "2"], "recorded": ["--cuda-graph"]}
-    rows = []
     for name, options in ways.items():
-        rows += _bench(day, name, library, [*everything, *options])
-    return rows
+        yield from _bench(day, name, library, [*everything, *options])
+    yield from _training(day, library)
 
 
-def _bench(day: Day, name: str, library: str | None, options: list[str]) -> list[Row]:
-    file = day.out / f"ranks-{name.replace(' ', '_')}.json"
+def _training(day: Day, library: str | None) -> Iterator[Row]:
+    """Runs of two ranks, each with another way for gradients to meet: all lose as much as DDP's own."""
+    native = None
+    for choice in day.size(RUNS, RUNS[:2]):
+        with tempfile.TemporaryDirectory() as run_dir:
+            options = (*f"strategy={choice}".split(), *TRAIN, f"run_dir={run_dir}/run")
+            ended = _torchrun(["train.py", *options], library, day.size(60, 600))
+            what = f"two ranks train, {choice}"
+            if ended.returncode:
+                yield Row(what, None, ok=False, note=(ended.stdout + ended.stderr)[-1500:])
+                continue
+            result = json.loads(Path(run_dir, "run/result.json").read_text())
+        loss = result["train/loss"]
+        native = loss if native is None else native
+        near = abs(loss - native) <= 1e-3 * native
+        yield Row(what, result["ms_per_step"], "ms/step", "same loss", near, f"loss {loss:.5f}")
+
+
+def _torchrun(
+    command: list[str], library: str | None, timeout_s: float
+) -> "subprocess.CompletedProcess[str]":
+    """Two ranks that may share a GPU; one that hangs is ended, with status 124."""
     environment = {**os.environ, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "OMP_NUM_THREADS": "1"}
     if library is not None:
         environment["LD_PRELOAD"] = library
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, "-m", "trainer.comm.bench", "--json", str(file), *options]
+    process = subprocess.Popen(
+        [*launcher, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=day.size(140, 600), check=False, env=environment
-        )
-    except subprocess.TimeoutExpired as error:
-        said = (error.stderr or b"")[-1500:].decode(errors="replace")
-        return [Row(f"two ranks, {name}", None, ok=False, note=f"hangs: {said}")]
+        said, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its ranks, which would hold the GPU
+        said, _ = process.communicate()
+        return subprocess.CompletedProcess(command, 124, f"hangs: {said}", "")
+    return subprocess.CompletedProcess(command, process.returncode, said, "")
+
+
+def _bench(day: Day, name: str, library: str | None, options: list[str]) -> Iterator[Row]:
+    file = day.out / f"ranks-{name.replace(' ', '_')}.json"
+    file.unlink(missing_ok=True)
+    command = ["-m", "trainer.comm.bench", "--json", str(file), *options]
+    ended = _torchrun(command, library, day.size(100, 600))
     if not file.exists():
-        return [Row(f"two ranks, {name}", None, ok=False, note=(ended.stdout + ended.stderr)[-1500:])]
-    return [
-        Row(
-            f"two ranks, {name}, {row['algorithm']}, {row['size']:,} bytes",
-            row["seconds"] * 1e3,
-            "ms",
-            "right",
-            row["wrong"] == 0,
-        )
-        for row in json.loads(file.read_text())["rows"]
-    ]
+        yield Row(f"two ranks, {name}", None, ok=False, note=ended.stdout[-1500:])
+        return
+    for row in json.loads(file.read_text())["rows"]:
+        what = f"two ranks, {name}, {row['algorithm']}, {row['size']:,} bytes"
+        yield Row(what, row["seconds"] * 1e3, "ms", "right", row["wrong"] == 0)
