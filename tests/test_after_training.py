@@ -19,9 +19,10 @@ from tests.programs import finish, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings, train
 from trainer import evaluate, library, predict, sample
-from trainer.after_training import arguments, start
+from trainer.after_training import Ended, arguments, start
 from trainer.checkpoint import Alone, read_model
 from trainer.config import to_yaml
+from trainer.distributed import process_group
 from trainer.errors import UserError
 from trainer.saved_settings import saved_settings
 from trainer.whole_file import whole_file
@@ -224,7 +225,7 @@ def test_a_run_has_a_seed(tmp_path: Path) -> None:
 
 def told_to_end(folder: str) -> tuple[int, list[str]]:
     def do(options: Any, config: Any) -> None:
-        with whole_file(Path(folder, "a.csv")):
+        with process_group(config.distributed), whole_file(Path(folder, "a.csv")):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(60)
 
@@ -248,10 +249,10 @@ def test_a_reader_that_has_had_enough_ends_a_text_in_silence(monkeypatch: pytest
             into = os.open(reader, os.O_WRONLY)
         with os.fdopen(into, "w") as stdout:
             monkeypatch.setattr(sys, "stdout", stdout)
-            with pytest.raises((SystemExit, UserError)) as ended, sample._writing_out():
+            with pytest.raises((Ended, UserError)) as ended, sample._writing_out():
                 print("text", flush=True)
         monkeypatch.undo()
-        assert getattr(ended.value, "code", None) == code
+        assert getattr(ended.value, "status", None) == code
     assert "the text cannot be written: [Errno 28]" in str(ended.value)
 
 

@@ -127,7 +127,7 @@ def test_refuses(override: str, words: str) -> None:
         ("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
         (
             "data.dataset.colour=1",
-            "; +data.dataset.colour=VALUE gives it to what data.dataset._target_ names",
+            "(+data.dataset.colour=VALUE gives it to what data.dataset._target_ names",
         ),
         ("+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"),
         ("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),

@@ -19,6 +19,14 @@ from trainer.launch.place import place, publish, told_rank
 from trainer.saved_settings import MAY_CHANGE, saved_settings
 
 
+class Ended(KeyboardInterrupt):
+    """An end from outside, by a signal or by who read what was printed; as of Ctrl-C no fault of a rank."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.status = 128 + number
+
+
 def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
     """A parser of what all the commands take; add options to it."""
     parser = argparse.ArgumentParser(
@@ -66,6 +74,8 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
             if here.rank == 0:  # which writes files: what there is in part goes
                 signal.signal(signal.SIGTERM, _end)
             do(options, config)
+    except Ended as ended:
+        sys.exit(ended.status)
     except KeyboardInterrupt:
         if not told_rank():
             print("\ninterrupted", file=sys.stderr)
@@ -73,4 +83,4 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
 
 
 def _end(number: int, _: object) -> None:
-    sys.exit(128 + number)
+    raise Ended(number)

@@ -68,7 +68,7 @@ def _for_a_class(key: str, known: Iterable[str]) -> str:
     node = key.rpartition(".")[0]
     if f"{node}._target_" not in known or node.startswith("hydra."):
         return ""
-    return f"; +{key}=VALUE gives it to what {node}._target_ names"
+    return f" (+{key}=VALUE gives it to what {node}._target_ names)"
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from trainer.after_training import arguments, start
+from trainer.after_training import Ended, arguments, start
 from trainer.config import Config
 from trainer.errors import UserError
 
@@ -133,7 +133,7 @@ def _writing_out() -> Iterator[None]:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own end tries again
         if isinstance(error, BrokenPipeError):
-            sys.exit(128 + signal.SIGPIPE)
+            raise Ended(signal.SIGPIPE) from None
         raise UserError(f"the text cannot be written: {error}") from error
 
 
