@@ -55,6 +55,7 @@ def test_each_strategy_and_choice_takes_its_own() -> None:
     ahead = _footprint(rehearsal, fsdp, small, "strategy.prefetch_units=3")
     twice = _footprint(rehearsal, fsdp, small, accumulation=2)
     sharded = _footprint(rehearsal, fsdp, small, "strategy.reduce_every_micro_batch=true", accumulation=2)
+    offloaded = _footprint(rehearsal, fsdp, small, "strategy.cpu_offload=true")
     hybrid = _footprint(rehearsal, fsdp, small, "strategy.shard_group=2")
     num_bytes = 4 * NUM_PARAMETERS
     for found in (single, ddp):
@@ -66,6 +67,7 @@ def test_each_strategy_and_choice_takes_its_own() -> None:
     assert whole.peak < hybrid.peak < ddp.peak
     assert never.peak > whole.peak < ahead.peak
     assert whole.peak < sharded.peak < twice.peak
+    assert offloaded.peak + offloaded.host == whole.peak and offloaded.parts["parameters"] == 0
     assert whole.start < single.start, "sharded unit by unit, never whole"
 
 
@@ -98,6 +100,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["parameters"]["number"] == NUM_PARAMETERS
     assert found["ddp"]["micro_batch"] == 16 and found["ddp"]["peak"] < 10e6
     assert found["ddp"]["largest_micro_batch"] > 100
+    with pytest.raises(SystemExit) as end:
+        main([*MLP, "strategy=parameter_server"])
+    assert end.value.code == 2 and "strategy=parameter_server with parts" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main([*MLP, "strategy.shard_groop=2"])
     assert end.value.code == 2 and "shard_groop=2 is no setting of single" in capsys.readouterr().err

@@ -146,14 +146,16 @@ def table(options: argparse.Namespace, found: dict[str, dict[str, object]]) -> s
     number = found["parameters"]["number"]
     rows = {name: row for name, row in found.items() if name != "parameters"}
     shown = [kind for kind in KINDS if any(row["parts"][kind] for row in rows.values())]  # type: ignore[index]
-    heads = ["GB at the peak of a step", *shown, "sum", "at start", "micro-batch"]
+    host = ["on the host"] if any(row["host"] for row in rows.values()) else []
+    heads = ["GB at the peak of a step", *shown, "sum", *host, "at start", "micro-batch"]
     if options.gpu_gb is not None:
         heads.append(f"fits {options.gpu_gb:g} GB")
     lines = [heads]
     for name, row in rows.items():
         parts: dict[str, int] = row["parts"]  # type: ignore[assignment]
         times = f" x {row['accumulation']}" if row["accumulation"] != 1 else ""
-        line = [name, *(_gb(parts[kind]) for kind in shown), _gb(row["peak"]), _gb(row["start"])]
+        line = [name, *(_gb(parts[kind]) for kind in shown), _gb(row["peak"])]
+        line += [*(_gb(row["host"]) for _ in host), _gb(row["start"])]
         line.append(f"{row['micro_batch']}{times}")
         if options.gpu_gb is not None:
             line.append(str(row["largest_micro_batch"] or "nothing"))

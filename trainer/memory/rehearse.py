@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import tree_map
 
-from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig, SingleConfig
 from trainer.data.batch import BatchSplit
 from trainer.data.loader import Share
 from trainer.data.loaders import train_loader
@@ -38,6 +38,7 @@ from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import parameter_count
 
 CPU = torch.device("cpu")
+_OFFLOADED = ("parameters", "optimizer", "averages")
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,15 @@ class Footprint:
 
     Attributes:
         start: the most while the model is built, filled and spread.
-        peak: the most in a step.
+        peak: the most in a step, on the device.
         parts: what that consists of, by its kind.
+        host: what strategy.cpu_offload keeps in host memory beside it.
     """
 
     start: int
     peak: int
     parts: dict[str, int]
+    host: int = 0
 
 
 class Rehearsal:
@@ -127,6 +130,7 @@ class Stage:
             assert self._state.average is not None
             ledger.name("averages", self._state.average.state_dict()["weights"].values())
         self._start = ledger.peak_bytes
+        self._offloads = isinstance(config.strategy, FsdpConfig) and config.strategy.cpu_offload
         self._has_state = False
 
     def footprint(self, micro_size: int, accumulation: int) -> Footprint:
@@ -140,7 +144,11 @@ class Stage:
             self._ledger.forget_peak()
             self._step(batch, min(accumulation, 2))
             self._has_state = True
-        return Footprint(self._start, self._ledger.peak_bytes, self._ledger.peak())
+        parts, host = self._ledger.peak(), 0
+        if self._offloads:  # these are there all the time, and so would be part of any peak
+            host = sum(parts[kind] for kind in _OFFLOADED)
+            parts |= dict.fromkeys(_OFFLOADED, 0)
+        return Footprint(self._start, self._ledger.peak_bytes - host, parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
         """As the loop makes it (trainer/loop.py), without what speaks to others or to a person."""
@@ -189,8 +197,16 @@ class _Whole(Strategy):
 
 
 def _strategy(config: Config, dist: Dist) -> Strategy:
-    if isinstance(config.strategy, FsdpConfig):
-        return build_strategy(config, dist)
+    settings = config.strategy
+    if isinstance(settings, FsdpConfig):  # what it offloads is told apart afterwards: here all is on the host
+        return build_strategy(
+            dataclasses.replace(config, strategy=dataclasses.replace(settings, cpu_offload=False)), dist
+        )
+    if not isinstance(settings, SingleConfig | DdpConfig) or settings.devices_per_replica > 1:
+        raise UserError(
+            f"trainer.memory knows whole models under single and ddp, and fsdp; strategy={settings.name} "
+            "with parts of a model in several places is not among them"
+        )
     return _Whole(CPU, config.train.precision, False)
 
 
