@@ -11,7 +11,7 @@ from tests.runs import settings
 from trainer.memory.__main__ import main
 from trainer.memory.fit import MOST, largest_micro_size
 from trainer.memory.ledger import Ledger
-from trainer.memory.rehearse import Footprint, Rehearsal, World
+from trainer.memory.rehearse import Footprint, FusedAttention, Rehearsal, World
 
 MLP = ("data=digits", "model=mlp", "model.hidden=[128,128,128,128]", "optim.lr=0.1")
 NUM_PARAMETERS = 64 * 128 + 3 * 128**2 + 128 * 10 + 4 * 128 + 10
@@ -37,6 +37,13 @@ def test_a_tensor_counts_until_nobody_holds_it_and_as_long_as_its_memory_is_not_
         ledger.forget_peak()
         del fourth
         assert ledger.peak_bytes == 4 * KB and ledger.live_bytes == 0
+
+
+def test_attention_with_dropout_is_counted_as_a_gpu_computes_it() -> None:
+    with FakeTensorMode(), FusedAttention(), Ledger() as ledger:
+        query = torch.empty(1, 1, 256, 8, requires_grad=True)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, None, 0.1).sum().backward()
+    assert ledger.peak_bytes < 256 * 256 * 4, "the scores of all pairs are there at a time"
 
 
 def _footprint(rehearsal: Rehearsal, *choices: str, ranks: int = 4, accumulation: int = 1) -> Footprint:

@@ -17,7 +17,9 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.optim import Adam, AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import tree_map
 
@@ -106,7 +108,7 @@ class Rehearsal:
             fakes = FakeTensorMode(allow_non_fake_inputs=True)
             # of outputs that are views, as without numbers more are
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
-            with quiet, fakes, Ledger(staged_sends=True) as ledger:
+            with quiet, fakes, FusedAttention(), Ledger(staged_sends=True) as ledger:
                 module = wrap_model(config, _without_numbers(model), strategy)
                 yield Stage(config, self, strategy, module, ledger)
 
@@ -215,6 +217,18 @@ def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor
     if not isinstance(config.strategy, DdpConfig):
         return {}
     return {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad}
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention as GPUs compute it, in one kernel also with dropout, for which a CPU keeps all scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p")
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
+            args = ()
+        return func(*args, **kwargs)
 
 
 def _without_numbers(model: Deferred) -> Deferred:
