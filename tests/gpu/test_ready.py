@@ -16,6 +16,8 @@ from tests.runs import settings
 from trainer import groups
 from trainer.checkpoint.background import InBackground
 from trainer.data.device import Mirrored, Normalise, ToDevice
+from trainer.distributed import _device
+from trainer.errors import UserError
 from trainer.optim import constant
 from trainer.state import Progress, TrainState
 from trainer.strategies import data_parallel
@@ -210,3 +212,15 @@ def test_a_compiled_task_compiles_its_loss_but_for_the_meta_device() -> None:
     assert not graphs
     assert torch.equal(task.loss(nn.Identity(), (logits, labels)), plain)
     assert len(graphs) == 1
+
+
+def test_ranks_share_a_gpu_only_where_nccl_was_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    here: Any = SimpleNamespace(under_torchrun=True)
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    with pytest.raises(UserError, match="local rank 1 has no GPU of its own"):
+        _device("auto", 1, here, 1)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert _device("auto", 1, here, 1) == GPU
+    with pytest.raises(UserError, match="devices_per_replica=2"):
+        _device("auto", 1, here, 2)
