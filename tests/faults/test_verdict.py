@@ -224,9 +224,9 @@ def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> Non
     hangs = judge(waiting, T, pressing=False)
     assert hangs is not None and hangs.kind == "hangs" and hangs.ranks == (3,)
     suspicion = Suspicion()
-    assert not suspicion.stands(hangs, 1, {1: 7})
-    assert not suspicion.stands(hangs, 1, {1: 8})
-    assert suspicion.stands(hangs, 1, {1: 9})
+    assert not suspicion.stands(hangs.ranks, 1, {1: 7})
+    assert not suspicion.stands(hangs.ranks, 1, {1: 8})
+    assert suspicion.stands(hangs.ranks, 1, {1: 9})
     suspicion.drop()  # all went on meanwhile
-    assert not suspicion.stands(hangs, 1, {1: 10})
-    assert suspicion.stands(hangs, 0, {1: 10}), "a rank of this host is seen as it is"
+    assert not suspicion.stands(hangs.ranks, 1, {1: 10})
+    assert suspicion.stands(hangs.ranks, 0, {1: 10}), "a rank of this host is seen as it is"

@@ -71,7 +71,7 @@ class Watch:
         self._memory_kills = processes.MemoryKills(neighbour.member.pid for neighbour in self._here.values())
         self._parent, self._orphan_since = os.getppid(), 0.0
         self._named_slow: tuple[int, int] | None = None
-        self._suspicion = Suspicion()
+        self._suspicion, self._slowness = Suspicion(), Suspicion()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -200,6 +200,7 @@ class Watch:
             self._judge(here, reports.others() if reports else [])
         else:
             self._suspicion.drop()
+            self._slowness.drop()
 
     def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
         everyone = sorted(here + elsewhere, key=lambda rank: rank.rank)
@@ -215,13 +216,19 @@ class Watch:
         if (pressing or since_symptom > 1 or silent_s > 0.8 * self._timeout_s) and self._take_stacks():
             return  # look again, knowing more
         verdict = judge(everyone, self._timeout_s, pressing)
+        counts = self._reports.counts if self._reports else {}
         if verdict is not None:
-            counts = self._reports.counts if self._reports else {}
-            if self._suspicion.stands(verdict, self._members[verdict.ranks[0]].host, counts):
+            is_fact = verdict.kind not in ("stopped", "hangs")
+            of = (verdict.ranks, verdict.facts["phase"], verdict.facts["step"])
+            host = self._members[verdict.ranks[0]].host
+            if is_fact or self._suspicion.stands(of, host, counts):
                 self._give(verdict, everyone)
             return
         self._suspicion.drop()
-        if found := slow(everyone, max(1.0, self._timeout_s / 10)):
+        found = slow(everyone, max(1.0, self._timeout_s / 10))
+        if found is None:
+            self._slowness.drop()
+        elif self._slowness.stands((found.rank, found.position), found.host, counts):
             self._name_slow(found)
 
     def _leads(self) -> bool:
