@@ -31,14 +31,16 @@ def train_round(job: Job, batches: Batches, guard: StepGuard, meter: Meter) -> M
     job.checkpointer.wait_until_copied()
     if log_now:
         job.learning.before_update(last)
-    for _ in strategy.turns(ahead, lambda: job.stop_request.is_set):
-        compute_gradients(job, batches, loss, meter)
-    if not strategy.trains:
-        heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
-    guard.launch(loss, job.stop_request.is_set, batches.more)
+    with heartbeat.in_any_order():
+        for _ in strategy.turns(ahead, lambda: job.stop_request.is_set):
+            compute_gradients(job, batches, loss, meter)
+        if not strategy.trains:
+            heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
     heartbeat.enter("optimizer")
-    stop, _ = guard.settle(last)
+    # However long a round is: no collective may wait for it, and whoever is done is ahead of who is not.
     strategy.aggregate(job.model)
+    guard.launch(loss, job.stop_request.is_set, batches.more)
+    stop, _ = guard.settle(last)
     grad_norm = None
     if job.settings.clip_grad_norm is not None or log_now:
         grad_norm = strategy.clip_grad_norm(job.model, job.settings.clip_grad_norm or math.inf)

@@ -98,11 +98,17 @@ def test_an_order_is_noted_and_repeated() -> None:
     order.begin(["push 2"])
     with pytest.raises(OutOfOrderError, match="'push 2' is to come first"), order.turn("pull", 1):
         pass
+    with pytest.raises(PeerError, match=r"rank 3 did not answer .* due to push"):
+        order.wait_until(lambda: False, slowest=lambda: 3)
 
 
 def test_arrivals_of_other_roles_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "arrivals"
     arrivals.append(file, {"servers": [0]}, 0, 5, [["pull 1"]])
+    arrivals.append(file, {"servers": [0]}, 0, 5, [])
+    with pytest.raises(ValueError, match="line 2 is no round of 1 servers"):
+        arrivals.read(file, {"servers": [0]})
+    file.unlink()
     arrivals.append(file, {"servers": [0]}, 0, 4, [["pull 2"]])  # again, after a restart
     assert arrivals.read(file, {"servers": [0]}) == {0: (4, [["pull 2"]])}
     with pytest.raises(ValueError, match=r"of a run with servers \[0\], and this one has \[0, 1\]"):

@@ -170,6 +170,17 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
     assert (failure["rank"], failure["step"]) == (2, 5), failure
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["2", "inf"])
+def test_a_worker_that_hangs_is_named_whoever_has_made_more_parts(tmp_path: Path, staleness: str) -> None:
+    fault = ("fault=hang", "fault.rank=2", "fault.step=5", f"strategy.max_staleness={staleness}")
+    ran = (*COMMON, *CASES["sgd"], *PS, *fault, "distributed.timeout_s=8", f"run_dir={tmp_path}")
+    with pytest.raises(RankFailure):
+        run_ranks(train, 3, *ran, init=False)
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert (failure["rank"], failure["kind"], failure["phase"]) == (2, "hangs", "forward"), failure
+
+
 def stop_after_the_first_log(root: str, *overrides: str) -> int:
     """Signal the last rank as soon as there are figures; return the step after which this rank stopped."""
 

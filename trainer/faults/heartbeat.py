@@ -83,6 +83,7 @@ class Heartbeat:
         self._memory = mmap.mmap(self.fd, _SIZE)
         self._num_reserved = 0
         self._counting = threading.Lock()
+        self._ordered = True
         self._serve(0)
 
     def __del__(self) -> None:
@@ -111,12 +112,28 @@ class Heartbeat:
         words[_PROGRESS] = now
         if phase == ALL_REDUCE:
             words[_BUCKET] = bucket
-            words[_BUCKETS] += 1
+            words[_BUCKETS] += self._ordered
             return
         words[_PHASE] = _CODES[phase]
         words[_SINCE] = now
         words[_BUCKET] = _NONE
-        words[_POSITION] += 1
+        words[_POSITION] += self._ordered
+
+    @contextlib.contextmanager
+    def in_any_order(self) -> Iterator[None]:
+        """Within it each rank goes through phases as often as it can; who has made fewer is not behind."""
+        self._ordered = False
+        try:
+            yield
+        finally:
+            self._ordered = True
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Around a wait for those that are not so far, within `in_any_order`; also when that has failed."""
+        self._words[_POSITION] += 1
+        yield
+        self._words[_POSITION] -= 1
 
     def skip(self, phases: tuple[str, ...], times: int) -> None:
         """Pass through phases that others enter so often, with nothing to do: nobody waits for this one."""

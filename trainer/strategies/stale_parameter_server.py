@@ -76,7 +76,8 @@ class StaleParameterServer(ParameterServer):
         if self._replica is not None:
             bounded = not math.isinf(self._max_staleness) and self._recorded is None
             client = self._replica.client
-            self._guest = Guest(client, self.num_replicas, bounded, lambda: self._stops())
+            waits = self.dist.heartbeat.ahead
+            self._guest = Guest(client, self.num_replicas, bounded, lambda: self._stops(), waits)
             self._replica.before_push, self._replica.commit = self._guest.before_push, self._commit
 
     def begin(self, state: TrainState) -> None:
@@ -95,16 +96,18 @@ class StaleParameterServer(ParameterServer):
             yield part
 
     def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
-        self._stops = stops
+        self._stops, recorded = stops, self._recorded_round(steps)
         if self._host is not None:
-            self._host.begin(steps, self._recorded_events(steps))
+            events = None if recorded is None else recorded[self.servers.index(self.dist.rank)]
+            self._host.begin(steps, events, stops)
         if self._guest is not None:
             self._guest.begin()
             with self._plain_errors():
                 while self._guest.has_part():
                     yield
 
-    def _recorded_events(self, steps: int) -> list[str] | None:
+    def _recorded_round(self, steps: int) -> list[list[str]] | None:
+        """Each server's events. Raises UserError, on all ranks: there is no such round."""
         if self._recorded is None:
             return None
         first = self._state.progress.step
@@ -114,7 +117,7 @@ class StaleParameterServer(ParameterServer):
                 f"strategy.replay={self.settings.replay} has no round of {steps} steps after step {first}; "
                 "repeat a run with its settings, train.log_every_steps and checkpoint.every_steps among them"
             )
-        return events[self.servers.index(self.dist.rank)]
+        return events
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:

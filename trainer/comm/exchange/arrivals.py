@@ -32,8 +32,11 @@ def read(file: Path, roles: Mapping[str, Any]) -> dict[int, tuple[int, list[list
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
             own, first_step, steps, events = (json.loads(line)[field] for field in _FIELDS)
+            num_servers = len(own["servers"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"line {number} is no round of an asynchronous run") from error
+        if not (isinstance(steps, int) and isinstance(events, list) and len(events) == num_servers):
+            raise ValueError(f"line {number} is no round of {num_servers} servers")
         for name, value in roles.items():
             if own.get(name) != value:
                 raise ValueError(f"it is of a run with {name} {own.get(name)}, and this one has {value}")

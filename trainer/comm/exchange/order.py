@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from trainer.comm.execution.blame import PeerError
+
 
 class OutOfOrderError(RuntimeError):
     """What should happen next does not happen."""
@@ -36,21 +38,20 @@ class Order:
         """
         event = f"{what} {worker}"
         with self._changed:
-            self._wait(
-                lambda: self._to_come is None or (bool(self._to_come) and self._to_come[0] == event), event
-            )
+            if not self._changed.wait_for(lambda: self._is_next(event), self._timeout_s):
+                first = f"; '{self._to_come[0]}' is to come first" if self._to_come else ""
+                raise OutOfOrderError(f"{event} has waited {self._timeout_s:g} s for its turn{first}")
             yield
             self.events.append(event)
             if self._to_come is not None:
                 self._to_come.popleft()
             self._changed.notify_all()
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for what events bring about. Raises OutOfOrderError, likewise."""
+    def wait_until(self, condition: Callable[[], bool], slowest: Callable[[], int]) -> None:
+        """Wait for what events bring about. Raises PeerError: the `slowest` rank did not, in time."""
         with self._changed:
-            self._wait(condition, "a worker that is ahead")
+            if not self._changed.wait_for(condition, self._timeout_s):
+                raise PeerError.silent_for(slowest(), self._timeout_s, "to push")
 
-    def _wait(self, condition: Callable[[], bool], who: str) -> None:
-        if not self._changed.wait_for(condition, self._timeout_s):
-            first = f"; '{self._to_come[0]}' is to come first" if self._to_come else ""
-            raise OutOfOrderError(f"{who} has waited {self._timeout_s:g} s for its turn{first}")
+    def _is_next(self, event: str) -> bool:
+        return self._to_come is None or (bool(self._to_come) and self._to_come[0] == event)

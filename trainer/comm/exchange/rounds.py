@@ -8,6 +8,7 @@ via a stale synchronous parallel parameter server", NIPS 2013, for the bound on 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -41,11 +42,12 @@ class Host:
         self._server, self._max_staleness, self._apply = server, max_staleness, apply
         self._num_updates, self._pulled_at = 0, dict.fromkeys(server.links, 0)
 
-    def begin(self, steps: int, replayed: Sequence[str] | None) -> None:
-        """Serve a round of at most so many steps, in threads."""
+    def begin(self, steps: int, replayed: Sequence[str] | None, stops: Callable[[], bool]) -> None:
+        """Serve a round of at most so many steps, in threads; a round that is `replayed` is made whole."""
         num_workers = len(self._server.links)
         self.order.begin(replayed)
-        self._handed_out, self._limit = 0, steps * num_workers
+        self._handed_out, self._limit, self._stops = 0, steps * num_workers, stops
+        self._is_replayed = replayed is not None
         if replayed is not None:
             pushes = sum(event.startswith("push") for event in replayed)
             self._limit = min(self._limit, pushes)
@@ -68,7 +70,7 @@ class Host:
                     number = self._hand_out(bool(stops))
                 _answer(link, number)
             elif kind == _LEAVE:
-                self.order.wait_until(lambda: self._may_go(worker))
+                self.order.wait_until(lambda: self._may_go(worker), self._slowest)
                 _answer(link, 0)
             elif kind == _PULL:
                 with self.order.turn("pull", worker):
@@ -87,12 +89,15 @@ class Host:
 
     def _hand_out(self, stops: bool) -> int:
         """The number of the next part; -1 where there is none."""
-        if stops:
+        if (stops or self._stops()) and not self._is_replayed:
             self._stop()
         if self._handed_out == self._limit:
             return -1
         self._handed_out += 1
         return self._handed_out - 1
+
+    def _slowest(self) -> int:
+        return min(self._clocks, key=self._clocks.__getitem__)
 
     def _may_go(self, worker: int) -> bool:
         return self._clocks[worker] - min(self._clocks.values()) <= self._max_staleness
@@ -121,10 +126,19 @@ class Guest:
     Args:
         bounded: whether to ask leave before each pull.
         stops: whether this worker has been told to stop.
+        waits: the context of a wait for slower workers.
     """
 
-    def __init__(self, client: Client, num_workers: int, bounded: bool, stops: Callable[[], bool]) -> None:
-        self._client, self._num_workers, self._bounded, self._stops = client, num_workers, bounded, stops
+    def __init__(
+        self,
+        client: Client,
+        num_workers: int,
+        bounded: bool,
+        stops: Callable[[], bool],
+        waits: Callable[[], AbstractContextManager],
+    ) -> None:
+        self._client, self._num_workers, self._bounded = client, num_workers, bounded
+        self._stops, self._waits = stops, waits
         self._ahead: list[tuple[int, int]] = []  # asked for, and not yet drawn by the sampler
         self._drawn = self._begun = 0
         self._is_over = True
@@ -158,7 +172,8 @@ class Guest:
 
     def before_pull(self) -> None:
         if self._bounded:
-            self._client.ask_first(_LEAVE, self._stops())
+            with self._waits():
+                self._client.ask_first(_LEAVE, self._stops())
         self._client.request(_PULL)
 
     def before_push(self) -> None:
