@@ -1,5 +1,6 @@
 """A model split over several devices is the same model; inputs move where a unit lies elsewhere."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.runs import job_of, trained
 from trainer.errors import UserError
 from trainer.loop import fit
-from trainer.strategies.split import Split
+from trainer.strategies.split import Split, _Together
 
 COMMON = (
     "train.max_steps=6",
@@ -75,6 +76,46 @@ def test_units_are_given_out_in_order_and_tied_weights_lie_together() -> None:
     )
     tied(torch.ones(2, 8))
     assert split.moves == 2  # to the third, and back to the one that is tied: the output is where it was
+
+
+class Appends(nn.Linear):
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        kept.append(super().forward(x))
+        return kept[-1]
+
+
+class Keeps(nn.Module):
+    """Its units add to a list of the model's; what it returns is no plain dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Appends(4, 4), Appends(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        self.second(self.first(x, found["kept"]), found["kept"])
+        return found
+
+
+def test_units_are_given_the_lists_of_their_caller_and_no_copies() -> None:
+    model, rows = Keeps(), torch.ones(2, 4)
+    whole = model(rows)["kept"]
+    Split(model, [torch.device("cpu")] * 2)
+    split = model(rows)["kept"]
+    assert len(split) == 2 and all(map(torch.equal, whole, split))
+
+
+def test_tensors_of_several_devices_meet_where_they_are_written() -> None:
+    here, there = torch.zeros(2, 2), torch.zeros(2, 2, device="meta")
+    split = Split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [torch.device("cpu")] * 2)
+    with pytest.raises(RuntimeError, match="meta"):
+        torch.cat([here, there])
+    with _Together(split):
+        assert torch.cat([here, there]).is_meta and torch.add(here, other=there).is_meta
+        assert there.add_(here) is there
+        there[0] = here[0]
+        assert torch.nn.functional.linear(here, nn.Parameter(there)).is_meta
+    assert split.moves == 5
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """One model over several devices of its process: units in order, inputs moved to the next device by hooks."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import UserError
@@ -57,23 +59,44 @@ class Split:
 
     def _moved(self, value: Any, device: torch.device, elsewhere: bool) -> Any:
         """`value`, tensors in tuples, lists and dicts, on `device`."""
-        if isinstance(value, Tensor):
-            self.moves += elsewhere or value.device != device
-            return value.to(device, non_blocking=True)
-        if isinstance(value, dict):
-            return type(value)({key: self._moved(item, device, elsewhere) for key, item in value.items()})
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._moved(item, device, elsewhere) for item in value))
-        if isinstance(value, list | tuple):
-            return type(value)(self._moved(item, device, elsewhere) for item in value)
+
+        def move(tensor: Tensor) -> Tensor:
+            self.moves += elsewhere or tensor.device != device
+            # The host would go on to read what has not come yet.
+            return tensor.to(device, non_blocking=device.type != "cpu")
+
+        return _replaced(value, move)
+
+
+def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with what `change` makes of tensors in tuples, lists and dicts; itself, if that is the same.
+
+    A list that a module appends to must be the caller's own.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, PackedSequence):  # some of its tensors stay on the CPU
+        data, *indices = (part if part is None else change(part) for part in (value.data, *value[2:]))
+        return value if data is value.data else PackedSequence(data, value.batch_sizes, *indices)
+    if not isinstance(value, dict | list | tuple):
         return value
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    items = [_replaced(value[key], change) for key in keys]
+    if all(item is value[key] for key, item in zip(keys, items, strict=True)):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    made = copy.copy(value)
+    for key, item in zip(keys, items, strict=True):
+        made[key] = item
+    return made
 
 
 class _Together(TorchFunctionMode):
-    """Where code between units uses tensors of several devices, moves them to that of a parameter among them.
+    """Where code between units uses tensors of several devices, moves them to one of these.
 
-    So a head that is tied to the embedding computes where the embedding lies; without a parameter, tensors
-    move to the last one.
+    To that of what is written into or indexed, else of a parameter, else of the last tensor. So a
+    head that is tied to the embedding computes where the embedding lies.
     """
 
     def __init__(self, split: Split) -> None:
@@ -81,15 +104,33 @@ class _Together(TorchFunctionMode):
         self._split = split
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [value for value in args if isinstance(value, Tensor) and value.ndim]
-        if len({value.device for value in tensors}) > 1:
-            parameters = [value for value in tensors if isinstance(value, nn.Parameter)]
-            device = (parameters or tensors)[-1].device
-            self._split.moves += sum(value.device != device for value in tensors)
-            args = tuple(
-                value.to(device) if isinstance(value, Tensor) and value.ndim else value for value in args
-            )
-        return func(*args, **(kwargs or {}))
+        call, tensors = (args, kwargs or {}), list[Tensor]()
+
+        def note(tensor: Tensor) -> Tensor:
+            if tensor.ndim:
+                tensors.append(tensor)
+            return tensor
+
+        _replaced(call, note)
+        if len({tensor.device for tensor in tensors}) > 1:
+            parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+            chosen = tensors[0] if _is_about_first(func) else (parameters or tensors)[-1]
+
+            def move(tensor: Tensor) -> Tensor:
+                if not tensor.ndim or tensor.device == chosen.device:
+                    return tensor
+                self._split.moves += 1
+                return tensor.to(chosen.device)
+
+            call = _replaced(call, move)
+        return func(*call[0], **call[1])
+
+
+def _is_about_first(func: Any) -> bool:
+    """Whether `func` changes its first tensor, which then must be no copy, or takes parts of it."""
+    name = getattr(func, "__name__", "")
+    changes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return changes or name in ("__setitem__", "__getitem__")
 
 
 def _places(model: nn.Module, count: int) -> dict[nn.Module, int]:
