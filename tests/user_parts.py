@@ -109,16 +109,19 @@ class Normed(Tiny):
 
 
 class HalfFrozen(nn.Module):
-    """Digits; a frozen layer, running statistics, and a head that is used without being called."""
+    """Digits; a frozen layer, running statistics, and a head that every second pass uses without a call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(64, 32).requires_grad_(False)
         self.norm = nn.BatchNorm1d(32)
-        self.head = nn.Linear(32, 10)
+        self.head, self.passes = nn.Linear(32, 10), 0
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = torch.tanh(self.norm(self.first(images.flatten(1))))
+        self.passes += 1
+        if self.passes % 2:
+            return self.head(hidden)
         return nn.functional.linear(hidden, self.head.weight, self.head.bias)
 
 

@@ -8,15 +8,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import train, trained
+from trainer.comm.exchange.layout import lay_out
 from trainer.errors import StoppedBySignal, UserError
+from trainer.strategies.replica import Replica
 
 COMMON = (
     "data=digits",
@@ -119,6 +122,18 @@ def test_any_roles_give_the_model_of_ddp(
 def test_what_cannot_be_is_one_message(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
         trained(*COMMON, *PS, *overrides, f"run_dir={tmp_path}")
+
+
+def test_a_gradient_that_comes_in_parts_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    client: Any = SimpleNamespace(ask=lambda: None, settle=lambda index: None, awaits=False)
+    client.commit = lambda: None
+    buckets = lay_out(dict(model.named_parameters()), 1, 2**20)
+    replica = Replica(model, client, buckets, cast(Any, None), compiled=False, enter=lambda *bucket: None)
+    with pytest.raises(UserError, match="came in several parts"), replica.pass_(first=True, last=False):
+        for _ in range(2):
+            model(torch.ones(2)).sum().backward()
+    replica.close()
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A worker's copy of the model: modules wait for their values, gradients leave as soon as they are there."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -14,14 +14,14 @@ from trainer.comm.exchange.client import Client
 from trainer.comm.exchange.layout import Bucket
 from trainer.comm.execution.worker import Worker
 from trainer.comm.timeline.records import BucketRecord, Timeline
+from trainer.errors import UserError
 
 
 class Replica:
     """Hooks on `model` that pull and push by way of `client`.
 
-    The first forward pass waits for everything and watches which parameters are used before a module that
-    owns them is called (`self.head.weight` in the code of another): from then on those are waited for at the
-    beginning, and all others when their module's turn comes. A compiled model waits for all.
+    A module's values are waited for when its turn comes; those that the code of another uses before
+    (`self.head.weight`), when it does. A compiled model waits for all.
 
     Args:
         buckets: as the client has them.
@@ -39,12 +39,12 @@ class Replica:
         enter: Callable[[str, int], None],
     ) -> None:
         self.client, self.timeline = client, timeline
-        self._enter, self._compiled, self._watched = enter, compiled, False
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._enter, self._compiled = enter, compiled
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         bucket_of = {name: bucket for bucket in buckets if bucket.trainable for name in bucket.names}
         self._buckets = {bucket.index: bucket for bucket in bucket_of.values()}
-        self._early: set[int] = set()  # buckets to wait for before anything is computed
-        self._waiting: dict[int, int] = {}  # gradients still to come, by bucket, in this backward pass
+        # Parameters whose gradients are still to come, by bucket, in this backward pass.
+        self._waiting: dict[int, set[Tensor]] = {}
         self._pushes: list[Future[Any]] = []
         self._pushing = False
         self._worker = Worker(self._push)
@@ -52,9 +52,13 @@ class Replica:
         self.before_push: Callable[[], None] = lambda: None
         self.commit: Callable[[], None] = client.commit
         self._bucket_of = {
-            parameter: bucket_of[name].index for parameter, name in names.items() if name in bucket_of
+            parameter: bucket_of[name].index
+            for name, parameter in model.named_parameters()
+            if name in bucket_of
         }
-        self._first_uses = _FirstUses(self._bucket_of, self._early)
+        self._uses: AbstractContextManager[Any] = (
+            nullcontext() if compiled else _Uses(self._bucket_of, client)
+        )
         for module in model.modules():
             own = {
                 self._bucket_of[parameter]
@@ -69,20 +73,16 @@ class Replica:
     @contextmanager
     def pass_(self, first: bool, last: bool) -> Iterator[None]:
         """Around a forward and backward pass: the `first` of a step pulls, the `last` pushes."""
-        watch: AbstractContextManager[Any] = nullcontext()
         if first:
             self.client.ask()
-            if self._watched:
-                for index in sorted(self._early):
-                    self.client.settle(index)
-            else:
+            if self._compiled:
                 self.client.settle_all()
-                watch = nullcontext() if self._compiled else self._first_uses
         self._pushing = self._is_first_push = last
-        self._waiting = {index: len(bucket.names) for index, bucket in self._buckets.items()}
-        with watch:
+        self._waiting = {index: set() for index in self._buckets}
+        for parameter, index in self._bucket_of.items():
+            self._waiting[index].add(parameter)
+        with self._uses:
             yield
-        self._watched = not self._compiled
         if last:
             self._flush()
 
@@ -92,12 +92,17 @@ class Replica:
     def _settle(self, indices: Sequence[int], module: nn.Module, inputs: Any) -> None:
         for index in indices:
             self.client.settle(index)
-            if not self._watched:
-                self._first_uses.called.add(index)
 
     def _ready(self, index: int, parameter: Tensor) -> None:
-        self._waiting[index] -= 1
-        if self._pushing and self._waiting[index] == 0:
+        waiting = self._waiting[index]
+        if parameter not in waiting:
+            raise UserError(
+                f"strategy=parameter_server sends a gradient as soon as it is there, and that of "
+                f"{self._names[parameter]} came in several parts of one backward pass, as with reentrant "
+                "activation checkpoints; take torch.utils.checkpoint's use_reentrant=False"
+            )
+        waiting.remove(parameter)
+        if self._pushing and not waiting:
             self._submit(index)
 
     def _submit(self, index: int) -> None:
@@ -117,7 +122,7 @@ class Replica:
         """Push what has had no gradient, and wait for all; also for values that nobody has used."""
         self.client.settle_all()
         for index in reversed(self._waiting):
-            if self._waiting[index] > 0:
+            if self._waiting[index]:
                 self._submit(index)
         pushes, self._pushes = self._pushes, []
         with suppress(Exception):  # told in torch's words; the worker has the error itself
@@ -130,19 +135,18 @@ class Replica:
 _NOTHING = torch.empty(0)
 
 
-class _FirstUses(TorchFunctionMode):
-    """Notes the buckets of which a parameter is used before a module that owns one of them was called."""
+class _Uses(TorchFunctionMode):
+    """Waits for the values of a parameter that is used, wherever that is."""
 
-    def __init__(self, bucket_of: dict[nn.Parameter, int], early: set[int]) -> None:
+    def __init__(self, bucket_of: Mapping[nn.Parameter, int], client: Client) -> None:
         super().__init__()
-        self.called: set[int] = set()
-        self._bucket_of, self._early = bucket_of, early
+        self._bucket_of, self._client = bucket_of, client
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in (*args, *(kwargs or {}).values()):
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(item, nn.Parameter) and item in self._bucket_of:
-                    index = self._bucket_of[item]
-                    if index not in self.called:
-                        self._early.add(index)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self._client.awaits:
+            for value in (*args, *kwargs.values()):
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, nn.Parameter) and item in self._bucket_of:
+                        self._client.settle(self._bucket_of[item])
+        return func(*args, **kwargs)

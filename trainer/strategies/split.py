@@ -76,7 +76,8 @@ def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, PackedSequence):  # some of its tensors stay on the CPU
-        data, *indices = (part if part is None else change(part) for part in (value.data, *value[2:]))
+        data = change(value.data)
+        indices = (part if part is None else change(part) for part in value[2:])
         return value if data is value.data else PackedSequence(data, value.batch_sizes, *indices)
     if not isinstance(value, dict | list | tuple):
         return value

@@ -50,6 +50,11 @@ class Client:
 
     # ---- pull
 
+    @property
+    def awaits(self) -> bool:
+        """Whether some of the values that were asked for have not been waited for."""
+        return bool(self._awaited)
+
     def ask(self) -> None:
         """Begin to receive all buckets that are trained."""
         assert not self._awaited, "one pull at a time"
