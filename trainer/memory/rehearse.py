@@ -153,7 +153,7 @@ class Stage:
         return Footprint(self._start, self._ledger.peak_bytes - host, parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
-        """As the loop makes it (trainer/loop.py), without what speaks to others or to a person."""
+        """As trainer/step.py makes it, without what speaks to others or to a person."""
         module, strategy, state = self._module, self._strategy, self._state
         settings = self._config.strategy
         if isinstance(settings, DdpConfig) and settings.gradient_as_bucket_view:
