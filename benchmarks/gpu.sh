@@ -15,8 +15,8 @@
 #   table       what DIR holds by now, as DIR/gpu.json and DIR/gpu.txt
 #
 # Where a call may take ten minutes, call it with one name after another, then with `table`; `all` is all of that.
-# --wheels: a folder of what the machine's Python lacks (hydra-core, omegaconf, antlr4-python3-runtime), installed
-#           beside it for this call. --nccl: a libnccl.so. --dry-run: tiny sizes on the CPU.
+# --wheels: a folder of what the machine's Python lacks, installed beside it for this call; made elsewhere by
+#           pip wheel --no-deps -w DIR hydra-core==1.3.2 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3. --nccl: a libnccl.so. --dry-run: tiny sizes on the CPU.
 # Ends with status 1 when a part failed or missed its bar.
 set -uo pipefail
 
