@@ -54,7 +54,10 @@ def own_piece(whole: Tensor, sharded: DTensor) -> Tensor:
         return whole
     assert placement == Shard(0), sharded.placements
     mesh = sharded.device_mesh
-    index, parts = mesh.get_local_rank(mesh.ndim - 1), whole.chunk(mesh.size(-1))
+    place = mesh.get_coordinate()
+    if place is None:  # the mesh is of other ranks: of parameter servers, say
+        return sharded.to_local()
+    index, parts = place[-1], whole.chunk(mesh.size(-1))
     return parts[index] if index < len(parts) else whole[:0]
 
 
