@@ -1,0 +1,82 @@
+"""The schema of every setting the trainer owns, and all validation.
+
+`load` is the only door: it turns what Hydra composed into one typed `Config`, or raises a `UserError`.
+Models, datasets, tasks, optimizers and schedules are `_target_` nodes: their keys belong to the class
+they name, which validates them itself. Defaults live in conf/, types and limits beside each other in
+schema.py and choices.py; what two settings say against each other stands in contradictions.py.
+Imports no torch, so that a mistake is reported before torch has loaded.
+"""
+
+from trainer.config.choices import (
+    CommConfig,
+    CutFaultConfig,
+    DdpConfig,
+    DivergeFaultConfig,
+    FaultConfig,
+    FsdpConfig,
+    LocalLaunchConfig,
+    NativeCommConfig,
+    ParameterServerConfig,
+    PowerSgdCommConfig,
+    RankFaultConfig,
+    ScheduleCommConfig,
+    SingleConfig,
+    SlowFaultConfig,
+    SlurmLaunchConfig,
+    TimedFaultConfig,
+    UnitsConfig,
+)
+from trainer.config.limits import above, at_least, check_limits, like, one_of
+from trainer.config.loading import flatten, load, to_yaml
+from trainer.config.nodes import ParameterGroup, Undecayed, model_settings, parameter_groups, patterns
+from trainer.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    EmaConfig,
+    KeepBest,
+    ProfileConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "CommConfig",
+    "Config",
+    "CutFaultConfig",
+    "DataConfig",
+    "DdpConfig",
+    "DistributedConfig",
+    "DivergeFaultConfig",
+    "EmaConfig",
+    "FaultConfig",
+    "FsdpConfig",
+    "KeepBest",
+    "LocalLaunchConfig",
+    "NativeCommConfig",
+    "ParameterGroup",
+    "ParameterServerConfig",
+    "PowerSgdCommConfig",
+    "ProfileConfig",
+    "RankFaultConfig",
+    "ScheduleCommConfig",
+    "SingleConfig",
+    "SlowFaultConfig",
+    "SlurmLaunchConfig",
+    "TimedFaultConfig",
+    "TrainConfig",
+    "Undecayed",
+    "UnitsConfig",
+    "above",
+    "at_least",
+    "check_limits",
+    "flatten",
+    "like",
+    "load",
+    "model_settings",
+    "one_of",
+    "parameter_groups",
+    "patterns",
+    "to_yaml",
+]

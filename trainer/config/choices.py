@@ -1,0 +1,208 @@
+"""The settings of each choice of the groups strategy, comm, fault and launch."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from trainer.config.limits import PRECISIONS, above, at_least, like, limited, one_of
+
+
+@dataclass
+class CommConfig:
+    """How DDP all-reduces gradients, and FSDP gathers and reduces shards; others take `native` only."""
+
+    algorithm: str = MISSING
+
+
+@dataclass
+class NativeCommConfig(CommConfig):
+    wire_dtype: str = one_of(*PRECISIONS)
+    timeline: bool = MISSING
+
+
+@dataclass
+class ScheduleCommConfig(CommConfig):
+    wire_dtype: str = one_of(*PRECISIONS)
+    segment_mb: float | None = limited(
+        lambda value: 0.01 <= value <= 1e6, "at least 0.01, and at most 1e6 (1 TB)"
+    )
+    cuda_graph: bool = MISSING
+
+
+@dataclass
+class PowerSgdCommConfig(CommConfig):
+    matrix_approximation_rank: int = at_least(1)
+    start_step: int = at_least(2)  # DDP lays out its buckets anew after the first step
+    min_compression_rate: float = above(0)
+    use_error_feedback: bool = MISSING
+    warm_start: bool = MISSING
+
+
+@dataclass
+class StrategyConfig:
+    name: str = MISSING
+
+    @property
+    def devices_each(self) -> int:
+        """Devices that each process needs for itself; those it is told to take are not counted."""
+        return 1
+
+
+@dataclass
+class UnitsConfig(StrategyConfig):
+    """What is common to strategies that treat a model unit by unit (trainer/strategies/units.py)."""
+
+    unit_min_params: int = limited(lambda value: value >= 1, "at least 1", 1_000_000)
+    activation_checkpointing: bool = False
+    activation_checkpointing_every: int = limited(lambda value: value >= 1, "at least 1", 1)
+    activation_checkpointing_keep: list[str] = field(default_factory=list)
+
+
+@dataclass
+class SingleConfig(UnitsConfig):
+    devices_per_replica: int = at_least(1)
+    devices: list[str] | None = MISSING
+
+    @property
+    def devices_each(self) -> int:
+        return self.devices_per_replica if self.devices is None else 1
+
+
+@dataclass
+class DdpConfig(UnitsConfig):
+    bucket_cap_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
+    first_bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
+    gradient_as_bucket_view: bool = MISSING
+    static_graph: bool = MISSING
+    find_unused_parameters: bool = MISSING
+    sync_batchnorm: bool = MISSING
+    devices_per_replica: int = limited(lambda value: value >= 1, "at least 1", 1)
+    devices: list[str] | None = None
+
+    @property
+    def devices_each(self) -> int:
+        return self.devices_per_replica if self.devices is None else 1
+
+
+@dataclass
+class FsdpConfig(UnitsConfig):
+    shard_group: str = like(r"world|host|0*[1-9][0-9]*", "world, host or a number of ranks")
+    reshard_after_forward: bool | None = MISSING
+    prefetch_units: int | None = limited(lambda value: value >= 1, "at least 1", None)
+    reduce_every_micro_batch: bool = False
+    cpu_offload: bool = MISSING
+    param_dtype: str | None = one_of(*PRECISIONS)
+    reduce_dtype: str = one_of(*PRECISIONS)
+
+
+@dataclass
+class ParameterServerConfig(UnitsConfig):
+    servers: str = like(r"all|0*[1-9][0-9]*", "a number of ranks, 1 or more, or all")
+    max_staleness: str = like(r"inf|\d+", "a number of steps, 0 or more, or inf")
+    replay: str | None = limited(bool, "a file that an asynchronous run has left, or null")
+    bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
+
+
+FAULT_PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint", "evaluate")
+
+
+@dataclass
+class FaultConfig:
+    """A fault made on purpose, once in a run, to see what becomes of it; `none` makes none."""
+
+    kind: str = MISSING
+
+
+@dataclass
+class TimedFaultConfig(FaultConfig):
+    """When `phase` is entered for the first time in or after `step`, counted from 1."""
+
+    step: int = at_least(1)
+    phase: str = one_of(*FAULT_PHASES)
+
+
+@dataclass
+class RankFaultConfig(TimedFaultConfig):
+    rank: int = at_least(0)
+
+
+@dataclass
+class SlowFaultConfig(RankFaultConfig):
+    seconds: float = above(0)
+
+
+@dataclass
+class DivergeFaultConfig(RankFaultConfig):
+    tensor: str | None = MISSING
+    bit: int = at_least(0)
+
+
+@dataclass
+class CutFaultConfig(TimedFaultConfig):
+    host: int = at_least(0)
+    command: str = MISSING
+
+
+@dataclass
+class LaunchConfig:
+    """Where the processes of a run come from."""
+
+    name: str = MISSING
+
+
+@dataclass
+class LocalLaunchConfig(LaunchConfig):
+    processes: int | None = at_least(1)
+    max_restarts: int = at_least(0)
+
+
+@dataclass
+class SlurmLaunchConfig(LaunchConfig):
+    nodes: int = at_least(1)
+    processes: int = at_least(1)
+    gpus: int | None = at_least(0)
+    memory: str | None = MISSING
+    partition: str | None = MISSING
+    time: str | None = like(r"\d+|(\d+-)?\d+(:\d+){0,2}", "minutes or DAYS-HOURS:MINUTES:SECONDS")
+    parameters: dict[str, Any] | None = MISSING
+    setup: list[str] = MISSING
+    save_before_s: int = at_least(1)
+    requeue: bool = MISSING
+    wait: bool = MISSING
+    dry_run: bool = MISSING
+
+
+STRATEGIES: dict[str, type[StrategyConfig]] = {
+    "single": SingleConfig,
+    "dp": StrategyConfig,
+    "ddp": DdpConfig,
+    "fsdp": FsdpConfig,
+    "parameter_server": ParameterServerConfig,
+}
+
+COMMS: dict[str, type[CommConfig]] = {
+    "native": NativeCommConfig,
+    "ring": ScheduleCommConfig,
+    "tree": ScheduleCommConfig,
+    "halving_doubling": ScheduleCommConfig,
+    "hierarchical": ScheduleCommConfig,
+    "master_worker": ScheduleCommConfig,
+    "powersgd": PowerSgdCommConfig,
+}
+
+SCHEDULES = [name for name, kind in COMMS.items() if kind is ScheduleCommConfig]
+
+FAULTS: dict[str, type[FaultConfig]] = {
+    "none": FaultConfig,
+    **dict.fromkeys(("kill", "stop", "raise", "hang", "nan", "exit"), RankFaultConfig),
+    "slow": SlowFaultConfig,
+    "diverge": DivergeFaultConfig,
+    "cut": CutFaultConfig,
+}
+
+LAUNCHES: dict[str, type[LaunchConfig]] = {
+    "as_started": LaunchConfig,
+    "local": LocalLaunchConfig,
+    "slurm": SlurmLaunchConfig,
+}

@@ -1,0 +1,123 @@
+"""What two settings say against each other."""
+
+from trainer.config.choices import (
+    SCHEDULES,
+    DdpConfig,
+    FsdpConfig,
+    NativeCommConfig,
+    ParameterServerConfig,
+    ScheduleCommConfig,
+    SingleConfig,
+    TimedFaultConfig,
+    UnitsConfig,
+)
+from trainer.config.schema import Config, ImagesConfig
+from trainer.errors import UserError
+
+
+def _check_images(images: ImagesConfig) -> None:
+    if len(images.mean or ()) != len(images.std or ()):
+        raise UserError(
+            f"data.images.mean is {images.mean}, but data.images.std is {images.std}; give both, with a "
+            "number for each channel, or neither"
+        )
+
+
+def check_contradictions(config: Config) -> None:
+    _check_images(config.data.images)
+    strategy, comm, train = config.strategy, config.comm, config.train
+    if train.histograms_every is not None and train.histograms_every % train.log_every_steps:
+        raise UserError(
+            f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
+            f"train.log_every_steps, {train.log_every_steps}: histograms are taken at log steps"
+        )
+    if train.compile_mode != "default" and not train.compile:
+        raise UserError(
+            f"train.compile_mode is {train.compile_mode}, but train.compile is false; set it to true, or "
+            "leave the mode out"
+        )
+    if config.checkpoint.keep_best is not None and not train.evaluates:
+        raise UserError(
+            "checkpoint.keep_best needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, "
+            "or checkpoint.keep_best=null"
+        )
+    if isinstance(strategy, DdpConfig):
+        if strategy.first_bucket_mb > strategy.bucket_cap_mb:
+            raise UserError(
+                f"strategy.first_bucket_mb is {strategy.first_bucket_mb}, but must be at most "
+                f"strategy.bucket_cap_mb, {strategy.bucket_cap_mb}: it makes the first bucket smaller"
+            )
+    elif isinstance(strategy, FsdpConfig) and isinstance(comm, ScheduleCommConfig):
+        if comm.cuda_graph:
+            raise UserError(
+                "comm.cuda_graph=true needs strategy=ddp, whose buckets stay where they are in memory; with "
+                "strategy=fsdp leave it out"
+            )
+    elif comm.algorithm != "native":
+        raise UserError(
+            f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}; take strategy=ddp"
+            + (f", or comm={', '.join(SCHEDULES)}" if strategy.name == "fsdp" else "")
+            + ", or comm=native"
+        )
+    elif isinstance(comm, NativeCommConfig) and comm.wire_dtype != "fp32":
+        raise UserError(
+            f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
+            f"strategy={strategy.name}; take strategy=ddp, or comm.wire_dtype=fp32"
+        )
+    if isinstance(strategy, UnitsConfig) and not strategy.activation_checkpointing:
+        for name, idle in (("every", 1), ("keep", [])):
+            if (value := getattr(strategy, setting := f"activation_checkpointing_{name}")) != idle:
+                raise UserError(
+                    f"strategy.{setting} is {value}, but nothing is computed again: "
+                    "set strategy.activation_checkpointing=true, too"
+                )
+    if isinstance(strategy, ParameterServerConfig):
+        _check_parameter_server(config, strategy)
+    if isinstance(strategy, SingleConfig | DdpConfig):
+        named = strategy.devices
+        if named is not None and len(named) != strategy.devices_per_replica:
+            raise UserError(
+                f"strategy.devices names {len(named)} devices, but strategy.devices_per_replica is "
+                f"{strategy.devices_per_replica}; set it to {len(named)}"
+            )
+    if isinstance(config.fault, TimedFaultConfig):
+        _check_phase_comes(config, config.fault)
+
+
+def _check_parameter_server(config: Config, strategy: ParameterServerConfig) -> None:
+    if config.train.precision == "fp16":
+        raise UserError(
+            "train.precision=fp16 scales the loss by what its gradients were, and with "
+            "strategy=parameter_server those never meet in one place; take train.precision=bf16"
+        )
+    if strategy.max_staleness != "0" and config.train.profile is not None:
+        raise UserError(
+            f"train.profile records steps one by one, and strategy.max_staleness={strategy.max_staleness} "
+            "leaves workers none in common; take strategy.max_staleness=0"
+        )
+    if strategy.max_staleness == "0" and strategy.replay is not None:
+        raise UserError(
+            f"strategy.replay={strategy.replay} repeats an asynchronous run, but strategy.max_staleness is "
+            "0; give the one that run had"
+        )
+
+
+def _check_phase_comes(config: Config, fault: TimedFaultConfig) -> None:
+    """A fault that waits for what never happens would look like one that did no harm."""
+    comm, train = config.comm, config.train
+    if train.max_steps is not None and fault.step > train.max_steps:
+        raise UserError(f"fault.step is {fault.step}, but the run has train.max_steps={train.max_steps}")
+    if fault.phase == "evaluate" and not train.evaluates:
+        raise UserError("fault.phase=evaluate never comes with train.eval_every_epochs=0")
+    if fault.phase == "all_reduce":
+        shards = isinstance(config.strategy, FsdpConfig) and isinstance(comm, ScheduleCommConfig)
+        if not isinstance(config.strategy, DdpConfig) and not shards:
+            raise UserError(
+                "fault.phase=all_reduce is DDP's, or FSDP's with comm=ring and the like, and never comes "
+                f"with strategy={config.strategy.name} comm={comm.algorithm}; take fault.phase=backward"
+            )
+        if isinstance(comm, NativeCommConfig) and comm.wire_dtype == "fp32" and not comm.timeline:
+            raise UserError(
+                "fault.phase=all_reduce cannot be seen with comm.timeline=false; set it to true, or take "
+                "fault.phase=backward"
+            )

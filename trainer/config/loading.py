@@ -1,0 +1,94 @@
+"""From what Hydra composed to a `Config`, and from there to names and YAML."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from trainer.config.choices import COMMS, FAULTS, LAUNCHES, STRATEGIES
+from trainer.config.contradictions import check_contradictions
+from trainer.config.limits import check_limits
+from trainer.config.nodes import check_nodes
+from trainer.config.schema import GROUPS, Config
+from trainer.errors import UserError
+from trainer.overrides import leaves, not_a_setting
+
+
+def load(composed: DictConfig) -> Config:
+    """Return the typed, resolved and validated settings.
+
+    Raises:
+        UserError: an unknown key (also one added with `+`), a wrong type, a value outside its limits, a
+            missing value, or two settings that contradict each other.
+    """
+    try:
+        for name in GROUPS:
+            if not OmegaConf.is_dict(composed[name]):
+                raise UserError(f"{name} is {composed[name]}, but must hold settings, as {name}.NAME=VALUE")
+        _name("strategy.name", composed.strategy.name, STRATEGIES)
+        _name("comm.algorithm", composed.comm.algorithm, COMMS)
+        _name("fault.kind", composed.fault.kind, FAULTS)
+
+        _name("launch.name", composed.launch.name, LAUNCHES)
+        schema = OmegaConf.structured(Config)
+        schema.launch = OmegaConf.structured(LAUNCHES[composed.launch.name])
+        schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
+        schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
+        schema.fault = OmegaConf.structured(FAULTS[composed.fault.kind])
+        merged = OmegaConf.merge(schema, _renamed(composed, "async", "async_"))
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise UserError(f"{missing[0]} has no value; give it one: {missing[0]}=...")
+        config = OmegaConf.to_object(merged)
+    except ConfigKeyError as error:
+        raise UserError(not_a_setting(error.full_key or str(error.key), composed)) from error
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key} has no value; give it one: {error.full_key}=...") from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"{str(error.full_key).rstrip('_')}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, Config)
+    _check_finite(config)
+    check_limits(config)
+    check_nodes(config)
+    check_contradictions(config)
+    return config
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return every setting by its dotted name, as a person would write it on the command line."""
+    return dict(leaves(_as_dict(config)))
+
+
+def to_yaml(config: Config) -> str:
+    """Return the resolved settings as YAML that `--config-dir` can read back."""
+    return OmegaConf.to_yaml(OmegaConf.create(_as_dict(config)))
+
+
+def _as_dict(config: Config) -> dict[str, Any]:
+    settings = dataclasses.asdict(config)
+    settings["checkpoint"]["async"] = settings["checkpoint"].pop("async_")
+    return settings
+
+
+def _renamed(settings: DictConfig, key: str, new: str) -> DictConfig:
+    """A copy of `settings` in which `checkpoint.<key>` is called `new`."""
+    settings = copy.deepcopy(settings)
+    with open_dict(settings):
+        if "checkpoint" in settings and key in settings.checkpoint:
+            settings.checkpoint[new] = settings.checkpoint.pop(key)
+    return settings
+
+
+def _name(name: str, value: Any, known: Iterable[str]) -> None:
+    if value not in known:
+        raise UserError(f"{name} is {value}, but must be one of {', '.join(known)}")
+
+
+def _check_finite(config: Config) -> None:
+    for name, value in flatten(config).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} is {value}, but must be a finite number")

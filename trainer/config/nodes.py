@@ -1,0 +1,97 @@
+"""The little that is known of `_target_` nodes, whose keys belong to the class they name."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from trainer.config.limits import PATTERN, check_limits, like, limited
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+
+@dataclass
+class ParameterGroup:
+    """An entry of optim.groups: parameters by their names, and what differs for them; null: as for others."""
+
+    match: str = field(default=MISSING, metadata={"limit": PATTERN})
+    name: str | None = like(r"[\w.-]+", "of letters, digits and _.-: it names a curve", default=None)
+    weight_decay: float | None = limited(lambda value: 0 <= value < math.inf, "at least 0", None)
+    lr_scale: float | None = limited(lambda value: 0 <= value < math.inf, "at least 0", None)
+
+
+@dataclass
+class Undecayed:
+    """optim.undecayed: which parameters have no weight decay, unless a group gives them one."""
+
+    below_dims: int = limited(lambda value: value >= 0, "at least 0", 0)
+    match: str | None = field(default=None, metadata={"limit": PATTERN})
+
+
+def check_nodes(config: Config) -> None:
+    """The little that is known of a node whose class validates the rest."""
+    nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
+    nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
+    nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
+    for split in ("train_transforms", "eval_transforms"):
+        for number, node in enumerate(getattr(config.data, split)):
+            nodes[f"data.{split}[{number}]"] = node
+    for name, node in nodes.items():
+        if not isinstance(node, dict) or "_target_" not in node:
+            raise UserError(f"{name} has no _target_; it must name the class or function to call")
+    lr = config.optim.get("lr")
+    if not isinstance(lr, int | float | None):
+        raise UserError(f"optim.lr is {lr!r}, but must be a number")
+    if lr is not None and lr < 0:
+        raise UserError(f"optim.lr is {lr}, but must be at least 0")
+
+    parameter_groups(config.optim)
+    for pattern in patterns("model.freeze", config.model.get("freeze")):
+        PATTERN.check("model.freeze", pattern)
+
+
+def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], Undecayed]:
+    """The trainer's own part of `optim`, which no optimizer is given: `groups` and `undecayed`.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a value outside its limits.
+    """
+    nodes = optim.get("groups") or []
+    if not isinstance(nodes, list):
+        raise UserError(f"optim.groups is {nodes}, but must be a list: [{{match: REGEX, weight_decay: 0}}]")
+    groups = [_typed(ParameterGroup, f"optim.groups.{n}", node) for n, node in enumerate(nodes)]
+    return groups, _typed(Undecayed, "optim.undecayed", optim.get("undecayed") or {})
+
+
+def model_settings(model: dict[str, Any]) -> dict[str, Any]:
+    """What of `model` its class is given: without that which is the trainer's own."""
+    own = ("init_from", "init_ignore", "freeze")
+    return {key: value for key, value in model.items() if key not in own}
+
+
+def patterns(name: str, value: Any) -> list[str]:
+    """A setting that is null, a regular expression, or a list of them."""
+    listed = [value] if isinstance(value, str) else value or []
+    if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+        raise UserError(f"{name} is {value}, but must be a list of regular expressions")
+    return listed
+
+
+def _typed(kind: type[Any], name: str, node: Any) -> Any:
+    """What stands at ``name`` in a `_target_` node, though it is the trainer's, as a ``kind``."""
+    keys = [a.name for a in dataclasses.fields(kind)]
+    if not isinstance(node, dict):
+        raise UserError(f"{name} is {node}, but must hold settings: {', '.join(keys)}")
+    try:
+        value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), node))
+    except ConfigKeyError as error:
+        raise UserError(f"{name}.{error.key} is not a setting; there is {', '.join(keys)}") from error
+    except MissingMandatoryValue as error:
+        raise UserError(f"{name}.{error.full_key} has no value; give it one") from error
+    except OmegaConfBaseException as error:
+        raise UserError(f"{name}.{error.full_key}: {str(error).splitlines()[0]}") from error
+    check_limits(value, f"{name}.")
+    return value

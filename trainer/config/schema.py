@@ -1,0 +1,134 @@
+"""The settings of every run, whatever it chooses: types, and limits beside them; defaults live in conf/."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from trainer.config.choices import CommConfig, FaultConfig, LaunchConfig, StrategyConfig
+from trainer.config.limits import PRECISIONS, above, at_least, each_above, like, limited, one_of, seconds
+
+
+@dataclass
+class ProfileConfig:
+    """Steps `start` to `start + steps - 1`, counted from 1."""
+
+    start: int = at_least(1)
+    steps: int = at_least(1)
+
+
+@dataclass
+class TrainConfig:
+    epochs: int = at_least(1)
+    max_steps: int | None = at_least(1)
+    global_batch_size: int = at_least(1)
+    micro_batch_size: int | None = at_least(1)
+    precision: str = one_of(*PRECISIONS)
+    matmul_precision: str = one_of("highest", "high")
+    cudnn_benchmark: bool = MISSING
+    compile: bool = MISSING
+    compile_mode: str = one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+    channels_last: bool = MISSING
+    clip_grad_norm: float | None = above(0)
+    log_every_steps: int = at_least(1)
+    eval_every_epochs: int = at_least(0)
+    eval_every_steps: int | None = at_least(1)
+    check_replicas_every: int | None = at_least(1)
+    histograms_every: int | None = at_least(1)
+    peak_tflops: float | None = above(0)
+    profile: ProfileConfig | None = MISSING
+
+    def logs(self, step: int) -> bool:
+        return step % self.log_every_steps == 0
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_every_epochs > 0 or self.eval_every_steps is not None
+
+
+@dataclass
+class EmaConfig:
+    """A moving average of the weights; without a decay none is kept."""
+
+    decay: float | None = limited(lambda value: 0 <= value < 1, "from 0 to below 1")
+    warmup: bool = MISSING
+    evaluate: str = one_of("beside", "instead")
+
+
+@dataclass
+class ImagesConfig:
+    mean: list[float] | None = MISSING
+    std: list[float] | None = each_above(0)  # noqa: RUF009, it makes a field
+    flip: bool = MISSING
+
+
+@dataclass
+class DataConfig:
+    dataset: dict[str, Any] = MISSING
+    task: dict[str, Any] = MISSING
+    download: bool = MISSING
+    train_transforms: list[Any] = MISSING
+    eval_transforms: list[Any] = MISSING
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    on_bad_sample: str = one_of("raise", "skip")
+    num_workers: int = at_least(0)
+    prefetch_factor: int = at_least(1)
+    pin_memory: bool | None = MISSING
+    persistent_workers: bool = MISSING
+    sharded: bool = MISSING
+
+
+@dataclass
+class DistributedConfig:
+    device: str = one_of("auto", "cpu", "cuda")
+    backend: str | None = one_of("gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl")
+    timeout_s: float = seconds()
+    init_method: str = like(
+        r"env://|tcp://(\[[0-9a-fA-F:.]+\]|[^/:]+):\d+|file:///.+", "env://, tcp://HOST:PORT or file:///PATH"
+    )
+    rank: int | None = at_least(0)
+    world_size: int | None = at_least(1)
+
+
+@dataclass
+class KeepBest:
+    metric: str = MISSING
+    mode: str = one_of("min", "max", default="min")
+
+
+@dataclass
+class CheckpointConfig:
+    format: str = one_of("full", "sharded")
+    every_steps: int | None = at_least(1)
+    every_epochs: int | None = at_least(1)
+    keep_last: int = at_least(1)
+    keep_best: KeepBest | None = MISSING
+    keep_every: int | None = at_least(1)
+    async_: bool = MISSING  # `async` to the person, but a word of Python's own
+    timeout_s: float = seconds()
+
+
+@dataclass
+class Config:
+    """Everything a run is told. Dicts are `_target_` nodes, lists in them are plain lists."""
+
+    seed: int | None = limited(lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1")
+    run_dir: str | None = limited(bool, "a path, or null for a new one under runs/: '.' is this directory")
+    resume: str | None = limited(bool, "auto, the path of a checkpoint, or null")
+    model: dict[str, Any] = MISSING
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: dict[str, Any] = MISSING
+    schedule: dict[str, Any] = MISSING
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
+    logger: dict[str, Any] = MISSING
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+GROUPS = tuple(a.name for a in dataclasses.fields(Config) if dataclasses.is_dataclass(a.default_factory))
