@@ -4,6 +4,7 @@ submitit writes the directives and submits; what it would run in the job is repl
 srun gives each task its place and every rank answers the signal before the time is over, not rank 0 alone.
 """
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -23,6 +24,7 @@ from trainer.launch.local import unused_run_dir
 from trainer.overrides import set_to
 
 _POLL_S = 2.0
+_SILENT_S = 600.0
 # srun ends the others that long after the first task has ended: a rank that hangs would keep the job.
 _LAST_TASK_S = 120
 _OVER = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"}
@@ -112,15 +114,26 @@ def _wait(job: str, stop: Path) -> int:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.touch()
-        how = [] if _state(job)[0] == "PENDING" else ["--signal=USR1"]
+        how = ["--signal=USR1"]
+        with contextlib.suppress(ConnectionError):
+            how = [] if _state(job)[0] == "PENDING" else how
         subprocess.run(["scancel", *how, job], check=False, timeout=60)
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        heard_at, said = time.monotonic(), ""
         while True:
-            state, status = _state(job)
-            if state in _OVER or not state:
-                break
+            try:
+                state, status = _state(job)
+            except ConnectionError as error:
+                _bear(job, error, time.monotonic() - heard_at)
+                if str(error) != said:
+                    said = str(error)
+                    print(f"SLURM does not answer: {said}; asking again", file=sys.stderr, flush=True)
+            else:
+                heard_at = time.monotonic()
+                if state in _OVER or not state:
+                    break
             time.sleep(_POLL_S)
     finally:
         for number, handler in previous.items():
@@ -135,10 +148,28 @@ def _wait(job: str, stop: Path) -> int:
 
 
 def _state(job: str) -> tuple[str, int]:
-    """State and exit status as SLURM tells them; ("", 1) once it has forgotten the job."""
+    """State and exit status as SLURM tells them; ("", 1) once it has forgotten the job.
+
+    Raises:
+        ConnectionError: it does not answer, in its words.
+    """
     asked = ["scontrol", "--oneliner", "show", "job", job]
-    answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False).stdout
-    state, code = re.search(r"\bJobState=(\w+)", answer), re.search(r"\bExitCode=(\d+):(\d+)", answer)
-    if state is None or code is None:
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConnectionError("scontrol took more than 60 s") from error
+    state, code = (re.search(words, told.stdout) for words in (r"\bJobState=(\w+)", r"\bExitCode=(\d+):\d+"))
+    if state is not None and code is not None:
+        return state[1], int(code[1])
+    if "Invalid job id" in told.stderr:
         return "", 1
-    return state[1], int(code[1])
+    raise ConnectionError((told.stderr.strip().splitlines() or [f"scontrol: status {told.returncode}"])[-1])
+
+
+def _bear(job: str, error: ConnectionError, silent_s: float) -> None:
+    """Raise UserError once SLURM has been silent for long: its controller may start anew, and jobs go on."""
+    if silent_s > _SILENT_S:
+        raise UserError(
+            f"SLURM has said nothing of job {job} for {silent_s:.0f} s ({error}); the job may go on: squeue "
+            f"-j {job} tells, once SLURM answers"
+        )
