@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +57,31 @@ def test_a_slow_disk_and_a_slow_end_are_named_and_waited_for(tmp_path: Path) -> 
     assert not (tmp_path / "run" / "failure.json").exists()
     assert "has been in the checkpoint (waiting for the disk) of step 3 for" in said
     assert "has been in the end of step 4 for" in said
+
+
+def slow_under_fsdp(run_dir: Path) -> str:
+    """What rank 0 prints of rank 1, which goes on once it has been named."""
+    from trainer.faults import rehearsal
+
+    lines = [run_dir.with_name(f"stderr{rank}") for rank in range(2)]
+    with lines[int(os.environ["RANK"])].open("w") as file:
+        os.dup2(file.fileno(), 2)
+
+    def until_named(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while "has been in" not in lines[0].read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    rehearsal.time = SimpleNamespace(sleep=until_named, time=time.time)  # type: ignore[assignment]
+    fault = ("fault=slow", "fault.rank=1", "fault.step=2", "fault.seconds=28")  # late at 32 s
+    train(*QUICK, *fault, "strategy=fsdp", "distributed.timeout_s=40", f"run_dir={run_dir}")
+    return lines[0].read_text()
+
+
+@pytest.mark.slow
+def test_of_ranks_in_one_gather_the_one_that_is_not_there_yet_is_slow(tmp_path: Path) -> None:
+    said, _ = run_ranks(slow_under_fsdp, 2, tmp_path / "run", init=False)
+    assert re.search(r"rank 1 .* has been in forward of step 2 for .* s, at .*until_named; the others", said)
 
 
 class Told:

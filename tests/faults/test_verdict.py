@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from trainer.faults.suspicion import Suspicion
-from trainer.faults.verdict import Observed, judge, slow
+from trainer.faults.verdict import Observed, judge, slow, stand_still
 
 T = 10.0
 
@@ -198,16 +198,17 @@ def test_without_a_reason_there_is_no_verdict(case: str) -> None:
 
 def test_a_slow_rank_is_named_while_it_is_slow() -> None:
     late = four({1: silent({}, 3.0)}, **silent(WAITING, 2.9))
-    assert slow(late, 1.0) == late[1]
-    assert slow(late, 2.95) is None, "the others wait for less"
+    assert stand_still(late, 1.0)
+    assert not stand_still(late, 2.95), "the others wait for less"
+    assert slow(late) == late[1]
     level = [replace(each, position=40, buckets=0) for each in late]
-    assert slow(level, 1.0) is None, "nobody is behind"
+    assert slow(level) is None, "nobody is behind"
     level = [replace(each, where="torch.py:7 in wait", waits=True) for each in level]
-    assert slow(level, 1.0) is None, "all wait"
+    assert slow(level) is None, "all wait"
     level[3] = replace(level[3], where="mine.py:7 in f", waits=False)
-    assert slow(level, 1.0) == level[3], "it alone does not wait"
+    assert slow(level) == level[3], "it alone does not wait"
     level[2] = replace(level[2], patience_s=60.0)
-    assert slow(level, 1.0) == level[2], "the disk holds it"
+    assert slow(level) == level[2], "the disk holds it"
 
 
 def test_an_orderly_end_passes_its_status_on() -> None:

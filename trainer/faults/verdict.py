@@ -197,11 +197,15 @@ def _blamed(ranks: Sequence[Observed]) -> Observed | None:
     return None
 
 
-def slow(ranks: Sequence[Observed], at_least_s: float) -> Observed | None:
-    """The rank that all the others have been waiting for; None if there is no such, or only just."""
+def stand_still(ranks: Sequence[Observed], for_s: float) -> bool:
+    """Whether all that are at work, and several of them, have shown no progress for `for_s`."""
     alive = [rank for rank in ranks if rank.status is None]
-    if len(alive) < 2 or any(rank.silent_s < at_least_s for rank in alive):
-        return None
+    return len(alive) > 1 and all(rank.silent_s >= for_s for rank in alive)
+
+
+def slow(ranks: Sequence[Observed]) -> Observed | None:
+    """Of ranks that stand still, the one that all the others wait for; None where that cannot be told."""
+    alive = [rank for rank in ranks if rank.status is None]
     last, second = sorted(alive, key=_progress)[:2]
     if _progress(last) < _progress(second):
         return last

@@ -23,7 +23,7 @@ from trainer.faults.last_resort import LastResort
 from trainer.faults.neighbour import TICK_S, Member, Neighbour
 from trainer.faults.reports import Reports
 from trainer.faults.suspicion import Suspicion
-from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge, slow
+from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge, slow, stand_still
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -212,8 +212,10 @@ class Watch:
             return
         since_symptom = max((rank.ended_s or 0.0 for rank in everyone if rank.symptom), default=0.0)
         pressing = since_symptom >= _GRACE_S
-        silent_s = max(rank.silent_s for rank in here)
-        if (pressing or since_symptom > 1 or silent_s > 0.8 * self._timeout_s) and self._take_stacks():
+        almost_late = max(rank.silent_s for rank in here) > 0.8 * self._timeout_s
+        # All may be in one phase, as in a gather of FSDP: only their stacks tell who does not wait.
+        still = stand_still(everyone, max(1.0, self._timeout_s / 10))
+        if (pressing or since_symptom > 1 or almost_late or still) and self._take_stacks():
             return  # look again, knowing more
         verdict = judge(everyone, self._timeout_s, pressing)
         counts = self._reports.counts if self._reports else {}
@@ -225,7 +227,7 @@ class Watch:
                 self._give(verdict, everyone)
             return
         self._suspicion.drop()
-        found = slow(everyone, max(1.0, self._timeout_s / 10))
+        found = slow(everyone) if still else None
         if found is None:
             self._slowness.drop()
         elif self._slowness.stands((found.rank, found.position), found.host, counts):
