@@ -116,3 +116,17 @@ def test_arrivals_of_other_roles_are_refused(tmp_path: Path) -> None:
     file.write_text("{}\n")
     with pytest.raises(ValueError, match="line 1 is no round"):
         arrivals.read(file, {})
+
+
+def test_a_line_torn_by_a_kill_is_passed_over_and_written_again(tmp_path: Path) -> None:
+    file, roles = tmp_path / "arrivals", {"servers": [0]}
+    arrivals.append(file, roles, 0, 5, [["pull 1"]])
+    one = file.read_bytes()
+    arrivals.append(file, roles, 5, 5, [["pull 2", "push 2"]])
+    both = file.read_bytes()
+    for length in range(len(both)):
+        file.write_bytes(both[:length])
+        whole = {0: (5, [["pull 1"]])} if length >= len(one) else {}
+        assert arrivals.read(file, roles) == whole, length
+        arrivals.append(file, roles, 5, 5, [["pull 2", "push 2"]])
+        assert arrivals.read(file, roles) == {**whole, 5: (5, [["pull 2", "push 2"]])}, length

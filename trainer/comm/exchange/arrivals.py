@@ -2,12 +2,15 @@
 
 A line of JSON for each round: its first step, how many it made, and each server's events in order. A run that
 goes on from a checkpoint writes some rounds again; of those that begin at the same step the last one counts.
+A last line without its end is torn: the process was killed as it wrote. No checkpoint was saved after that
+round, so who goes on makes it again.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _FIELDS = ("roles", "first_step", "steps", "events")
 
@@ -17,8 +20,23 @@ def append(
 ) -> None:
     """Add a round. `roles` is what a run that repeats it must have in common. OSError as of any file."""
     line = json.dumps(dict(zip(_FIELDS, (roles, first_step, steps, events), strict=True)))
-    with file.open("a") as out:
-        out.write(line + "\n")
+    with file.open("a+b") as out:
+        _drop_torn_line(out)
+        out.write(line.encode() + b"\n")
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    if file.seek(0, os.SEEK_END) == 0:
+        return
+    file.seek(-1, os.SEEK_END)
+    if file.read() != b"\n":
+        file.seek(0)
+        file.truncate(_whole(file.read()))
+
+
+def _whole(text: bytes) -> int:
+    """The bytes of `text` up to the end of its last whole line."""
+    return text.rfind(b"\n") + 1
 
 
 def read(file: Path, roles: Mapping[str, Any]) -> dict[int, tuple[int, list[list[str]]]]:
@@ -28,8 +46,8 @@ def read(file: Path, roles: Mapping[str, Any]) -> dict[int, tuple[int, list[list
         OSError: no such file.
         ValueError: it is none of ours, or of a run with other roles.
     """
-    found = {}
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    found, text = {}, file.read_bytes()
+    for number, line in enumerate(text[: _whole(text)].splitlines(), 1):
         try:
             own, first_step, steps, events = (json.loads(line)[field] for field in _FIELDS)
             num_servers = len(own["servers"])
