@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from trainer.comm.schedules.places import Hosts, by_host, line, places_in_hosts
 from trainer.comm.schedules.places import tree as tree_of
-from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule, in_phases
+from trainer.comm.schedules.schedule import Collective, Kind, Op, Phase, Schedule, chosen, in_phases
 
 Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its part
 
@@ -170,8 +170,4 @@ def build(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
     Raises:
         ValueError: no such algorithm, or no such rank.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"no all-reduce algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
-    if not 0 <= rank < len(hosts):
-        raise ValueError(f"rank {rank} is not among the {len(hosts)} ranks of hosts={list(hosts)}")
-    return ALGORITHMS[algorithm](rank, hosts)
+    return chosen(ALGORITHMS, Collective.ALL_REDUCE, algorithm, rank, hosts)(rank, hosts)

@@ -9,10 +9,13 @@ counter and the cost model read it. Three rules make a family of schedules (one 
   end with the same bits. The rank that does so owns the part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
+from typing import TypeVar
+
+_Algorithm = TypeVar("_Algorithm")
 
 
 class Collective(Enum):
@@ -21,6 +24,21 @@ class Collective(Enum):
     ALL_REDUCE = "all-reduce"  # every rank ends with the sum of every part
     ALL_GATHER = "all-gather"  # every rank begins with its own block, and ends with those of all
     REDUCE_SCATTER = "reduce-scatter"  # every rank ends with the sum of its own block
+
+
+def chosen(
+    among: Mapping[str, _Algorithm], how: Collective, algorithm: str, rank: int, hosts: Sequence[int]
+) -> _Algorithm:
+    """The algorithm of that name, for a rank among `hosts`.
+
+    Raises:
+        ValueError: no such algorithm, or no such rank.
+    """
+    if algorithm not in among:
+        raise ValueError(f"no {how.value} algorithm {algorithm!r}; there are {', '.join(among)}")
+    if not 0 <= rank < len(hosts):
+        raise ValueError(f"rank {rank} is not among the {len(hosts)} ranks of hosts={list(hosts)}")
+    return among[algorithm]
 
 
 class Kind(Enum):

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from trainer.comm.schedules.places import Hosts, by_host, line, places_in_hosts
 from trainer.comm.schedules.places import tree as tree_of
-from trainer.comm.schedules.schedule import Kind, Op, Phase, Schedule, in_phases
+from trainer.comm.schedules.schedule import Collective, Kind, Op, Phase, Schedule, chosen, in_phases
 
 _OPPOSITE = {Kind.SEND: Kind.ADD, Kind.COPY: Kind.SEND}
 
@@ -30,11 +30,8 @@ def all_gather(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
     Raises:
         ValueError: no such algorithm, or no such rank.
     """
-    if algorithm not in ALL_GATHERS:
-        raise ValueError(f"no all-gather algorithm {algorithm!r}; there are {', '.join(ALL_GATHERS)}")
-    if not 0 <= rank < len(hosts):
-        raise ValueError(f"rank {rank} is not among the {len(hosts)} ranks of hosts={list(hosts)}")
-    blocks, own, gather = ALL_GATHERS[algorithm](rank, Hosts.of(hosts))
+    found = chosen(ALL_GATHERS, Collective.ALL_GATHER, algorithm, rank, hosts)
+    blocks, own, gather = found(rank, Hosts.of(hosts))
     return Schedule(len(hosts), (), (own, own + 1), gather, blocks)
 
 
