@@ -125,6 +125,21 @@ class HalfFrozen(nn.Module):
         return nn.functional.linear(hidden, self.head.weight, self.head.bias)
 
 
+class NanInItsLastRow(nn.Module):
+    """Digits; the third loss is finite, and its gradient is not, in one row: the slope of sqrt at 0, times 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.passes = nn.Linear(64, 10), 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = self.head(images.flatten(1))
+        self.passes += self.training
+        if self.training and self.passes == 3:
+            scores = scores + (0 * self.head.weight[-1]).sqrt().sum()
+        return scores
+
+
 class FailsAt(Classification):
     """At the given call of `loss` on the given rank: a loss of that value, a signal to itself, a loop, an exit."""
 

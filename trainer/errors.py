@@ -29,7 +29,7 @@ class UserError(RunEndError, ValueError):
 
 
 class NonFiniteLossError(RunEndError, ArithmeticError):
-    """The loss was NaN or Inf on some rank; no rank applied that step's update."""
+    """The loss, or a gradient for parameter servers, was NaN or Inf on some rank; no rank applied it."""
 
     exit_code = 3
 

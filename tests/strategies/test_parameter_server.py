@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import RankFailure, run_ranks
-from tests.runs import train, trained
+from tests.runs import job_of, train, trained
 from trainer.comm.exchange.layout import lay_out
-from trainer.errors import StoppedBySignal, UserError
+from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.loop import fit
 from trainer.strategies.replica import Replica
 
 COMMON = (
@@ -36,6 +37,7 @@ COMMON = (
 SGD = ("optim=sgd", "optim.lr=0.1", "optim.momentum=0.9")
 ADAMW = ("optim=adamw", "optim.lr=0.01")
 PS = ("strategy=parameter_server", "strategy.bucket_mb=0.01")
+MLP = ("input_shape", "hidden", "num_classes")  # settings that other models have not
 CASES = {
     "sgd": ("model.hidden=[64,64]", *SGD),
     "adamw": ("model.hidden=[64,64]", *ADAMW),
@@ -44,9 +46,7 @@ CASES = {
     "bf16": ("model.hidden=[64,64]", *SGD, "train.precision=bf16"),
     "frozen": (
         "model._target_=tests.user_parts.HalfFrozen",
-        "~model.input_shape",
-        "~model.hidden",
-        "~model.num_classes",
+        *(f"~model.{name}" for name in MLP),
         *SGD,
     ),
 }
@@ -183,6 +183,31 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
         run_ranks(train, 3, *COMMON, *CASES["sgd"], *PS, *fault, f"run_dir={tmp_path}", init=False)
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert (failure["rank"], failure["step"]) == (2, 5), failure
+
+
+def until_refused(root: str, staleness: str, *overrides: str) -> tuple[set[int], tuple[int, ...], int]:
+    """Train up to a gradient that is not finite: the updates made here, who is named, the status."""
+    with job_of(*overrides, f"strategy.max_staleness={staleness}", f"run_dir={root}/{staleness}") as job:
+        with pytest.raises(NonFiniteLossError) as refused:
+            fit(job)
+        states = job.state.optimizer.state.values()
+        updates = {int(cast(Tensor, own["step"])) for own in states}
+        return updates, refused.value.ranks, refused.value.exit_code
+
+
+def until_refused_each(root: str, *overrides: str) -> list[tuple[set[int], tuple[int, ...], int]]:
+    return [until_refused(root, staleness, *overrides) for staleness in ("0", "inf")]
+
+
+def test_a_gradient_with_a_nan_in_the_rows_of_one_server_is_applied_by_none(tmp_path: Path) -> None:
+    model = ("model._target_=tests.user_parts.NanInItsLastRow", *(f"~model.{name}" for name in MLP))
+    every_step = ("checkpoint.every_steps=1", "checkpoint.keep_last=1")
+    ran = (*COMMON, *model, *ADAMW, *PS, "strategy.servers=2", *every_step)
+    for rank, found in enumerate(run_ranks(until_refused_each, 3, str(tmp_path), *ran, init=False)):
+        assert found == [({2} if rank < 2 else set(), (2,), 3)] * 2, rank
+    for staleness in ("0", "inf"):
+        saved = (tmp_path / staleness / "checkpoints").glob("step_*")
+        assert [path.name for path in saved] == ["step_00000002"]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.report import draw, table
 from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist
-from trainer.errors import UserError
+from trainer.errors import NonFiniteLossError, UserError
 from trainer.state import TrainState
 from trainer.strategies.base import Fill, Strategy
 from trainer.strategies.owned import Shards, named_alike
@@ -127,13 +127,40 @@ class ParameterServer(Strategy):
 
     def aggregate(self, model: nn.Module) -> None:
         self._pulled = False
+        if self._server is not None:
+            self._finish_serving()
+        self._agree()
         if self.trains:
             for parameter in model.parameters():
                 parameter.grad = None
         if self._server is not None:
-            self._finish_serving()
             self._give_gradients(self._mean.gradients, self._mean.there)
             self._mean.there.zero_()
+
+    def _agree(self) -> None:
+        """Have all servers apply the step, or none: each sees only its rows of a gradient (a collective).
+
+        Raises:
+            NonFiniteLossError: on all ranks, where the gradients of one are not finite.
+        """
+        bad = torch.zeros((), device=self.device)
+        if self.trains and not self._norm().isfinite():
+            bad.fill_(self.dist.rank + 1)
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        if bad:
+            raise self._refused(int(bad) - 1)
+
+    def _norm(self) -> Tensor:
+        """Of this worker's own gradients."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return nn.utils.get_total_norm(gradients)
+
+    def _refused(self, rank: int) -> NonFiniteLossError:
+        return NonFiniteLossError(
+            f"the norm of the gradients of {self.dist.place(rank)} is NaN or Inf; no server applied them. "
+            "Lower optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+            ranks=(rank,),
+        )
 
     def _give_gradients(self, gradients: Mapping[int, Tensor], there: Tensor) -> None:
         """Make `gradients`, by bucket, those of the shard; of parameters that had any."""

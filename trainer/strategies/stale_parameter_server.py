@@ -16,7 +16,7 @@ from trainer.comm.exchange.rounds import Guest, Host
 from trainer.comm.timeline.report import draw_staleness
 from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist
-from trainer.errors import NonFiniteLossError, UserError, writing
+from trainer.errors import UserError, writing
 from trainer.optim import after_step
 from trainer.state import TrainState
 from trainer.strategies.parameter_server import ParameterServer
@@ -29,6 +29,8 @@ class StaleParameterServer(ParameterServer):
     """Each push is an update of its own, of gradients / workers; all ranks meet after a round of steps.
 
     A round goes to the next step at which the loop looks at the run as a whole: logs, saves, evaluates.
+    A push whose gradients are not finite is applied by no server, and ends the run once the pushes that are
+    under way have been applied; nothing of that round is saved.
     """
 
     updates_in_turns = True
@@ -133,18 +135,15 @@ class StaleParameterServer(ParameterServer):
     def _commit(self) -> None:
         """The worker's last word on a push; a gradient alone is clipped alone."""
         assert self._guest is not None
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = float(nn.utils.get_total_norm(gradients))
+        norm = float(self._norm())
         clipped = 1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
         self._norms = [self._norms[0] + norm, self._norms[1] + 1]
-        self._guest.after_push(clipped / self.num_replicas)
+        self._guest.after_push(clipped / self.num_replicas if math.isfinite(norm) else math.nan)
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _apply(self, gradients: dict[int, Tensor], there: Tensor) -> bool:
+    def _apply(self, gradients: dict[int, Tensor], there: Tensor) -> None:
         """The server's update, in the thread that received the push."""
-        if not all(torch.isfinite(gradient).all() for gradient in gradients.values()):
-            return False
         self._give_gradients(gradients, there)
         self._state.optimizer.step()
         self._state.optimizer.zero_grad(set_to_none=True)
@@ -152,7 +151,6 @@ class StaleParameterServer(ParameterServer):
         if self._num_updates % self.num_replicas == 0:
             after_step(self._state.schedule)
             self._state.update_average()
-        return True
 
     def aggregate(self, model: nn.Module) -> None:
         """Wait for the end of the round, and agree on what it was."""
@@ -167,11 +165,7 @@ class StaleParameterServer(ParameterServer):
         told = [everyones[server] for server in self.servers]
         self._made = told[0][0]
         if (bad := next((rank for _, _, rank in told if rank is not None), None)) is not None:
-            raise NonFiniteLossError(
-                f"the gradient of {self.dist.place(bad)} is NaN or Inf; no server applied it. Lower "
-                "optim.lr, set train.clip_grad_norm, or look at the data of that rank",
-                ranks=(bad,),
-            )
+            raise self._refused(bad)
         if self.dist.is_main:
             with writing(self._run_dir):
                 events = [own for _, own, _ in told]

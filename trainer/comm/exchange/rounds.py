@@ -19,10 +19,10 @@ from trainer.comm.exchange.order import Order
 from trainer.comm.exchange.server import Server
 
 _PART, _LEAVE, _PULL, _PUSH, _END = range(5)
-_FACTS = 1  # of a push: by how much its gradients are to be multiplied
+_FACTS = 1  # of a push: by how much its gradients are to be multiplied; NaN: they are not to be applied
 
-Apply = Callable[[dict[int, Tensor], Tensor], bool]
-"""Make an update of gradients by bucket, given which parameters have one; False if they are not finite."""
+Apply = Callable[[dict[int, Tensor], Tensor], None]
+"""Make an update of gradients by bucket, given which parameters have one."""
 
 
 class Host:
@@ -33,7 +33,7 @@ class Host:
 
     Attributes:
         staleness: how often a push was made with values that lacked so many updates.
-        not_finite: the worker whose push could not be applied; no part is handed out after that.
+        not_finite: the worker whose push was not to be applied; no part is handed out after that.
     """
 
     def __init__(self, server: Server, order: Order, max_staleness: float, apply: Apply) -> None:
@@ -105,11 +105,13 @@ class Host:
     def _update(self, worker: int, word: Tensor) -> None:
         gradients = self._server.pushed[worker]
         factor, there = float(word[0]), word[_FACTS:].bool()
-        for gradient in gradients.values():
-            gradient.mul_(factor)
-        if not self._apply(gradients, there):
+        if math.isnan(factor):  # so says the worker, to all servers: each sees only its rows
             self.not_finite = worker
             self._stop()
+        else:
+            for gradient in gradients.values():
+                gradient.mul_(factor)
+            self._apply(gradients, there)
         self.staleness[self._num_updates - self._pulled_at[worker]] += 1
         self._num_updates += 1
         self._clocks[worker] += 1
@@ -180,7 +182,7 @@ class Guest:
         self._client.request(_PUSH)
 
     def after_push(self, factor: float) -> None:
-        """Wait until every server has made its update."""
+        """Wait until every server has made its update; with a `factor` of NaN none makes one."""
         self._client.commit(factor)
         self._client.answers()
 
