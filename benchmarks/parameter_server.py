@@ -32,19 +32,14 @@ from trainer.comm.network.predict import Machine, measured, predict
 from trainer.comm.network.world import BUCKET_MB
 from trainer.comm.schedules.algorithms import build
 from trainer.comm.schedules.exchange import exchange
+from trainer.strategies.roles import roles
 
 _TIMEOUT_S = 60.0
 
 
-def roles(servers: str, workers: int) -> tuple[list[int], list[int]]:
-    if servers == "all":
-        return list(range(workers)), list(range(workers))
-    return list(range(int(servers))), list(range(int(servers), int(servers) + workers))
-
-
-def time_exchange(servers: str, num_workers: int, num_bytes: int, repeat: int) -> tuple[float, float]:
+def time_exchange(servers: str, num_bytes: int, repeat: int) -> tuple[float, float]:
     """Median seconds of (push, pull), on the slowest rank."""
-    serve, work = roles(servers, num_workers)
+    serve, work = roles(servers, dist.get_world_size())
     rank = dist.get_rank()
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     itself = Loopback(rank, _TIMEOUT_S)
@@ -151,11 +146,12 @@ def main() -> None:
                 predict(schedules, hosts, machine, num_bytes).seconds,
             )
         for servers in choices:
-            serve, work = roles(servers, workers)
-            hosts, places = spread(len({*serve, *work}))
+            world = workers if servers == "all" else workers + int(servers)
+            serve, work = roles(servers, world)
+            hosts, places = spread(world)
             machine = machine_of(places)
-            asked = (servers, workers, num_bytes, args.repeat)
-            ways = run_ranks(time_exchange, len(places), *asked, hosts=places, timeout_s=300)[0]
+            asked = (servers, num_bytes, args.repeat)
+            ways = run_ranks(time_exchange, world, *asked, hosts=places, timeout_s=300)[0]
             segment_bytes = int(BUCKET_MB * 2**20)
             wanted = sum(
                 predict(way, hosts, machine, num_bytes, segment_bytes=segment_bytes).seconds

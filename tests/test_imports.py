@@ -125,5 +125,5 @@ def test_no_strategy_imports_a_sibling() -> None:
     for file in (ROOT / "trainer" / "strategies").glob("*.py"):
         used = {name.split(".")[2] for name in imports_of(file) if name.startswith("trainer.strategies.")}
         kin = {"parameter_server"} if file.stem == "stale_parameter_server" else set()
-        shared = {"base", "owned", "reads", "replica", "shardable", "split", "units"}
+        shared = {"base", "owned", "reads", "replica", "roles", "shardable", "split", "tally", "units"}
         assert file.stem == "__init__" or used <= shared | kin, file

@@ -26,6 +26,7 @@ from trainer.distributed import Dist
 from trainer.errors import NonFiniteLossError
 from trainer.groups import build_optimizer
 from trainer.guard import StepGuard
+from trainer.strategies.base import Computing
 from trainer.strategies.data_parallel import DataParallel
 
 pytestmark = [
@@ -145,7 +146,7 @@ def test_dp_computes_in_the_runs_dtype_on_every_copy(compiled: bool) -> None:
             seen.append(output.dtype)
             return output
 
-    strategy = DataParallel(GPU, "bf16", compiled)
+    strategy = DataParallel(GPU, Computing("bf16", compiled))
     strategy.devices = [GPU, GPU]
     torch.manual_seed(0)
     model = strategy.wrap(Model(8, 4))

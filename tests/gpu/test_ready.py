@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.optim import constant
 from trainer.state import Progress, TrainState
 from trainer.strategies import data_parallel
-from trainer.strategies.base import Strategy
+from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.data_parallel import Replica
 from trainer.strategies.ddp import are_statistics
 from trainer.switches import described, set_switches
@@ -120,8 +120,7 @@ def test_how_a_step_is_made_is_not_taken_over_from_a_checkpoint() -> None:
 
 
 def test_convolutions_are_laid_out_as_the_images_are() -> None:
-    strategy = Strategy(CPU, "fp32", compile_model=False)
-    strategy.channels_last = True
+    strategy = Strategy(CPU, Computing(channels_last=True))
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     before = model[0].weight.detach().clone()
     strategy.wrap(model)
@@ -153,7 +152,7 @@ def copied(module: nn.Module, factor: float) -> nn.Module:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(compiled: bool) -> None:
-    strategy = Strategy(CPU, "bf16", compile_model=False)
+    strategy = Strategy(CPU, Computing("bf16"))
     call = data_parallel._call
     if compiled:
         call = torch.compile(call, backend="eager")

@@ -17,6 +17,7 @@ from tests.runs import train
 from trainer.config import FsdpConfig, NativeCommConfig
 from trainer.errors import UserError
 from trainer.optim import check_optimizer
+from trainer.strategies.base import Computing
 from trainer.strategies.fsdp import Fsdp
 
 MIN_PARAMS = 200
@@ -146,7 +147,7 @@ def fsdp(precision: str = "fp32", min_params: int = MIN_PARAMS) -> Fsdp:
 
 def plain_fsdp(settings: FsdpConfig, precision: str = "fp32") -> Fsdp:
     native = NativeCommConfig("native", "fp32", timeline=False)
-    return Fsdp(settings, native, tiny.facts(), precision, compile_model=False, timeout_s=60)
+    return Fsdp(settings, native, tiny.facts(), Computing(precision), timeout_s=60)
 
 
 def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str, Tensor]:

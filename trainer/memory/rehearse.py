@@ -37,7 +37,7 @@ from trainer.parts import build_dataset, build_model, build_task, build_to_devic
 from trainer.run import wrap_model
 from trainer.state import Progress, TrainState
 from trainer.strategies import Strategy, build_strategy
-from trainer.strategies.base import parameter_count
+from trainer.strategies.base import Computing, parameter_count
 
 CPU = torch.device("cpu")
 _OFFLOADED = ("parameters", "optimizer", "averages")
@@ -209,7 +209,7 @@ def _strategy(config: Config, dist: Dist) -> Strategy:
             f"trainer.memory knows whole models under single and ddp, and fsdp; strategy={settings.name} "
             "with parts of a model in several places is not among them"
         )
-    return _Whole(CPU, config.train.precision, False)
+    return _Whole(CPU, Computing(config.train.precision))
 
 
 def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import Strategy, devices_of_replica
+from trainer.strategies.base import Computing, Strategy, devices_of_replica
 from trainer.switches import set_switches
 
 __all__ = ["Strategy", "build_strategy"]
@@ -18,36 +18,32 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
         UserError: more processes than the strategy can use, or an option this machine cannot serve.
     """
     set_switches(config.train, dist.device)
-    strategy = _named(config, dist)
-    strategy.channels_last, strategy.compile_mode = config.train.channels_last, config.train.compile_mode
-    return strategy
+    return _named(config, dist)
 
 
 def _named(config: Config, dist: Dist) -> Strategy:
-    settings, train = config.strategy, config.train
+    settings, train, timeout_s = config.strategy, config.train, config.distributed.timeout_s
+    computing = Computing(train.precision, train.compile, train.compile_mode, train.channels_last)
     match settings:
         case DdpConfig():
             from trainer.strategies.ddp import Ddp
 
-            return Ddp(
-                settings, config.comm, dist, train.precision, train.compile, config.distributed.timeout_s
-            )
+            return Ddp(settings, config.comm, dist, computing, timeout_s)
         case FsdpConfig():
             from trainer.strategies.fsdp import Fsdp
 
-            return Fsdp(
-                settings, config.comm, dist, train.precision, train.compile, config.distributed.timeout_s
-            )
+            return Fsdp(settings, config.comm, dist, computing, timeout_s)
         case ParameterServerConfig():
             from trainer.strategies.parameter_server import ParameterServer
 
-            options = (settings, dist, train.precision, train.compile, config.distributed.timeout_s)
             if settings.max_staleness == "0":
-                return ParameterServer(*options)
+                return ParameterServer(settings, dist, computing, timeout_s)
             from trainer.strategies.stale_parameter_server import StaleParameterServer
 
             assert config.run_dir is not None
-            return StaleParameterServer(*options, train.clip_grad_norm, Path(config.run_dir))
+            return StaleParameterServer(
+                settings, dist, computing, timeout_s, train.clip_grad_norm, Path(config.run_dir)
+            )
     if dist.world_size > 1:
         raise UserError(
             f"strategy={settings.name} is one process, but {dist.world_size} were started; start it with "
@@ -56,6 +52,6 @@ def _named(config: Config, dist: Dist) -> Strategy:
     if settings.name == "dp":
         from trainer.strategies.data_parallel import DataParallel
 
-        return DataParallel(dist.device, train.precision, train.compile)
+        return DataParallel(dist.device, computing)
     split_over = devices_of_replica(settings, dist.device) if isinstance(settings, SingleConfig) else ()
-    return Strategy(dist.device, train.precision, train.compile, split_over)
+    return Strategy(dist.device, computing, split_over)

@@ -6,6 +6,7 @@ lives whole on one device.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,16 @@ Fill = Callable[[nn.Module], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+@dataclass(frozen=True)
+class Computing:
+    """How a model is computed, however it is spread: settings of `train`, by their names there."""
+
+    precision: str = "fp32"
+    compile: bool = False
+    compile_mode: str = "default"  # torch.compile's
+    channels_last: bool = False  # weights of four dimensions lie in memory as the images of a batch do
+
+
 class Strategy:
     """One whole model on one device; the others override what differs.
 
@@ -33,8 +44,6 @@ class Strategy:
         replica: which of the parts is this process's.
         trains: whether this process computes gradients; one that does not takes part in all else.
         devices: the devices that this process keeps busy.
-        channels_last: whether weights of four dimensions lie in memory as the images of a batch do.
-        compile_mode: torch.compile's.
         updates_in_turns: whether parameters change in `turns` already, a round of which is several steps.
         changes_after_first_step: whether the first backward pass changes how later ones sum gradients.
         notes: what a person should know about how the request was met.
@@ -45,22 +54,15 @@ class Strategy:
     trains = True
     changes_after_first_step = False
     updates_in_turns = False
-    channels_last = False
-    compile_mode = "default"
 
     def __init__(
-        self,
-        device: torch.device,
-        precision: str,
-        compile_model: bool,
-        split_over: Sequence[torch.device] = (),
+        self, device: torch.device, computing: Computing, split_over: Sequence[torch.device] = ()
     ) -> None:
         """`split_over`: the devices of a replica, in order, where it is split; `device` is its first."""
         self.devices = list(dict.fromkeys(split_over)) or [device]
         self._split_over = split_over
         self._split: Split | None = None
-        self.precision = precision
-        self.compile_model = compile_model
+        self.computing = computing
         self.notes: list[str] = []
 
     @property
@@ -76,13 +78,13 @@ class Strategy:
         """
         fill(model)
         model = self.place(model)
-        if self.compile_model:
-            model.compile(mode=self.compile_mode)
+        if self.computing.compile:
+            model.compile(mode=self.computing.compile_mode)
         return model
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a whole model to where this process computes."""
-        if self.channels_last:
+        if self.computing.channels_last:
             lay_out_channels_last(model)
         if not self._split_over:
             return model.to(self.device)
@@ -111,13 +113,13 @@ class Strategy:
 
     def autocast(self) -> AbstractContextManager:
         """The context of the forward pass that gives `train.precision`."""
-        if self.precision == "fp32":
+        if self.computing.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, DTYPES[self.precision])
+        return torch.autocast(self.device.type, DTYPES[self.computing.precision])
 
     def grad_scaler(self) -> torch.amp.GradScaler:
         """fp16 needs its loss scaled to keep small gradients; for others the scaler does nothing."""
-        return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        return torch.amp.GradScaler(self.device.type, enabled=self.computing.precision == "fp16")
 
     @property
     def parts(self) -> Callable[[], Iterator[tuple[int, int]]] | None:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.strategies.base import Fill, Strategy
+from trainer.strategies.base import Computing, Fill, Strategy
 
 
 class DataParallel(Strategy):
     """Scatter each batch over the GPUs, replicate the model at every step, gather the outputs on GPU 0."""
 
-    def __init__(self, device: torch.device, precision: str, compile_model: bool) -> None:
-        super().__init__(device, precision, compile_model)
+    def __init__(self, device: torch.device, computing: Computing) -> None:
+        super().__init__(device, computing)
         if device.type == "cuda":
             self.devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         if len(self.devices) > 1:
@@ -30,7 +30,7 @@ class DataParallel(Strategy):
         if len(self.devices) == 1:
             return super().wrap(model, fill)
         fill(model)
-        call = torch.compile(_call, mode=self.compile_mode) if self.compile_model else _call
+        call = torch.compile(_call, mode=self.computing.compile_mode) if self.computing.compile else _call
         replica = Replica(self.place(model), self.autocast, call)
         return nn.DataParallel(replica, device_ids=self.devices)
 

@@ -13,7 +13,7 @@ from trainer.comm.timeline.report import draw, table
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import Fill, Strategy, devices_of_replica
+from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,12 +31,11 @@ class Ddp(Strategy):
         settings: DdpConfig,
         comm: CommConfig,
         dist: Dist,
-        precision: str,
-        compile_model: bool,
+        computing: Computing,
         timeout_s: float,
     ) -> None:
         split_over = devices_of_replica(settings, dist.device)
-        super().__init__(dist.device, precision, compile_model, split_over)
+        super().__init__(dist.device, computing, split_over)
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
@@ -62,10 +61,10 @@ class Ddp(Strategy):
         if self.settings.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = self.place(model)
-        if self.compile_model:
+        if self.computing.compile:
             # Not DDP's wrapper, in whose bookkeeping torch would give up before it came to the module.
             # The graph is cut at the bucket borders all the same, since torch compiles it when DDP calls.
-            model.compile(mode=self.compile_mode)
+            model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # alone there is nobody to average with
             model = DistributedDataParallel(
                 model,

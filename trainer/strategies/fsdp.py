@@ -25,7 +25,7 @@ from trainer.comm.timeline.report import draw, table
 from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
-from trainer.strategies.base import DTYPES, Fill, Strategy
+from trainer.strategies.base import DTYPES, Computing, Fill, Strategy
 from trainer.strategies.reads import read_from_outside
 from trainer.strategies.shardable import (
     WholeParameters,
@@ -46,11 +46,10 @@ class Fsdp(Strategy):
         settings: FsdpConfig,
         comm: CommConfig,
         dist: Dist,
-        precision: str,
-        compile_model: bool,
+        computing: Computing,
         timeout_s: float,
     ) -> None:
-        super().__init__(dist.device, precision, compile_model)
+        super().__init__(dist.device, computing)
         self.settings, self.comm, self.dist, self.timeout_s = settings, comm, dist, timeout_s
         self.shard_comm: ShardComm | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
@@ -68,7 +67,7 @@ class Fsdp(Strategy):
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output, from
         # which the loss is computed, is fp32 again.
-        param_dtype = DTYPES[self.settings.param_dtype or self.precision]
+        param_dtype = DTYPES[self.settings.param_dtype or self.computing.precision]
         precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=DTYPES[self.settings.reduce_dtype])
         root_precision = MixedPrecisionPolicy(param_dtype, precision.reduce_dtype, output_dtype=torch.float32)
         # Running statistics are fp32, and so must be the weight beside them; the input is taken as it comes.
@@ -89,13 +88,13 @@ class Fsdp(Strategy):
             whole.note(norm)
             shard(norm, mp_policy=in_fp32)
         for unit in units:
-            if self.compile_model:  # without the hooks that gather it, at which torch would give up
-                unit.forward = torch.compile(unit.forward, mode=self.compile_mode)
+            if self.computing.compile:  # without the hooks that gather it, at which torch would give up
+                unit.forward = torch.compile(unit.forward, mode=self.computing.compile_mode)
             fill(unit)
             whole.note(unit)
             shard(unit, mp_policy=precision)
-        if self.compile_model and not units:
-            model.forward = torch.compile(model.forward, mode=self.compile_mode)
+        if self.computing.compile and not units:
+            model.forward = torch.compile(model.forward, mode=self.computing.compile_mode)
         fill(model)
         whole.note(model)
         shard(model, mp_policy=root_precision)
@@ -183,7 +182,7 @@ class Fsdp(Strategy):
         # Sharded: an overflow in one rank's shard must skip the step on all. Its flag is a plain tensor
         # beside DTensor gradients, which torch replicates as meant, and warns.
         warnings.filterwarnings("ignore", message="Found a non-scalar tensor with numel=1")
-        return ShardedGradScaler(self.device.type, enabled=self.precision == "fp16")
+        return ShardedGradScaler(self.device.type, enabled=self.computing.precision == "fp16")
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:

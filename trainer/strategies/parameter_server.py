@@ -1,9 +1,9 @@
 """A parameter server: some ranks hold the parameters and update them, others compute gradients."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,15 @@ from trainer.comm.exchange.links import Link, Loopback, PeerLink
 from trainer.comm.exchange.server import LayoutError, Mean, Server
 from trainer.comm.execution.blame import CommError, PeerError
 from trainer.comm.timeline.records import Timeline
-from trainer.comm.timeline.report import draw, table
 from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist
 from trainer.errors import NonFiniteLossError, UserError
 from trainer.state import TrainState
-from trainer.strategies.base import Fill, Strategy
+from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.owned import Shards, named_alike
 from trainer.strategies.replica import Replica
+from trainer.strategies.roles import roles
+from trainer.strategies.tally import Tally
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,13 +43,12 @@ class ParameterServer(Strategy):
         self,
         settings: ParameterServerConfig,
         dist_: Dist,
-        precision: str,
-        compile_model: bool,
+        computing: Computing,
         timeout_s: float,
     ) -> None:
-        super().__init__(dist_.device, precision, compile_model)
+        super().__init__(dist_.device, computing)
         self.settings, self.dist, self.timeout_s = settings, dist_, timeout_s
-        self.servers, self.workers = _roles(settings.servers, dist_.world_size)
+        self.servers, self.workers = roles(settings.servers, dist_.world_size)
         self.num_replicas = len(self.workers)
         self.serves, self.trains = dist_.rank in self.servers, dist_.rank in self.workers
         # Of a rank that only serves: nobody's, so that it draws numbers of its own.
@@ -60,7 +60,6 @@ class ParameterServer(Strategy):
         self._pulled = False  # in this step
         self._replica: Replica | None = None
         self._server: Server | None = None
-        self._seen: Timeline | None = None  # the first worker's, as of the last call of metrics
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         try:
@@ -102,7 +101,9 @@ class ParameterServer(Strategy):
             client.greet()
             timeline = Timeline(workers, [self.dist.hosts[worker] for worker in self.workers])
             enter = self.dist.heartbeat.enter
-            self._replica = Replica(model, client, self.buckets, timeline, self.compile_model, enter)
+            self._replica = Replica(model, client, self.buckets, timeline, self.computing.compile, enter)
+        held = bytes_by_server(self.buckets)
+        self._tally = Tally(self.servers, self.workers, held, self._replica, self._of_timeline)
         if self._server is not None:
             self._finish_serving()
 
@@ -232,51 +233,18 @@ class ParameterServer(Strategy):
         """The workers' copies of the parameters, as they were pulled last."""
         yield from self._parameters.items()
 
-    def metrics(self) -> dict[str, float]:
-        """Means per step since the last call (a collective): bytes by server, waits by worker."""
-        mine: dict[str, float] = {}
-        if self._replica is not None:
-            mine = self._replica.client.figures() | self._of_timeline()
-        figures = self._of_workers(mine)
-        self._seen = self._of_workers(self._replica.timeline if self._replica is not None else None)[0]
-        pulls = max(1.0, sum(own["pulls"] for own in figures) / len(figures))
-        found = {name: value for name, value in figures[0].items() if name.startswith("comm/")}
-        for number, server in enumerate(self.servers):
-            moved = sum(own[f"bytes/{number}"] for own in figures)
-            found[f"ps/megabytes/server_{server}"] = moved / pulls / 1e6
-        for worker, own in zip(self.workers, figures, strict=True):
-            found[f"ps/waited_ms/worker_{worker}"] = 1e3 * own["waited_s"] / max(1.0, own["pulls"])
-        return found
+    def _of_timeline(self, timeline: Timeline) -> dict[str, float]:
+        return timeline.metrics()
 
-    def _of_timeline(self) -> dict[str, float]:
-        assert self._replica is not None
-        return self._replica.timeline.metrics()
+    def metrics(self) -> dict[str, float]:
+        return self._tally.metrics()
 
     def figures(self) -> dict[str, "Figure"]:
-        return {"comm/buckets": draw(self._seen)} if self._seen is not None else {}
+        return self._tally.figures()
 
     def summary(self) -> str:
         """(A collective.)"""
-        timeline = self._replica.timeline if self._replica is not None else None
-        totals = self._of_workers((timeline, self._replica.client.totals() if self._replica else {}))
-        lines = [table(totals[0][0])] if totals[0][0] is not None else []
-        return "\n".join([*lines, *self._lines([own for _, own in totals])])
-
-    def _lines(self, workers: Sequence[Mapping[str, float]]) -> Iterator[str]:
-        """What went to and from each server, and how long each worker waited for values, over the run."""
-        for number, server in enumerate(self.servers):
-            moved = sum(own[f"bytes/{number}"] for own in workers)
-            held = bytes_by_server(self.buckets)[number]
-            yield f"server, rank {server}: holds {held / 1e6:.3g} MB, moved {moved / 1e6:.4g} MB"
-        for worker, own in zip(self.workers, workers, strict=True):
-            waited = 1e3 * own["waited_s"] / max(1.0, own["pulls"])
-            yield f"worker, rank {worker}: waited {waited:.2f} ms a pull for values"
-
-    def _of_workers(self, value: Any) -> list[Any]:
-        """What every worker has to say, on every rank (a collective)."""
-        everyones: list[Any] = [None] * self.dist.world_size
-        dist.all_gather_object(everyones, value if self.trains else None)
-        return [everyones[worker] for worker in self.workers]
+        return self._tally.summary()
 
     def close(self) -> None:
         if self._replica is not None:
@@ -300,32 +268,6 @@ class ParameterServer(Strategy):
             ) from error
         except LayoutError as error:
             raise RuntimeError(f"rank {self.dist.rank}: {error}; start all with the same model") from error
-
-
-def _roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
-    """The ranks that serve, and those that work.
-
-    Raises:
-        UserError: too few ranks for so many servers.
-    """
-    ranks = list(range(world_size))
-    if servers == "all":
-        if world_size == 1:
-            raise UserError(
-                "strategy.servers=all makes every rank a server and a worker, and there is one rank; start "
-                "several (torchrun --nproc_per_node=2), or take strategy=single"
-            )
-        return ranks, ranks
-    count = int(servers)
-    if count >= world_size:
-        raise UserError(
-            f"strategy.servers={count} leaves no worker among {world_size} ranks; start "
-            f"{count + 1} or more, take strategy.servers={max(1, world_size - 1)} or less, or servers=all"
-            if world_size > 1
-            else f"strategy.servers={count} needs {count} ranks beside the workers, and there is one rank; "
-            f"start {count + 1} or more (torchrun --nproc_per_node={count + 1}), or take strategy=single"
-        )
-    return ranks[:count], ranks[count:]
 
 
 def _shape(parameter: nn.Parameter) -> Tensor:

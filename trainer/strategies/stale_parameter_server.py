@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from trainer.comm.exchange import arrivals
 from trainer.comm.exchange.order import Order, OutOfOrderError
 from trainer.comm.exchange.rounds import Guest, Host
+from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.report import draw_staleness
 from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError, writing
 from trainer.optim import after_step
 from trainer.state import TrainState
+from trainer.strategies.base import Computing
 from trainer.strategies.parameter_server import ParameterServer
 
 if TYPE_CHECKING:
@@ -39,13 +41,12 @@ class StaleParameterServer(ParameterServer):
         self,
         settings: ParameterServerConfig,
         dist_: Dist,
-        precision: str,
-        compile_model: bool,
+        computing: Computing,
         timeout_s: float,
         clip_grad_norm: float | None,
         run_dir: Path,
     ) -> None:
-        super().__init__(settings, dist_, precision, compile_model, timeout_s)
+        super().__init__(settings, dist_, computing, timeout_s)
         self._max_norm, self._run_dir = clip_grad_norm, run_dir
         self._max_staleness = float(settings.max_staleness)
         self._roles = {
@@ -191,9 +192,8 @@ class StaleParameterServer(ParameterServer):
     def equal_ranks(self) -> list[tuple[int, ...]]:
         return []
 
-    def _of_timeline(self) -> dict[str, float]:
-        assert self._replica is not None
-        return self._replica.timeline.means()  # no word of arrivals: passes of workers do not belong together
+    def _of_timeline(self, timeline: Timeline) -> dict[str, float]:
+        return timeline.means()  # no word of arrivals: passes of workers do not belong together
 
     def metrics(self) -> dict[str, float]:
         found = super().metrics()
