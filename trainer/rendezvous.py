@@ -21,6 +21,8 @@ from trainer.errors import StoppedBySignal, UserError
 from trainer.launch.place import LISTENING, Place
 from trainer.signals import stop_signals_to
 
+# Ranks load torch before they meet: on a busy machine, or from a cold disk, they come so far apart.
+AT_LEAST_S = 60.0
 _runs = itertools.count()
 _T = TypeVar("_T")
 
@@ -37,15 +39,18 @@ def meet(
     Raises:
         UserError: a port that is taken, a file that cannot be written or that an earlier run left.
         StoppedBySignal: by one that asks for a stop meanwhile.
-        TimeoutError: ranks that did not arrive within `timeout`, named; or a store that does not answer.
+        TimeoutError: ranks that did not arrive within `timeout`, or AT_LEAST_S, named; or a store that does
+            not answer.
     """
     if here.init_method is None:
         return dist.HashStore(), [0], [dict(introduction)]
-    over = threading.Event()
+    over, patience = threading.Event(), max(timeout, timedelta(seconds=AT_LEAST_S))
     try:
-        return _in_time(lambda: _meet(here, introduction, timeout, over), here, timeout)
+        met = _in_time(lambda: _meet(here, introduction, patience, over), here, patience)
     finally:
         over.set()
+    met[0].set_timeout(timeout)  # from now on all are there
+    return met
 
 
 def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
@@ -65,11 +70,15 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
     except Empty:
         raise TimeoutError(
             f"the store at {here.init_method} (MASTER_ADDR={os.environ.get('MASTER_ADDR')}) has not answered "
-            f"for {timeout.total_seconds():.0f} s (distributed.timeout_s): the host of rank 0 is cut off"
+            f"for {_shown(timeout)}: the host of rank 0 is cut off"
         ) from None
     if error is not None:
         raise error
     return cast(_T, value)
+
+
+def _shown(patience: timedelta) -> str:
+    return f"{patience.total_seconds():.0f} s (distributed.timeout_s, at least {AT_LEAST_S:.0f})"
 
 
 def _give_up(number: int) -> None:
@@ -80,7 +89,7 @@ def _meet(
     here: Place, introduction: Mapping[str, Any], timeout: timedelta, over: threading.Event
 ) -> tuple[dist.Store, list[int], list[dict[str, Any]]]:
     assert here.init_method is not None
-    shown = f"{timeout.total_seconds():.0f} s (distributed.timeout_s)"
+    shown = _shown(timeout)
     try:
         store, is_stale = _open(here.init_method, here, timeout)
     except dist.DistError as error:
@@ -216,7 +225,7 @@ def _open_file(path: Path, here: Place, timeout: timedelta) -> tuple[dist.Store,
     while not (path.exists() and path.stat().st_size > 0):
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"rank {here.rank} waited {timeout.total_seconds():.0f} s (distributed.timeout_s) for rank 0 "
+                f"rank {here.rank} waited {_shown(timeout)} for rank 0 "
                 f"to write {path}; did it start, and is that a disk that all hosts share?"
             )
         time.sleep(0.05)

@@ -7,15 +7,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.programs import started
 from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import settings
+from trainer import rendezvous
 from trainer.errors import UserError
 from trainer.launch.place import Place, derived_port, first_node, place, publish
 from trainer.overrides import set_to
@@ -175,8 +180,6 @@ def test_finding_ones_place_takes_no_torch() -> None:
 
 def met(init_method: str, times: int = 1, patience_s: float = 30) -> tuple[int, int, int, tuple[int, ...]]:
     """Stand where RANK says, but told by hand; come together and leave again."""
-    import torch.distributed as dist
-
     from trainer.distributed import process_group
 
     rank = os.environ["RANK"]
@@ -205,8 +208,6 @@ def test_ranks_by_hand_meet_in_a_file_and_count_who_is_beside_them(tmp_path: Pat
 
 def first_comes_alone(path: str) -> str:
     """An earlier run of which only rank 0 ever came, then a whole one; what each rank is told."""
-    import torch.distributed as dist
-
     if os.environ["RANK"] == "0" and not Path(path).exists():
         old = dist.FileStore(path)
         old.set("made", "")
@@ -224,10 +225,60 @@ def test_the_file_of_an_earlier_run_is_refused_on_every_rank(tmp_path: Path) -> 
         assert "holds what an earlier run left" in message
 
 
+def none_comes(init_method: str) -> None:
+    rendezvous.AT_LEAST_S = 0
+    met(init_method, patience_s=5)
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankFailure) as failure:
-        run_ranks(met, 1, f"tcp://127.0.0.1:{free_port()}", patience_s=5, init=False)
-    assert "waited 5 s (distributed.timeout_s) for all 2 ranks; missing: [1]" in failure.value.reports[0]
+        run_ranks(none_comes, 1, f"tcp://127.0.0.1:{free_port()}", init=False)
+    assert "waited 5 s (distributed.timeout_s, at least 0) for all 2 ranks; missing: [1]" in str(
+        failure.value
+    )
+
+
+@pytest.fixture
+def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Rank 0 of 2, and the agent's store for it to meet rank 1 in."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in (told | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    yield place()
+    del store
+
+
+def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
+    of_torchrun: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the process down with SIGABRT when Python ends, in the place of the message."""
+    monkeypatch.setattr(rendezvous, "AT_LEAST_S", 0.1)
+    before = set(threading.enumerate())
+    with pytest.raises(TimeoutError, match=r"for all 2 ranks; missing: \[1\]"):
+        rendezvous.meet(of_torchrun, {}, timedelta(seconds=0.1))
+    deadline = time.monotonic() + 100
+    while left := set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def test_ranks_meet_though_one_comes_later_than_timeout_s(
+    of_torchrun: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine their imports lie that far apart; afterwards it is timeout_s that counts."""
+    first, late = [], threading.Event()
+
+    def come() -> None:
+        first.append(rendezvous.meet(of_torchrun, {}, timedelta(seconds=0.05)))
+        late.set()
+
+    threading.Thread(target=come, daemon=True).start()
+    assert not late.wait(1), "it waits for nobody"
+    store, hosts, _ = rendezvous.meet(replace(of_torchrun, rank=1), {}, timedelta(seconds=0.05))
+    assert late.wait(100)
+    assert hosts == first[0][1] == [0, 0]
+    assert store.timeout == first[0][0].timeout == timedelta(seconds=0.05)
 
 
 def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> None:
