@@ -38,7 +38,7 @@ print("out of", rank)
 print("err of", rank, file=sys.stderr)
 if act.startswith("fault "):
     with open(run_dir + "/failure.json", "w") as file:
-        json.dump({"status": 1, "step": int(act[6:]), "message": "a fault"}, file)
+        json.dump({"status": 1, "step": int(act[6:]), "message": f"rank 0 (pid {os.getpid()}) failed"}, file)
     sys.exit(1)
 signal.signal(signal.SIGTERM, (lambda *a: sys.exit(75)) if act == "save" else signal.SIG_DFL)
 open(f"{run_dir}/ready-{rank}", "w").close()
@@ -127,7 +127,7 @@ def test_restarts_only_what_a_restart_can_help(
         ([{"0": "2"}], 1),
         ([{"0": "3"}], 1),
         ([{"0": "75"}], 1),
-        ([{"0": "fault 7"}], 2),  # the same again
+        ([{"0": "fault 7"}], 2),  # the same again, of another pid
         ([{"0": "fault 7"}, {"0": "fault 8"}, {"0": "fault 9"}], 3),
     ],
 )

@@ -28,6 +28,7 @@ from trainer.signals import stop_signals_to
 # How long the others may take to say what they saw, or to finish a save, after one has ended badly.
 _GRACE_S = 30.0
 _POLL_S = 0.05
+_OF_A_FAULT = ("status", "kind", "rank", "phase", "step", "where")
 _MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteLossError, StoppedBySignal))
 
 
@@ -44,15 +45,15 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     assert isinstance(settings, LocalLaunchConfig)
     run_dir = config.run_dir or str(unused_run_dir())
     argv = [*argv, set_to("run_dir", run_dir)]
-    seen: list[Any] = []
+    seen: list[dict[str, Any]] = []
     for attempt in range(settings.max_restarts + 1):
         saved = any(Path(run_dir, "checkpoints").glob("step_*")) if attempt else False
         status, stopped = _attempt([*argv, "resume=auto"] if saved else argv, processes)
         if status in (0, _MISTAKE, _NOT_FINITE, _STOPPED) or stopped or attempt == settings.max_restarts:
             break
-        fault = _fault(Path(run_dir))
-        if fault is not None and fault in seen:
-            _say(f"no restart: the same fault at the same step again ({fault[0]})")
+        message, fault = _fault(Path(run_dir))
+        if fault and fault in seen:
+            _say(f"no restart: the same fault at the same step again ({message})")
             break
         seen.append(fault)
         Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed next writes none
@@ -198,13 +199,14 @@ def _is_inherited() -> bool:
         return False
 
 
-def _fault(run_dir: Path) -> tuple[str, Any] | None:
-    """Message and step of what ended the last attempt, if it could still write them down."""
+def _fault(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """What ended the last attempt, if it could still write it down: in words, and what the same fault has in
+    common with it. The words do not: pids and seconds are among them."""
     try:
-        failure = json.loads((run_dir / "failure.json").read_text())
-        return str(failure["message"]), failure["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        found = json.loads((run_dir / "failure.json").read_text())
+        return str(found["message"]), {name: found.get(name) for name in _OF_A_FAULT}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "", {}
 
 
 def _gpus(config: Config) -> int:
