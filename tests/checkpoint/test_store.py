@@ -128,6 +128,22 @@ def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
     assert verify(tmp_path / "step_00000003").step == 3
 
 
+def test_latest_is_put_right_after_a_kill_between_a_checkpoints_rename_and_it(tmp_path: Path) -> None:
+    """A run killed there in its last save would leave it behind for good: resumed, it saves no more."""
+    store, other = Store(tmp_path, "ours"), Store(tmp_path, "other")
+    for step in (1, 2):
+        _save(store, step)
+    for before in ("step_00000001", None):
+        (tmp_path / "latest").unlink()
+        if before is not None:
+            (tmp_path / "latest").symlink_to(before)
+        store.clean()
+        assert (tmp_path / "latest").readlink() == Path("step_00000002")
+    _save(other, 3)
+    Store(tmp_path, "a third").clean()
+    assert (tmp_path / "latest").readlink() == Path("step_00000003"), "it has none to point at"
+
+
 def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
     store = Store(tmp_path)
     directory = store.begin(1)

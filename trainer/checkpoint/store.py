@@ -284,7 +284,8 @@ class Store:
         shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def clean(self) -> None:
-        """Remove what a killed process left behind, and put back a checkpoint caught between two renames."""
+        """Remove what a killed process left behind, put back a checkpoint caught between two renames, and
+        point `latest` at the newest."""
         if not self.root.is_dir():
             return
         for entry in self.root.iterdir():
@@ -299,6 +300,10 @@ class Store:
                     shutil.rmtree(entry, ignore_errors=True)
                 else:
                     entry.unlink(missing_ok=True)
+        own, latest = list(self._own()), self.root / "latest"
+        may_be_pointed = latest.is_symlink() or not latest.exists()
+        if own and may_be_pointed and latest.resolve().name != own[0].name:
+            self._point_latest(own[0].name)  # a kill came between a checkpoint's rename and this
 
     def directories(self) -> list[Path]:
         """Every real ``step_N`` directory (no link), lowest step first."""
@@ -328,6 +333,16 @@ class Store:
                     found.append((manifest.run_id == self.run_id, manifest.saved_at, path))
         return [path for *_, path in sorted(found, reverse=True)]
 
+    def _own(self) -> dict[Path, Manifest]:
+        """Those that bear this run's id, newest first."""
+        manifests: dict[Path, Manifest] = {}
+        for directory in self.newest_first():
+            with contextlib.suppress(UserError):
+                manifest = read_manifest(directory)
+                if manifest.run_id == self.run_id:
+                    manifests[directory] = manifest
+        return manifests
+
     def of_others(self) -> dict[Path, str | None]:
         """Checkpoints that bear another run's id, or none."""
         owners: dict[Path, str | None] = {}
@@ -339,12 +354,7 @@ class Store:
     @at_disk()
     def prune(self, retention: Retention) -> list[Path]:
         """Delete what ``retention`` does not keep of this run's; returns it. Without a manifest it stays."""
-        manifests: dict[Path, Manifest] = {}
-        for directory in self.newest_first():
-            with contextlib.suppress(UserError):
-                manifest = read_manifest(directory)
-                if manifest.run_id == self.run_id:
-                    manifests[directory] = manifest
+        manifests = self._own()
         keep = set(list(manifests)[: retention.last])
         if retention.every is not None:
             keep |= {path for path, m in manifests.items() if m.step % retention.every == 0}
