@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.faults.test_launchers_end import attempt
 from tests.programs import finish
 from tests.ranks import run_ranks
 from tests.test_ends import TINY
@@ -228,6 +230,23 @@ def test_a_disk_that_takes_nothing_is_one_message(small_disk: Path, harm: Callab
     ended = finish("train.py", *TINY, f"run_dir={small_disk}/run")
     assert (ended.code, ended.output.count("\n")) == (2, 1), ended
     assert f"run_dir={small_disk}/run cannot be written" in ended.stderr and words in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_in_mid_run_ends_it_for_good(small_disk: Path, tmp_path_factory: Any) -> None:
+    """The same end again, at once, where torchrun restarts it: what is full is full for the next attempt, too."""
+    subprocess.run(["mount", "-o", "remount,size=200k", str(small_disk)], check=True)
+    launch = tmp_path_factory.mktemp("launch")
+    for_long = ("train.epochs=100000", "train.log_every_steps=1", "train.eval_every_epochs=0")
+    run = (*TINY, *for_long, "checkpoint.every_epochs=null", f"run_dir={small_disk}/run")
+    ended = attempt(0, launch, *run)
+    assert (ended.code, "Traceback" in ended.output) == (2, False), ended
+    assert (small_disk / "run" / "metrics.jsonl").read_text().count("\n") > 5, "it was under way"
+    *_, message = ended.stderr.splitlines()
+    assert f"run_dir={small_disk}/run cannot be written: [Errno 28] No space left" in message
+    assert ended.output.count(message) == 1
+    again = attempt(1, launch, *run)
+    assert (again.code, again.stdout, again.stderr) == (2, "", message + "\n")
 
 
 @pytest.mark.slow
