@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.faults.verdict import Observed, Verdict
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _EVERY_S, _EAGER_EVERY_S, _OTHERS_EVERY_S = 1.0, 0.2, 5.0
 _ENDED_S = 5.0  # for the store to take the last word of a host
+_HEARD_S = 2.0  # for the other hosts to hear it
 _VERDICT = "verdict"
 
 
@@ -49,7 +50,10 @@ class Reports:
         self._eager, self._asked = False, threading.Event()
         self._proposed: Verdict | None = None
         self._agreed = threading.Event()
-        self._over = self._ended_well = False
+        self._over, self._told = False, False
+        self._last_word: list[Observed] = []
+        self._awaited = list[str]()
+        self._ended = set[int]()
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
         self._thread.start()
 
@@ -86,11 +90,21 @@ class Reports:
         self._agreed.wait(timeout_s)
         return self.verdict or verdict
 
-    def close(self, ended_well: bool = False) -> None:
-        """This host reports no more, and says why if it has `ended_well` and the store answers in time."""
-        self._over, self._ended_well = True, ended_well
+    def close(self, last_word: Sequence[Observed] = (), lost: Container[int] = ()) -> None:
+        """This host reports no more; its `last_word` stands, if it has one and the store takes it in time.
+
+        Where that is of a bad end, the other hosts are given a moment to hear it, but for those that are
+        `lost`: the store may end with this process, and they would take this host for lost.
+        """
+        within_s = 2 * _EAGER_EVERY_S
+        if last_word and all(rank.status == 0 for rank in last_word):
+            self._last_word, within_s = list(last_word), _ENDED_S
+        elif last_word and (others := [host for host in self._hosts if host not in lost]):
+            self._last_word, within_s = list(last_word), _HEARD_S + within_s
+            self._awaited = [f"told/{host}" for host in others]
+        self._over = True
         self._asked.set()
-        self._thread.join(_ENDED_S if ended_well else 2 * _EAGER_EVERY_S)
+        self._thread.join(within_s)
 
     def _run(self) -> None:
         count, next_others, store = 0, 0.0, None
@@ -98,18 +112,17 @@ class Reports:
             try:
                 store = store or self._connect()
                 if self._over:
-                    if self._ended_well:
-                        store.set(f"ended/{self._host}", "")
+                    self._take_leave(store)
                     return
                 count += 1
                 if own := self._own:
                     # Another rank may have led this host before, and counted for itself.
-                    report = {"id": f"{os.getpid()}/{count}", "ranks": [dataclasses.asdict(r) for r in own]}
-                    store.set(f"report/{self._host}", json.dumps(report))
+                    store.set(f"report/{self._host}", _report(f"{os.getpid()}/{count}", own))
                 self._settle(store)
-                if self._eager or time.monotonic() >= next_others:
+                if self._eager or self.verdict is not None or time.monotonic() >= next_others:
                     self._read_others(store)
                     next_others = time.monotonic() + _OTHERS_EVERY_S
+                self._tell_that_it_knows(store)
                 self._answered_at = time.monotonic()
             except RuntimeError:  # torch's DistStoreError and DistNetworkError are
                 if self._over:
@@ -128,15 +141,38 @@ class Reports:
 
     def _read_others(self, store: "Store") -> None:
         for host in self._hosts:
-            if store.check([f"ended/{host}"]):
-                self._known[host] = [dataclasses.replace(rank, status=0) for rank in self._known[host]]
-            elif store.check([f"report/{host}"]):
-                report = json.loads(store.get(f"report/{host}"))
-                if report["id"] != self._last_read.get(host):
-                    self._last_read[host] = report["id"]
-                    self.counts[host] += 1
-                    self._heard_at[host] = time.monotonic()
-                    self._known[host] = [Observed(**rank) for rank in report["ranks"]]
+            if host not in self._ended and store.check([f"ended/{host}"]):
+                self._ended.add(host)
+                self._hear(host, store.get(f"ended/{host}"))
+            elif host not in self._ended and store.check([f"report/{host}"]):
+                self._hear(host, store.get(f"report/{host}"))
+
+    def _hear(self, host: int, text: bytes) -> None:
+        report = json.loads(text)
+        if report["id"] != self._last_read.get(host):
+            self._last_read[host] = report["id"]
+            self.counts[host] += 1
+            self._heard_at[host] = time.monotonic()
+            self._known[host] = [Observed(**rank) for rank in report["ranks"]]
+
+    def _tell_that_it_knows(self, store: "Store") -> None:
+        """Let those leave that wait until this host knows of their end: its leader, that is."""
+        bad_ends = (rank for host in self._ended for rank in self._known[host] if rank.status != 0)
+        if self._own and not self._told and (self.verdict is not None or any(bad_ends)):
+            store.set(f"told/{self._host}", "")
+            self._told = True
+
+    def _take_leave(self, store: "Store") -> None:
+        if self._last_word:
+            store.set(f"ended/{self._host}", _report("last", self._last_word))
+            store.set(f"told/{self._host}", "")
+        deadline = time.monotonic() + _HEARD_S
+        while self._awaited and not store.check(self._awaited) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _report(name: str, ranks: Sequence[Observed]) -> str:
+    return json.dumps({"id": name, "ranks": [dataclasses.asdict(rank) for rank in ranks]})
 
 
 def _verdict(text: bytes) -> Verdict:

@@ -74,6 +74,11 @@ class Observed:
         return self.status != 0 and not self.symptom
 
     @property
+    def ended_ago_s(self) -> float:
+        """Since it ended, if it has; of a rank of another host as far as was heard."""
+        return (self.ended_s or 0.0) + self.heard_s
+
+    @property
     def doing(self) -> str:
         phase = _WORDS.get(self.phase, self.phase)
         if self.bucket is not None:
@@ -119,7 +124,7 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
     ended = [rank for rank in ranks if rank.failed_by_itself]
     if not ended:
         return None
-    first = max(ended, key=lambda rank: rank.ended_s or 0.0)
+    first = max(ended, key=lambda rank: rank.ended_ago_s)
     at = f", at {first.where}" if first.where else ""
     if first.orderly:
         return _verdict(first, "orderly", str(first.error), first.status or 1)

@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,8 +109,8 @@ class Watch:
         self._stop_looking()
         # Only the last of a host sees that all of it have ended, and nobody is left to report after it.
         is_last = all(neighbour.observe().status == 0 for neighbour in self._here.values())
-        if is_last and (reports := self._reports_of_other_hosts()):
-            reports.close(ended_well=True)
+        if is_last:
+            self._leave_word()
         self.close()
 
     def _stop_looking(self) -> None:
@@ -136,6 +136,7 @@ class Watch:
             "at_ns": time.monotonic_ns(),
         }
         self._heartbeat.note(note)
+        is_last = all(other.records.note() is not None for other in self._others_here())
         if note["symptom"]:
             self._closed.wait(_GRACE_S + _ALONE_S)
         elif isinstance(error, RunEndError):
@@ -145,10 +146,18 @@ class Watch:
                 own = replace(own, rank=about.rank, host=about.host, hostname=about.hostname, pid=about.pid)
                 verdict = last_words.of_one(own, _status(error), str(error))
                 last_words.write(verdict, self._run_dir, self._attempt)
-        elif not any(other.records.note() is None for other in self._others_here()):
+        elif is_last:
             self._speak_at_exit()
         self._here[self._rank].end_workers()
+        if is_last and not note["symptom"]:
+            self._leave_word()
         self.close()
+
+    def _leave_word(self, lost: Container[int] = ()) -> None:
+        """Nobody of this host will report any more: let the others know how it ended."""
+        if reports := self._reports_of_other_hosts():
+            self._heartbeat.tick()  # it may take a moment, in which no neighbour is to take over
+            reports.close([neighbour.observe() for neighbour in self._here.values()], lost)
 
     # ---- the thread
 
@@ -280,8 +289,7 @@ class Watch:
     def _give(self, verdict: Verdict, everyone: Sequence[Observed]) -> None:
         """This host's verdict, unless another's was earlier."""
         culprit = next(rank for rank in everyone if rank.rank == verdict.ranks[0])
-        ended_s = culprit.ended_s or 0.0
-        if verdict.kind == "orderly" and ended_s < _ALONE_S:
+        if verdict.kind == "orderly" and culprit.ended_ago_s < _ALONE_S:
             return  # all come to such an end by themselves, if they can
         if self._still_speaks(verdict):
             return
@@ -309,6 +317,7 @@ class Watch:
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
         if verdict.kind in ("raised", "died") and verdict.ranks[0] in self._here:
             last_words.let_torchrun_look()
+        self._leave_word(lost={self._members[rank].host for rank in verdict.ranks if verdict.kind == "lost"})
         self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
         for neighbour in self._others_here():
             stuck = neighbour.member.rank in verdict.ranks and verdict.kind in ("stopped", "hangs")

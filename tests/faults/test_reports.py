@@ -1,0 +1,92 @@
+"""The last word of a host: others hear why it ended, before they can take it for lost."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import train
+from tests.test_replicas import QUICK
+from trainer.faults import reports
+from trainer.faults.reports import Reports
+from trainer.faults.verdict import Observed, judge
+
+T = 10.0
+HERE, THERE = Observed(0, 0, "here", 6), Observed(1, 1, "there", 7)
+MISTAKE = Observed(1, 1, "there", 7, status=2, orderly=True, error="UserError: no such file", ended_s=0.1)
+
+
+class Held:
+    """A store, as far as it is needed."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.held[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.held[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.held for key in keys)
+
+
+def wait_until(said: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not said():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_host_leaves_when_the_others_have_heard_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_HEARD_S", 100.0)
+    store = Held()
+    one, other = Reports(lambda: store, 0, [THERE]), Reports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
+    leaving = threading.Thread(target=other.close, args=([MISTAKE],), daemon=True)
+    leaving.start()
+    wait_until(lambda: "ended/1" in store.held)
+    assert leaving.is_alive() and "told/0" not in store.held, "nobody has read it yet"
+    one.tell([HERE], eager=True)
+    leaving.join(100)
+    assert not leaving.is_alive()
+    (heard,) = one.others()
+    assert (heard.status, heard.error) == (2, "UserError: no such file")
+    one._heard_at[1] -= 6000.0  # since long, as is true of those that are lost
+    (heard,) = one.others()
+    verdict = judge([HERE, heard], T, pressing=True)
+    assert verdict is not None and (verdict.kind, verdict.status, verdict.ranks) == ("orderly", 2, (1,))
+    one.close()
+
+
+def test_nobody_waits_for_hosts_that_are_lost_or_after_a_good_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_HEARD_S", 1000.0)
+    store = Held()
+    lost = Reports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
+    lost.close([MISTAKE], lost={0})
+    assert "ended/1" not in store.held
+    well = Reports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
+    well.close([Observed(1, 1, "there", 7, status=0)])
+    assert json.loads(store.held["ended/1"])["ranks"][0]["status"] == 0
+
+
+def mistaken_on_rank_1(run_dir: Path) -> None:
+    fault = ("fault=diverge", "fault.rank=1", "fault.step=2", "fault.tensor=none", f"run_dir={run_dir}")
+    train(*QUICK, *fault, f"distributed.timeout_s={T}")
+
+
+@pytest.mark.slow
+def test_a_mistake_of_a_hosts_only_rank_is_everybodys_end(tmp_path: Path) -> None:
+    """Also its status: launchers elsewhere must not restart it. It was told there as a host that is lost."""
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(mistaken_on_rank_1, 2, tmp_path, hosts=[0, 1], init=False)
+    assert "fault.tensor is none, but rank 1 has" in failure.value.reports[1]
+    assert failure.value.reports[0] == "died with exit code 2"
+    told = json.loads((tmp_path / "failure.json").read_text())
+    assert (told["status"], told["rank"], told["kind"]) == (2, 1, "orderly")
+    assert re.search(r"fault.tensor is none, but rank 1 has", told["message"])
