@@ -35,7 +35,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "fsdp, 2, sharded sums": ("strategy=fsdp", *TWICE, "strategy.reduce_every_micro_batch=true"),
     "hybrid": ("strategy=fsdp", "strategy.shard_group=2"),
     "hybrid, checkpointing": ("strategy=fsdp", "strategy.shard_group=2", *AGAIN),
+    "ddp, split in two": ("strategy=ddp", "strategy.devices_per_replica=2", "strategy.devices=[cpu,cpu]"),
+    "servers=1": ("strategy=parameter_server",),
+    "servers=2": ("strategy=parameter_server", "strategy.servers=2"),
+    "servers=all": ("strategy=parameter_server", "strategy.servers=all"),
+    "servers=1, asynchronous": ("strategy=parameter_server", "strategy.max_staleness=inf"),
 }
+DEDICATED = {"servers=1": 1, "servers=1, asynchronous": 1, "servers=2": 2}  # ranks that only serve
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
@@ -70,14 +76,18 @@ def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> in
         return status("VmHWM") - base
 
 
-def predict(case: tuple[str, ...], ranks: int, micro: int) -> int:
-    """In a process of its own: no model is made in this one."""
+def predict(case: tuple[str, ...], ranks: int, micro: int) -> list[int]:
+    """Of each rank, in a process of its own: no model is made in this one. The host is the device, too."""
     from trainer.memory.rehearse import Rehearsal, World
 
     config = settings(*case)
-    accumulation = config.train.global_batch_size // micro // ranks
-    with Rehearsal(config).under(config, World(ranks, ranks)) as stage:
-        return stage.footprint(micro, accumulation).peak
+    rehearsal, found = Rehearsal(config), []
+    for rank in range(ranks):
+        with rehearsal.under(config, World(ranks, ranks, rank)) as stage:
+            accumulation = config.train.global_batch_size // micro // stage.num_replicas
+            footprint = stage.footprint(micro, accumulation)
+        found.append(footprint.peak + footprint.host)
+    return found
 
 
 def main() -> None:
@@ -97,22 +107,23 @@ def main() -> None:
     size += (f"data.dataset.block_size={chosen.block_size}", f"train.micro_batch_size={chosen.micro}")
     small = (*SHARED, "model.width=32", "model.depth=2", "model.num_heads=2", "data.dataset.block_size=16")
     found = {}
-    print(f"{'':24} {'predicted':>12} {'measured, by rank (MB)':>40} {'ratio':>7}")
+    print(f"{'MB of each rank':24} {'predicted':>40} {'measured':>40}  ratios")
     for name, options in CASES.items():
         if not name.startswith(tuple(chosen.only.split(","))):
             continue
-        batch = chosen.micro * chosen.ranks
+        batch = chosen.micro * (chosen.ranks - DEDICATED.get(name, 0))
         options = tuple(option.format(twice=2 * batch) for option in options)
         large = (*size, f"train.global_batch_size={batch}", *options)
         predicted = run_ranks(predict, 1, large, chosen.ranks, chosen.micro, init=False, timeout_s=900)[0]
-        little = (*small, *(option for option in options if option.startswith("strategy")))
+        own = (option for option in options if option.startswith("strategy"))
+        little = (*small, f"train.global_batch_size={batch}", *own)
         with tempfile.TemporaryDirectory() as folder:
             args = (Path(folder), little, large)
             measured = run_ranks(measure, chosen.ranks, *args, init=False, timeout_s=3000)
         found[name] = {"predicted": predicted, "measured": measured}
-        listed = " ".join(f"{value / 1e6:9.1f}" for value in measured)
-        ratio = predicted / max(measured)
-        print(f"{name:24} {predicted / 1e6:12.1f} {listed:>40} {ratio:7.3f}", flush=True)
+        listed = [" ".join(f"{value / 1e6:9.1f}" for value in values) for values in (predicted, measured)]
+        ratios = " ".join(f"{p / m:.3f}" for p, m in zip(predicted, measured, strict=True))
+        print(f"{name:24} {listed[0]:>40} {listed[1]:>40}  {ratios}", flush=True)
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.runs import settings
-from trainer.memory.__main__ import main
+from trainer.memory.__main__ import STRATEGIES, main
 from trainer.memory.fit import MOST, largest_micro_size
 from trainer.memory.ledger import Ledger
 from trainer.memory.rehearse import Footprint, FusedAttention, Rehearsal, World
@@ -20,30 +20,33 @@ KB = 1024
 
 def test_a_tensor_counts_until_nobody_holds_it_and_as_long_as_its_memory_is_not_given_back() -> None:
     with FakeTensorMode(), Ledger() as ledger:
+        account = ledger.accounts[torch.device("cpu")]
         first = torch.empty(KB)
         second = first.view(32, 32) * 2
         ledger.name("parameters", [second])
-        assert ledger.live_bytes == 8 * KB
+        assert account.live_bytes == 8 * KB
         del first
         third = (second + 1).add_(1)
-        assert ledger.live_bytes == ledger.peak_bytes == 8 * KB
+        assert account.live_bytes == account.peak_bytes == 8 * KB
         fourth = third.exp()
         del second, third
-        assert ledger.live_bytes == 4 * KB and ledger.peak_bytes == 12 * KB
-        assert {kind: size for kind, size in ledger.peak().items() if size} == {
+        assert account.live_bytes == 4 * KB and account.peak_bytes == 12 * KB
+        assert {kind: size for kind, size in account.peak().items() if size} == {
             "parameters": 4 * KB,
             "activations": 8 * KB,
         }
-        ledger.forget_peak()
+        ledger.forget_peaks()
         del fourth
-        assert ledger.peak_bytes == 4 * KB and ledger.live_bytes == 0
+        assert account.peak_bytes == 4 * KB and account.live_bytes == 0
 
 
 def test_attention_with_dropout_is_counted_as_a_gpu_computes_it() -> None:
     with FakeTensorMode(), FusedAttention(), Ledger() as ledger:
         query = torch.empty(1, 1, 256, 8, requires_grad=True)
         torch.nn.functional.scaled_dot_product_attention(query, query, query, None, 0.1).sum().backward()
-    assert ledger.peak_bytes < 256 * 256 * 4, "the scores of all pairs are there at a time"
+    assert ledger.accounts[torch.device("cpu")].peak_bytes < 256 * 256 * 4, (
+        "the scores of all pairs are there at a time"
+    )
 
 
 def _footprint(rehearsal: Rehearsal, *choices: str, ranks: int = 4, accumulation: int = 1) -> Footprint:
@@ -78,6 +81,55 @@ def test_each_strategy_and_choice_takes_its_own() -> None:
     assert whole.start < single.start, "sharded unit by unit, never whole"
 
 
+def test_a_server_and_a_worker_take_their_own() -> None:
+    rehearsal = Rehearsal(settings(*MLP))
+
+    def rank(number: int, *choices: str) -> Footprint:
+        config = settings(*MLP, "optim=adamw", "strategy=parameter_server", *choices)
+        with rehearsal.under(config, World(4, 4, number)) as stage:
+            return stage.footprint(8, 1)
+
+    num_bytes = 4 * NUM_PARAMETERS
+    server, worker = rank(0), rank(1)
+    assert server.peak == server.parts["parameters"] == num_bytes, "for evaluations; it computes no gradients"
+    assert worker.parts["gradients"] == worker.parts["parameters"] == num_bytes
+    assert worker.parts["optimizer"] == 0 and worker.peak > 2 * num_bytes
+    # Its shard, as messages, too, two of AdamW, and a push of each of three workers.
+    assert server.host == pytest.approx(7 * num_bytes, rel=0.02)
+    assert worker.host == pytest.approx(2 * num_bytes, rel=0.05), "what it pulls, and what it pushes"
+    of_two, every = rank(0, "strategy.servers=2"), rank(0, "strategy.servers=all")
+    assert of_two.host == pytest.approx(6 / 2 * num_bytes, rel=0.05)
+    assert every.host == pytest.approx((2 + 8 / 4) * num_bytes, rel=0.05) and every.peak == worker.peak
+    stale = rank(0, "strategy.max_staleness=2")
+    assert stale.host == pytest.approx(10 * num_bytes, rel=0.02), "a copy for each worker that pulls"
+
+
+def test_each_device_of_a_replica_and_the_gpus_of_dp_take_their_own() -> None:
+    rehearsal = Rehearsal(settings(*MLP))
+
+    def devices(world: World, *choices: str) -> dict[str, Footprint]:
+        with rehearsal.under(settings(*MLP, *choices), world) as stage:
+            return stage.footprints(8, 1)
+
+    num_bytes, one = 4 * NUM_PARAMETERS, World(1, 1)
+    whole = devices(one, "strategy=single")[""]
+    halves = devices(one, "strategy=single", "strategy.devices_per_replica=2")
+    assert list(halves) == ["device 0", "device 1"]
+    for kind in ("parameters", "optimizer"):
+        assert sum(half.parts[kind] for half in halves.values()) == num_bytes
+    assert all(num_bytes < half.peak < whole.peak for half in halves.values())
+    twice = ("strategy.devices_per_replica=2", "strategy.devices=[cpu,cpu]")
+    assert devices(one, "strategy=single", *twice)[""].parts["parameters"] == num_bytes
+    buckets = devices(World(2, 2), "strategy=ddp", "strategy.devices_per_replica=2")
+    assert sum(half.parts["gradients"] for half in buckets.values()) == num_bytes
+
+    assert devices(one, "strategy=dp") == {"": whole}
+    first, other = devices(World(1, 4), "strategy=dp").values()
+    assert first.parts["optimizer"] == num_bytes and other.parts["optimizer"] == 0
+    # Gradients of its own pass, and the sum; of the other a copy of the model makes room for its gradients.
+    assert 4 * num_bytes < first.peak < 5 * num_bytes and num_bytes < other.peak < 2 * num_bytes
+
+
 @pytest.mark.parametrize(
     ("peak", "answer"),
     [
@@ -108,8 +160,26 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ddp"]["micro_batch"] == 16 and found["ddp"]["peak"] < 10e6
     assert found["ddp"]["largest_micro_batch"] > 100
     with pytest.raises(SystemExit) as end:
-        main([*MLP, "strategy=parameter_server"])
-    assert end.value.code == 2 and "strategy=parameter_server with parts" in capsys.readouterr().err
+        main([*MLP, "strategy=parameter_server", "--world", "1"])
+    assert end.value.code == 2 and "there is one rank" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main([*MLP, "strategy.shard_groop=2"])
     assert end.value.code == 2 and "shard_groop=2 is no setting of single" in capsys.readouterr().err
+
+
+def test_all_strategies_are_compared_and_one_that_refuses_the_run_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main([*MLP, "--world", "4", "--per-host", "2"])
+    text = capsys.readouterr().out
+    names = ("single", "dp, first GPU", "dp, each other", "ddp", "fsdp", "hybrid")
+    names += ("parameter_server, server", "parameter_server, worker")
+    lines = text.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:]] == list(names)
+    assert "not compiled" in lines[0] and "on the host" in lines[1]
+    assert [line.split()[-1] for line in lines[-2:]] == ["-", "21"], "a server computes no batch"
+    two = {name: STRATEGIES[name] for name in ("parameter_server", "ddp")}
+    monkeypatch.setattr("trainer.memory.__main__.STRATEGIES", two)
+    main([*MLP, "train.precision=fp16", "--world", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert "fp16" in found["refused"]["parameter_server"] and found["ddp"]["peak"]

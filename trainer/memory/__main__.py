@@ -2,11 +2,16 @@
 
 Needs no GPU and none of that memory: two steps of the run itself are made on tensors that have shapes and no
 numbers, as one rank of a world that is not there, and every byte they would take is counted. Without
-`strategy=` in OVERRIDES, single, ddp, fsdp and hybrid (fsdp with strategy.shard_group=host) are compared, and
-`strategy.NAME=VALUE` goes to those that know it.
+`strategy=` in OVERRIDES all strategies are compared, hybrid (fsdp with strategy.shard_group=host) among them,
+and `strategy.NAME=VALUE` goes to those that know it.
+
+With strategy.devices_per_replica each device of a rank has its line, a parameter server has one and so has
+a worker, and dp has those of the first GPU of a host and of each other. What nn.DataParallel does on several
+GPUs is derived from torch's code; all else is the strategy's own.
 
 Left out, for which `--reserve-gb` is: the CUDA context, NCCL's buffers, workspaces of kernels, and what the
-allocator loses to fragments. What torch.compile saves is not known here: the steps are eager.
+allocator loses to fragments; so are the messages of comm=ring and the like. The model is not compiled, also
+where train.compile=true: what that saves is not known here.
 """
 
 import argparse
@@ -18,22 +23,25 @@ from functools import partial
 
 from omegaconf import OmegaConf
 
-from trainer.config import Config
+from trainer.config import Config, ParameterServerConfig
 from trainer.data.batch import BatchSplit
 from trainer.errors import UserError
 from trainer.launch.exits import exits
 from trainer.launch.fresh import extend_path
 from trainer.library import composed
-from trainer.memory.fit import largest_micro_size
+from trainer.memory.fit import MOST, largest_micro_size
 from trainer.memory.ledger import KINDS
-from trainer.memory.rehearse import Footprint, Rehearsal, World
+from trainer.memory.rehearse import Footprint, Rehearsal, Stage, World
 from trainer.overrides import CONF
 
+Row = dict[str, object]
 STRATEGIES = {
     "single": ("strategy=single",),
+    "dp": ("strategy=dp",),
     "ddp": ("strategy=ddp",),
     "fsdp": ("strategy=fsdp",),
     "hybrid": ("strategy=fsdp", "strategy.shard_group=host"),
+    "parameter_server": ("strategy=parameter_server",),
 }
 
 
@@ -56,8 +64,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="OVERRIDES", help="as for train.py: model=gpt model.size=gpt2 ...")
     add("--world", type=int, default=8, help="ranks (8)")
-    add("--per-host", type=int, default=8, help="of them on each host (8)")
-    add("--rank", type=int, default=0, help="which is looked at (0: its shards are the largest)")
+    add("--per-host", type=int, default=8, help="of them on each host (8); of dp its GPUs")
+    add("--rank", type=int, help="which is looked at (0: its shards are the largest; and the first worker)")
     add(
         "--gpu-gb",
         type=float,
@@ -73,78 +81,111 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.per_host = min(options.per_host, options.world)
     if options.world % options.per_host:
         parser.error(f"--per-host {options.per_host} does not divide --world {options.world}")
-    if not 0 <= options.rank < options.world:
+    if not 0 <= (options.rank or 0) < options.world:
         parser.error(f"--rank {options.rank}: the ranks are 0 to {options.world - 1}")
     if options.gpu_gb is not None and not options.gpu_gb > options.reserve_gb >= 0:
         parser.error(f"--gpu-gb {options.gpu_gb} must be more than --reserve-gb {options.reserve_gb}, from 0")
     return options
 
 
-def predict(options: argparse.Namespace) -> dict[str, dict[str, object]]:
-    """Of each strategy: bytes by kind, the peak, and what fits.
+def predict(options: argparse.Namespace) -> dict[str, Row]:
+    """Of each strategy: bytes by kind, the peak, and what fits; and those that refuse the run, why.
 
     Raises:
-        UserError: as of the run that the overrides describe.
+        UserError: as of the run that the overrides describe, under the only strategy or under all.
     """
-    configs = _configs(options.overrides)
-    rehearsal = Rehearsal(next(iter(configs.values())))
-    found: dict[str, dict[str, object]] = {}
-    for name, config in configs.items():
-        alone = config.strategy.name in ("single", "dp")
-        world = World(1, 1) if alone else World(options.world, options.per_host, options.rank)
-        split = _split(config, world.size, options.world)
+    found: dict[str, Row] = {}
+    refused: Row = {}
+    rehearsal: Rehearsal | None = None
+    choices = _choices(options.overrides)
+    for name, overrides in choices.items():
+        try:
+            config = composed(overrides)
+            rehearsal = rehearsal or Rehearsal(config)
+            found |= _rows(options, name or config.strategy.name, config, rehearsal)
+        except UserError as error:
+            refused[name] = str(error)
+            if len(refused) == len(choices):
+                raise
+    assert rehearsal is not None
+    about: dict[str, Row] = {"parameters": {"number": rehearsal.num_parameters}}
+    return about | found | ({"refused": refused} if refused else {})
+
+
+def _rows(options: argparse.Namespace, strategy: str, config: Config, rehearsal: Rehearsal) -> dict[str, Row]:
+    """By the name of the strategy, and of the part in the run and the device where there are several."""
+    found: dict[str, Row] = {}
+    for part, rank in _ranks(options, config).items():
+        world = World(1 if _is_one_process(config) else options.world, options.per_host, rank)
         with rehearsal.under(config, world) as stage:
-            tried = functools.cache(partial(stage.footprint, accumulation=split.accumulation))
-            found[name] = _row(tried(split.micro_size), split)
+            split = _split(options, config, stage)
+            tried = functools.cache(partial(stage.footprints, accumulation=split.accumulation))
+            fits: Row = {}
             if options.gpu_gb is not None:
                 budget = round((options.gpu_gb - options.reserve_gb) * 1e9)
-                peak = partial(_peak, tried)
-                found[name]["largest_micro_batch"] = largest_micro_size(peak, budget, split.micro_size)
-    return {"parameters": {"number": rehearsal.num_parameters}, **found}
+                largest = largest_micro_size(partial(_peak, tried), budget, split.micro_size)
+                fits = {"largest_micro_batch": largest}
+            for device, footprint in tried(split.micro_size).items():
+                name = ", ".join(filter(None, (strategy, part, device)))
+                found[name] = _row(footprint, split if stage.trains else None) | fits
+    return found
 
 
-def _peak(tried: Callable[[int], Footprint], micro_size: int) -> int:
-    return tried(micro_size).peak
+def _is_one_process(config: Config) -> bool:
+    return config.strategy.name in ("single", "dp")
 
 
-def _row(footprint: Footprint, split: BatchSplit) -> dict[str, object]:
+def _ranks(options: argparse.Namespace, config: Config) -> dict[str, int]:
+    """The ranks that are looked at, by their part in the run, where there are several."""
+    settings = config.strategy
+    if options.rank is None and isinstance(settings, ParameterServerConfig) and settings.servers != "all":
+        return {"server": 0, "worker": min(int(settings.servers), options.world - 1)}
+    return {"": 0 if _is_one_process(config) else options.rank or 0}
+
+
+def _peak(tried: Callable[[int], dict[str, Footprint]], micro_size: int) -> int:
+    return max(footprint.peak for footprint in tried(micro_size).values())
+
+
+def _row(footprint: Footprint, split: BatchSplit | None) -> Row:
     return {
         **dataclasses.asdict(footprint),
-        "micro_batch": split.micro_size,
-        "accumulation": split.accumulation,
+        "micro_batch": split.micro_size if split else None,
+        "accumulation": split.accumulation if split else None,
     }
 
 
-def _split(config: Config, replicas: int, world: int) -> BatchSplit:
+def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSplit:
     """The micro-batch that the run would have on all the ranks, also where one process is looked at."""
-    size = config.train.global_batch_size
-    micro = config.train.micro_batch_size or max(1, size // world)
+    size, replicas = config.train.global_batch_size, stage.num_replicas
+    among = options.world if _is_one_process(config) else replicas
+    gpus = options.per_host if config.strategy.name == "dp" else 1
+    micro = config.train.micro_batch_size or max(1, size // among) * gpus
     return BatchSplit(size, replicas, micro, max(1, size // replicas // micro))
 
 
-def _configs(overrides: list[str]) -> dict[str, Config]:
-    """By name of the strategy; each is given those overrides of strategy.* that it knows."""
+def _choices(overrides: list[str]) -> dict[str, list[str]]:
+    """The overrides by name of the strategy; each is given those of strategy.* that it knows."""
     if any(override.startswith("strategy=") for override in overrides):
-        config = composed(overrides)
-        return {config.strategy.name: config}
+        return {"": overrides}
     own = [override for override in overrides if override.startswith("strategy.")]
     others = [override for override in overrides if override not in own]
     used: set[str] = set()
-    configs = {}
+    choices = {}
     for name, choice in STRATEGIES.items():
         known = OmegaConf.load(CONF / "strategy" / f"{choice[0].partition('=')[2]}.yaml")
         fitting = [each for each in own if each.partition(".")[2].partition("=")[0] in known]
         used.update(fitting)
-        configs[name] = composed([*others, *choice, *fitting])
+        choices[name] = [*others, *choice, *fitting]
     if unknown := set(own) - used:
         raise UserError(f"{sorted(unknown)[0]} is no setting of {', '.join(STRATEGIES)}")
-    return configs
+    return choices
 
 
-def table(options: argparse.Namespace, found: dict[str, dict[str, object]]) -> str:
+def table(options: argparse.Namespace, found: dict[str, Row]) -> str:
     """For a person: GB of one rank."""
     number = found["parameters"]["number"]
-    rows = {name: row for name, row in found.items() if name != "parameters"}
+    rows = {name: row for name, row in found.items() if "peak" in row}
     shown = [kind for kind in KINDS if any(row["parts"][kind] for row in rows.values())]  # type: ignore[index]
     host = ["on the host"] if any(row["host"] for row in rows.values()) else []
     heads = ["GB at the peak of a step", *shown, "sum", *host, "at start", "micro-batch"]
@@ -153,12 +194,13 @@ def table(options: argparse.Namespace, found: dict[str, dict[str, object]]) -> s
     lines = [heads]
     for name, row in rows.items():
         parts: dict[str, int] = row["parts"]  # type: ignore[assignment]
-        times = f" x {row['accumulation']}" if row["accumulation"] != 1 else ""
         line = [name, *(_gb(parts[kind]) for kind in shown), _gb(row["peak"])]
         line += [*(_gb(row["host"]) for _ in host), _gb(row["start"])]
-        line.append(f"{row['micro_batch']}{times}")
+        times = f" x {row['accumulation']}" if row["accumulation"] != 1 else ""
+        line.append(f"{row['micro_batch']}{times}" if row["micro_batch"] is not None else "-")
         if options.gpu_gb is not None:
-            line.append(str(row["largest_micro_batch"] or "nothing"))
+            largest = row["largest_micro_batch"]
+            line.append({0: "nothing", MOST: "any"}.get(largest, str(largest)))  # type: ignore[call-overload]
         lines.append(line)
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     text = [
@@ -167,9 +209,10 @@ def table(options: argparse.Namespace, found: dict[str, dict[str, object]]) -> s
         )
         for line in lines
     ]
-    where = f"rank {options.rank} of {options.world}, {options.per_host} a host"
+    where = f"rank {options.rank or 0} of {options.world}, {options.per_host} a host"
     kept = f"; {options.reserve_gb:g} GB kept free" if options.gpu_gb is not None else ""
-    return "\n".join([f"{number:,} parameters; {where}{kept}", *text])
+    refused = [f"{name}: {why}" for name, why in found.get("refused", {}).items()]
+    return "\n".join([f"{number:,} parameters, not compiled; {where}{kept}", *text, *refused])
 
 
 def _gb(num_bytes: object) -> str:

@@ -1,7 +1,7 @@
 """The memory of tensors, counted while code runs on them that need have none: fake ones, for instance."""
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,37 +16,68 @@ _REST, _COMMUNICATION = "activations", "communication"
 
 
 class _Record:
-    """One storage: how many bytes it has by now, and what it was found to be for."""
+    """One storage: where it is, how many bytes it has by now, and what it was found to be for."""
 
-    __slots__ = ("kind", "num_bytes", "storage")
+    __slots__ = ("device", "kind", "num_bytes", "storage")
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = weakref.ref(storage)
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = tensor.device
+        self.storage = weakref.ref(tensor.untyped_storage())
         self.num_bytes = 0
         self.kind = _REST
 
 
-class Ledger(TorchDispatchMode):
-    """Counts the bytes of every tensor that operations within make, until nobody holds it any more.
+class Account:
+    """The bytes on one device.
 
-    To be entered inside of a FakeTensorMode. What a storage is for may be told at any time, also once it is
-    gone: the peak is found first, and looked at in the end.
+    What they are for may be told at any time, also once they are gone: the peak is found first, and looked at
+    in the end.
 
     Attributes:
         peak_bytes: the largest sum so far.
         live_bytes: the sum now.
     """
 
+    def __init__(self) -> None:
+        self.peak_bytes = self.live_bytes = 0
+        self._changes: list[tuple[_Record, int]] = []
+        self._length_at_peak = 0
+
+    def add(self, record: _Record, change: int) -> None:
+        self._changes.append((record, change))
+        self.live_bytes += change
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
+
+    def peak(self) -> dict[str, int]:
+        """The bytes of each kind at the moment of the peak."""
+        found: Counter[str] = Counter()
+        for record, change in self._changes[: self._length_at_peak]:
+            found[record.kind] += change
+        return {kind: found[kind] for kind in KINDS}
+
+    def forget_peak(self) -> None:
+        """Begin anew to look for a peak, from what is there now."""
+        self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of every tensor that operations within make, until nobody holds it any more.
+
+    To be entered inside of a FakeTensorMode.
+
+    Attributes:
+        accounts: by device.
+    """
+
     def __init__(self, staged_sends: bool = False) -> None:
         """`staged_sends`: gradients to be reduce-scattered are copied first, as gloo does."""
         super().__init__()
-        self.peak_bytes = self.live_bytes = 0
+        self.accounts: defaultdict[torch.device, Account] = defaultdict(Account)
         self._staged_sends = staged_sends
         self._records: dict[int, _Record] = {}  # by the address of the storage
         # Whole by now of what FSDP gives back by resize_, which is no operation; it fills them by one.
         self._resized: dict[int, _Record] = {}
-        self._changes: list[tuple[_Record, int]] = []
-        self._length_at_peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -71,23 +102,16 @@ class Ledger(TorchDispatchMode):
             record = self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
             record.kind = kind
 
-    def peak(self) -> dict[str, int]:
-        """The bytes of each kind at the moment of the peak."""
-        found: Counter[str] = Counter()
-        for record, change in self._changes[: self._length_at_peak]:
-            found[record.kind] += change
-        return {kind: found[kind] for kind in KINDS}
-
-    def forget_peak(self) -> None:
-        """Begin anew to look for a peak, from what is there now."""
-        self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
+    def forget_peaks(self) -> None:
+        for account in self.accounts.values():
+            account.forget_peak()
 
     def _see(self, tensor: Tensor) -> _Record:
         storage = tensor.untyped_storage()
         address = id(storage)
         record = self._records.get(address)
         if record is None or record.storage() is not storage:
-            record = self._records[address] = _Record(storage)
+            record = self._records[address] = _Record(tensor)
             weakref.finalize(storage, self._gone, record, address).atexit = False
         self._settle(record)
         return record
@@ -100,10 +124,7 @@ class Ledger(TorchDispatchMode):
 
     def _change(self, record: _Record, num_bytes: int) -> None:
         change, record.num_bytes = num_bytes - record.num_bytes, num_bytes
-        self._changes.append((record, change))
-        self.live_bytes += change
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
+        self.accounts[record.device].add(record, change)
 
     def _gone(self, record: _Record, address: int) -> None:
         if record.num_bytes:
@@ -123,7 +144,7 @@ class Ledger(TorchDispatchMode):
         if name.startswith("chunk_cat"):  # whole gradients, on the way to be scattered
             self.name("gradients", _tensors(args))
         if self._staged_sends and name == "_reduce_scatter_base_":
-            staged = _Record(args[1].untyped_storage())
+            staged = _Record(args[1])
             staged.kind = _COMMUNICATION
             self._change(staged, args[1].nbytes)
             self._change(staged, 0)

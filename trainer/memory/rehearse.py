@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._pytree import tree_map
 
-from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig, SingleConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.batch import BatchSplit
 from trainer.data.loader import Share
 from trainer.data.loaders import train_loader
@@ -32,20 +32,22 @@ from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.groups import build_optimizer, freeze
 from trainer.memory.ledger import Ledger
+from trainer.memory.stand_ins import CPU, StandIn, stand_in
 from trainer.optim import constant, sparse_weights
 from trainer.parts import build_dataset, build_model, build_task, build_to_device
 from trainer.run import wrap_model
 from trainer.state import Progress, TrainState
-from trainer.strategies import Strategy, build_strategy
-from trainer.strategies.base import Computing, parameter_count
+from trainer.strategies.base import parameter_count
 
-CPU = torch.device("cpu")
 _OFFLOADED = ("parameters", "optimizer", "averages")
 
 
 @dataclass(frozen=True)
 class World:
-    """Where the run would be, and as which of its ranks it is looked at."""
+    """Where the run would be, and as which of its ranks it is looked at.
+
+    `per_host` are the ranks of each host; of strategies that are one process, its GPUs.
+    """
 
     size: int
     per_host: int
@@ -60,7 +62,7 @@ class Footprint:
         start: the most while the model is built, filled and spread.
         peak: the most in a step, on the device.
         parts: what that consists of, by its kind.
-        host: what strategy.cpu_offload keeps in host memory beside it.
+        host: the most in host memory beside it: what strategy.cpu_offload keeps there, or a parameter server.
     """
 
     start: int
@@ -81,7 +83,7 @@ class Rehearsal:
         self.task = build_task(config)
         train_set = build_dataset(config.data, "train")
         self._build = lambda: build_model(config.model, train_set)
-        self.to_device = build_to_device(config, CPU, train_set)
+        self.to_device = lambda device: build_to_device(config, device, train_set)
         data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
         loader = train_loader(train_set, data, BatchSplit(1, 1, 1, 1), Share(0, config.seed, CPU))
         self.sample = loader.epoch(0).peek()
@@ -104,53 +106,81 @@ class Rehearsal:
         config = dataclasses.replace(config, train=train, comm=NativeCommConfig("native", "fp32", False))
         model = self._model(config)
         with _as_rank_of(world) as dist:
-            strategy = _strategy(config, dist)
+            standing_in = stand_in(config, dist, world.per_host)
+            to_device = self.to_device(standing_in.device)
             fakes = FakeTensorMode(allow_non_fake_inputs=True)
             # of outputs that are views, as without numbers more are
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), Ledger(staged_sends=True) as ledger:
-                module = wrap_model(config, _without_numbers(model), strategy)
-                yield Stage(config, self, strategy, module, ledger)
+                module = wrap_model(config, _without_numbers(model, standing_in), standing_in.strategy)
+                yield Stage(config, self, standing_in, to_device, module, ledger)
 
 
 class Stage:
     """Where steps are rehearsed, one after another; the first is made twice, for the optimizer's state."""
 
     def __init__(
-        self, config: Config, rehearsal: Rehearsal, strategy: Strategy, module: nn.Module, ledger: Ledger
+        self,
+        config: Config,
+        rehearsal: Rehearsal,
+        standing_in: StandIn,
+        to_device: Any,
+        module: nn.Module,
+        ledger: Ledger,
     ) -> None:
-        self._config, self._rehearsal, self._strategy = config, rehearsal, strategy
-        self._module, self._ledger = module, ledger
-        ledger.name("parameters", [*module.parameters(), *module.buffers()])
+        self._config, self._rehearsal, self._ledger = config, rehearsal, ledger
+        self._strategy, self._devices = standing_in.strategy, standing_in.devices
+        self._host = standing_in.host
+        self._module, self._to_device = module, to_device
+        self._owned = self._strategy.owned(module)
+        ledger.name("parameters", [*module.parameters(), *module.buffers(), *self._owned.parameters()])
         self._buckets = _ddp_buckets(config, module)
         ledger.name("gradients", self._buckets.values())
-        optimizer = _optimizer(module, config.optim)
-        scaler = strategy.grad_scaler()
-        self._state = TrainState(module, optimizer, constant(optimizer), scaler, Progress())
+        optimizer = _optimizer(self._owned, config.optim)
+        scaler = self._strategy.grad_scaler()
+        self._state = TrainState(self._owned, optimizer, constant(optimizer), scaler, Progress())
         if config.ema.decay is not None:
             self._state.keep_average(config.ema.decay, config.ema.warmup)
             assert self._state.average is not None
             ledger.name("averages", self._state.average.state_dict()["weights"].values())
-        self._start = ledger.peak_bytes
+        self._starts = {name: ledger.accounts[device].peak_bytes for name, device in self._devices.items()}
         self._offloads = isinstance(config.strategy, FsdpConfig) and config.strategy.cpu_offload
         self._has_state = False
 
+    @property
+    def num_replicas(self) -> int:
+        return self._strategy.num_replicas
+
+    @property
+    def trains(self) -> bool:
+        return self._strategy.trains
+
     def footprint(self, micro_size: int, accumulation: int) -> Footprint:
-        """What a step of so many micro-batches of so many samples takes.
+        """Of the fullest of the rank's devices."""
+        return max(self.footprints(micro_size, accumulation).values(), key=lambda found: found.peak)
+
+    def footprints(self, micro_size: int, accumulation: int) -> dict[str, Footprint]:
+        """What a step of so many micro-batches of so many samples takes, on each of the rank's devices.
 
         Raises:
             UserError: the model looks at numbers, which there are none of.
         """
         batch = tree_map(lambda value: _repeated(value, micro_size), self._rehearsal.sample)
         for _ in range(1 if self._has_state else 2):
-            self._ledger.forget_peak()
+            self._ledger.forget_peaks()
             self._step(batch, min(accumulation, 2))
             self._has_state = True
-        parts, host = self._ledger.peak(), 0
+        return {name: self._on(name, device) for name, device in self._devices.items()}
+
+    def _on(self, name: str, device: torch.device) -> Footprint:
+        account = self._ledger.accounts[device]
+        parts, host = account.peak(), 0
         if self._offloads:  # these are there all the time, and so would be part of any peak
             host = sum(parts[kind] for kind in _OFFLOADED)
             parts |= dict.fromkeys(_OFFLOADED, 0)
-        return Footprint(self._start, self._ledger.peak_bytes - host, parts, host)
+        elif self._host is not None:
+            host = self._ledger.accounts[self._host].peak_bytes
+        return Footprint(self._starts[name], sum(parts.values()), parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
         """As trainer/step.py makes it, without what speaks to others or to a person."""
@@ -161,8 +191,8 @@ class Stage:
                 parameter.grad = bucket
         module.train()
         try:
-            for micro_step in range(accumulation):
-                on_device = self._rehearsal.to_device(batch)
+            for micro_step in range(accumulation if strategy.trains else 0):
+                on_device = self._to_device(batch)
                 with strategy.gradient_sync(module, enabled=micro_step == accumulation - 1):
                     with strategy.autocast():
                         loss = self._rehearsal.task.loss(module, on_device) / accumulation
@@ -171,7 +201,9 @@ class Stage:
         except (RuntimeError, NotImplementedError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(f"the model cannot be measured without its numbers: {reason}") from error
-        self._ledger.name("gradients", [p.grad for p in module.parameters() if p.grad is not None])
+        self._name_gradients(module)
+        strategy.aggregate(module)
+        self._name_gradients(self._owned)
         if self._config.train.clip_grad_norm is not None:
             strategy.clip_grad_norm(module, math.inf)
         state.optimizer.step()
@@ -179,6 +211,9 @@ class Stage:
         self._ledger.name("optimizer", [value for value in states if isinstance(value, Tensor)])
         state.update_average()
         state.optimizer.zero_grad(set_to_none=True)
+
+    def _name_gradients(self, module: nn.Module) -> None:
+        self._ledger.name("gradients", [p.grad for p in module.parameters() if p.grad is not None])
 
 
 def _optimizer(module: nn.Module, optim: dict[str, Any]) -> Optimizer:
@@ -189,27 +224,6 @@ def _optimizer(module: nn.Module, optim: dict[str, Any]) -> Optimizer:
     if has_kernel and open_to_choice and not sparse_weights(module):
         return build_optimizer(module, optim | {"fused": True})
     return optimizer
-
-
-class _Whole(Strategy):
-    """A whole model where it is; of DDP all but the buckets, for whose C++ tensors must have memory."""
-
-    def place(self, model: nn.Module) -> nn.Module:
-        return model
-
-
-def _strategy(config: Config, dist: Dist) -> Strategy:
-    settings = config.strategy
-    if isinstance(settings, FsdpConfig):  # what it offloads is told apart afterwards: here all is on the host
-        return build_strategy(
-            dataclasses.replace(config, strategy=dataclasses.replace(settings, cpu_offload=False)), dist
-        )
-    if not isinstance(settings, SingleConfig | DdpConfig) or settings.devices_per_replica > 1:
-        raise UserError(
-            f"trainer.memory knows whole models under single and ddp, and fsdp; strategy={settings.name} "
-            "with parts of a model in several places is not among them"
-        )
-    return _Whole(CPU, Computing(config.train.precision))
 
 
 def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:
@@ -231,11 +245,14 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _without_numbers(model: Deferred) -> Deferred:
-    """`model`, which is filled with fake tensors instead of its values."""
+def _without_numbers(model: Deferred, standing_in: StandIn) -> Deferred:
+    """`model`, which is filled with fake tensors instead of its values, each on its device."""
+    elsewhere = standing_in.lies_on(model.module)
 
     def fake(tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor | DTensor) else torch.empty_like(tensor, device=CPU)
+        if isinstance(tensor, FakeTensor | DTensor):
+            return tensor
+        return torch.empty_like(tensor, device=elsewhere.get(id(tensor), standing_in.device))
 
     def fill(module: nn.Module) -> None:
         replace_all(module, fake)

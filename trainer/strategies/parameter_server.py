@@ -53,6 +53,7 @@ class ParameterServer(Strategy):
         self.serves, self.trains = dist_.rank in self.servers, dist_.rank in self.workers
         # Of a rank that only serves: nobody's, so that it draws numbers of its own.
         self.replica = self.workers.index(dist_.rank) if self.trains else self.num_replicas + dist_.rank
+        self._mesh = DeviceMesh("cpu", self.servers)
         self.notes.append(
             f"parameter_server: {len(self.servers)} servers, {self.num_replicas} workers"
             + ("; every rank is both" if settings.servers == "all" else "")
@@ -68,7 +69,6 @@ class ParameterServer(Strategy):
             self.buckets = lay_out(shapes, len(self.servers), int(self.settings.bucket_mb * 2**20))
         except ValueError as error:
             raise UserError(f"strategy=parameter_server: {error}") from error
-        self._mesh = DeviceMesh("cpu", self.servers)
         self._shards = Shards(self._mesh, self.buckets, shapes)
         fill(model)
         for name, parameter in model.named_parameters():

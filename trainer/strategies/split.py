@@ -31,7 +31,7 @@ class Split:
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         self.moves = self.passes = 0
         self._at = 0  # the place that computes, of the devices' places in their order
-        places = _places(model, len(devices))
+        places = places_of(model, len(devices))
         self.num_bytes = [0] * len(devices)  # of parameters and buffers, by place
         seen: set[Tensor] = set()
         for module, place in places.items():
@@ -134,7 +134,7 @@ def _is_about_first(func: Any) -> bool:
     return changes or name in ("__setitem__", "__getitem__")
 
 
-def _places(model: nn.Module, count: int) -> dict[nn.Module, int]:
+def places_of(model: nn.Module, count: int) -> dict[nn.Module, int]:
     """The place of every module, for the parameters and buffers that are its own."""
     order = {module: number for number, module in enumerate(model.modules())}
     units = sorted(getattr(model, "fsdp_units", None) or _units_by_size(model, count), key=order.__getitem__)
