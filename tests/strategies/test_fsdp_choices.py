@@ -1,5 +1,6 @@
 """What FSDP and activation checkpointing let one choose changes memory and traffic, not the gradients."""
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
@@ -101,14 +102,42 @@ def _at_once() -> list[bool]:
     return found
 
 
-def _all() -> tuple[dict[str, tuple[float, float, int, int]], list[bool]]:
-    return _differences(), _at_once()
+class Reversed(nn.Module):
+    """Registers its units in another order than it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.b, self.a = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.fsdp_units = [self.c, self.b, self.a]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+@torch.no_grad()
+def _with_other_weights() -> float:
+    """How far a model that gathers ahead is off, given other weights between two passes without gradients."""
+    torch.manual_seed(3)
+    model = Reversed()
+    plain, strategy = copy.deepcopy(model), plain_fsdp(_config(prefetch_units=1))
+    model = strategy.wrap(model)
+    strategy.weights_changed(model)  # also before any pass
+    model(torch.ones(1, 4))
+    for parameter in (*model.parameters(), *plain.parameters()):
+        parameter.mul_(2)
+    strategy.weights_changed(model)
+    return float((model(torch.ones(1, 4)) - plain(torch.ones(1, 4))).abs().max())
+
+
+def _all() -> tuple[dict[str, tuple[float, float, int, int]], float, list[bool]]:
+    return _differences(), _with_other_weights(), _at_once()
 
 
 @pytest.mark.slow
 def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
-    differences, at_once = run_ranks(_all, 4)[0]
+    differences, off, at_once = run_ranks(_all, 4)[0]
     assert at_once == [True, True]
+    assert off < 1e-6, "a unit that was gathered ahead, and not called, keeps the weights of then"
     gathers = {name: found[3] for name, found in differences.items()}
     # Of each micro-batch: four groups before the forward pass, and three of them, all or none before the other.
     assert [gathers[name] for name in ("default", "all freed", "none freed")] == [14, 16, 8], gathers

@@ -52,6 +52,7 @@ class Fsdp(Strategy):
         super().__init__(dist.device, computing)
         self.settings, self.comm, self.dist, self.timeout_s = settings, comm, dist, timeout_s
         self.shard_comm: ShardComm | None = None
+        self._may_hold_gathers = False  # before the first pass torch cannot gather
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self.mesh = _mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
@@ -103,6 +104,7 @@ class Fsdp(Strategy):
             model.register_forward_hook(_reshard_without_gradient)
         if self.settings.prefetch_units is not None:
             _prefetch(model, self.settings.prefetch_units)
+            model.register_forward_hook(self._note_call)
         self._attach(model)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
@@ -198,10 +200,16 @@ class Fsdp(Strategy):
         norm = super().clip_grad_norm(model, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    def _note_call(self, *_: object) -> None:
+        self._may_hold_gathers = True
+
     def weights_changed(self, model: nn.Module) -> None:
-        # Whole copies that outlive a forward pass (the root's, or all with reshard_after_forward=false).
+        # Whole copies that outlive a forward pass (the root's, or all with reshard_after_forward=false); and
+        # what was gathered ahead for a unit that was not called again, which torch keeps for its next call.
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                if self._may_hold_gathers:
+                    module.unshard()  # takes that, or gathers anew
                 module.reshard()
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
