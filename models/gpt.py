@@ -105,7 +105,9 @@ class GPT(nn.Module):
             weight = F.pad(weight, (0, 0, 0, self._padding))
         if chunks and targets is not None and not x.is_meta:  # there only shapes matter
             return chunked_cross_entropy(x, weight, targets, self.vocab_size, reduction)
-        logits = F.linear(x, weight)[..., : self.vocab_size]
+        logits = F.linear(x, weight)
+        if self._padding:
+            logits = logits[..., : self.vocab_size]
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
