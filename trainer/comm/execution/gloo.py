@@ -51,6 +51,9 @@ class GlooLink:
             self.waited_s += time.perf_counter() - began
 
     def _lost(self, error: RuntimeError, due: str, waited_s: float) -> PeerError:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            # Raised in Python: by the handler of a signal, as torch's, for a data worker that was killed.
+            raise error
         if "imed out" in str(error):  # gloo has no error class that would tell
             return PeerError.silent_for(self.peer, self._timeout.total_seconds(), due)
         return PeerError.hung_up(self.peer, f"is gone (gloo: {str(error).splitlines()[0]})", due, waited_s)
