@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -24,6 +25,7 @@ from trainer.overrides import for_hydra
 if TYPE_CHECKING:
     from trainer.job import Job
 
+_T = TypeVar("_T")
 # What may be set past Hydra: a path that its grammar takes as it is.
 _PLACE = re.compile(r"(run_dir|resume)=[A-Za-z_/][A-Za-z0-9_/.-]*")
 CONF = Path(__file__).parents[1] / "conf"
@@ -38,18 +40,24 @@ def settings(*overrides: str) -> config.Config:
     """As composed from `overrides`; what differs in run_dir and resume alone is composed once in a session."""
     own = {word.partition("=")[0]: word.partition("=")[2] for word in overrides if _PLACE.fullmatch(word)}
     common = tuple(word for word in overrides if not _PLACE.fullmatch(word))
-    folder = Path(os.environ.get("RINGMASTER_TESTS_SETTINGS", os.devnull))
-    known = folder / hashlib.sha256(repr(common).encode()).hexdigest()
-    if known.exists():
-        found = pickle.loads(known.read_bytes())
-    else:
-        found = config.load(composed(*common))
-        if folder.is_dir():  # other ranks may do the same, at the same moment
-            mine = known.with_suffix(f".{os.getpid()}")
-            mine.write_bytes(pickle.dumps(found))
-            mine.rename(known)
+    found = _once_in_a_session(repr(common), lambda: config.load(composed(*common)))
     places = {name: None if value == "null" else value for name, value in own.items()}
-    return dataclasses.replace(found, **places)  # type: ignore[arg-type]
+    return dataclasses.replace(found, **places)
+
+
+def _once_in_a_session(name: str, make: Callable[[], _T]) -> _T:
+    """What one process has made, for all; ranks that ask at the same moment wait for the first."""
+    folder = Path(os.environ.get("RINGMASTER_TESTS_SETTINGS", os.devnull))
+    if not folder.is_dir():
+        return make()
+    known = folder / hashlib.sha256(name.encode()).hexdigest()
+    with known.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not known.exists():
+            part = known.with_suffix(".part")  # its writer may be killed
+            part.write_bytes(pickle.dumps(make()))
+            part.rename(known)
+    return cast(_T, pickle.loads(known.read_bytes()))
 
 
 def train(*overrides: str) -> dict[str, Any]:

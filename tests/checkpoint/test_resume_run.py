@@ -47,12 +47,14 @@ def stopped_and_resumed(root: Path, stops: list[int], overrides: tuple[str, ...]
     torch.set_num_threads(1)
     found: dict[int, list[str]] = {}
     with process_group(runs.settings(*overrides).distributed) as dist:
-        original = run(dist, root / "original", *overrides)
+        # The step after a stop, too: a save in the background meets the next.
+        save_at = {step for stop in stops for step in (stop, stop + 1)}
+        original = run(dist, root / "original", *overrides, save_at=save_at)
         micro_batches = len(original["samples"]) // LAST_STEP
         for stop in stops:
             checkpoint = root / "original" / "checkpoints" / f"step_{stop:08d}"
-            once = (*overrides, "checkpoint.every_steps=null", "checkpoint.every_epochs=null")
-            resumed = run(dist, root / f"stopped_{stop}", *once, resume=str(checkpoint))
+            stopped = root / f"stopped_{stop}"
+            resumed = run(dist, stopped, *overrides, resume=str(checkpoint), save_at=())
             expected = original["samples"][micro_batches * stop :]
             found[stop] = differences(original["end"], resumed["end"])
             found[stop] += differences(original["generators"], resumed["generators"])

@@ -32,12 +32,13 @@ def _resumed(root: Path, worlds: list[tuple[str, tuple[str, ...]]]) -> dict[str,
     drawn, found = random.Random(str(worlds)), {}
     with process_group(runs.settings(*worlds[0][1]).distributed) as dist:
         for name, overrides in worlds:
-            original = run(dist, root / name, *overrides)
+            stops = sorted(drawn.sample(range(1, LAST_STEP), NUM_STOPS))
+            original = run(dist, root / name, *overrides, save_at=stops)
             micro_batches = len(original["samples"]) // LAST_STEP
-            for stop in sorted(drawn.sample(range(1, LAST_STEP), NUM_STOPS)):
+            for stop in stops:
                 checkpoint = root / name / "checkpoints" / f"step_{stop:08d}"
-                once = (*overrides, "checkpoint.every_steps=null", "checkpoint.every_epochs=null")
-                resumed = run(dist, root / f"{name}-{stop}", *once, resume=str(checkpoint))
+                again = root / f"{name}-{stop}"
+                resumed = run(dist, again, *overrides, resume=str(checkpoint), save_at=())
                 expected = original["samples"][micro_batches * stop :]
                 different = differences(original["end"], resumed["end"])
                 different += [] if resumed["samples"][-len(expected) :] == expected else ["samples"]
@@ -80,7 +81,7 @@ def _ids(dist: Dist, run_dir: Path, last_step: int, overrides: tuple[str, ...]) 
 
     train_step, loop.train_step = loop.train_step, recorded
     try:
-        run(dist, run_dir, *overrides, f"train.max_steps={last_step}", resume="auto")
+        run(dist, run_dir, *overrides, f"train.max_steps={last_step}", resume="auto", save_at=())
     finally:
         loop.train_step = train_step
     return seen

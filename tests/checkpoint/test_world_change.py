@@ -1,7 +1,8 @@
 """A run that goes on with other ranks, strategy or format: the same tensors, the next samples."""
 
-import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 
 from tests import runs
-from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, PS, SINGLE, differences, run
+from tests.checkpoint.whole_runs import DDP, FSDP, PS, SINGLE, differences, run
 from tests.ranks import run_ranks
 from trainer.checkpoint.source import Source
 from trainer.distributed import process_group
 
 SHARDED = "checkpoint=sharded"
-STOP = 7  # the second epoch is half done
+STOP, LAST_STEP = 7, 11  # the second epoch is half done; the third has begun
+LAST = f"train.max_steps={LAST_STEP}"
 HYBRID = (*FSDP, "strategy.shard_group=2")
 PS_2, PS_ALL = (*PS, "strategy.servers=2"), (*PS, "strategy.servers=all")
 CHANGES = {
@@ -37,16 +39,45 @@ CHANGES = {
     "fsdp 2, sharded -> ps 1+2": (2, (*FSDP, SHARDED), 3, PS),
     "fsdp 4 -> single": (4, (*FSDP, SHARDED), 1, SINGLE),
 }
-ONCE = f"checkpoint.every_steps={STOP}"  # and at the end
+Wanted = tuple[int, tuple[str, ...], str]  # how many ranks, settings, what to resume
+Seen = list[dict[str, Any]]  # by rank
 
 
-def _run(run_dir: Path, overrides: tuple[str, ...], resume: str) -> dict[str, Any]:
+def _runs(jobs: list[tuple[Path, tuple[str, ...], str]]) -> Seen:
     torch.set_num_threads(1)
-    with process_group(runs.settings(*overrides).distributed) as dist:
-        return run(dist, run_dir, *overrides, resume=resume)
+    with process_group(runs.settings(*jobs[0][1]).distributed) as dist:
+        return [
+            run(dist, run_dir, *overrides, LAST, resume=resume, save_at=[STOP])
+            for run_dir, overrides, resume in jobs
+        ]
 
 
-def _samples_by_step(results: list[dict[str, Any]], num_steps: int) -> list[list[str]]:
+def _seen(root: Path, wanted: Iterable[Wanted]) -> dict[Wanted, tuple[Seen, Path]]:
+    """What each rank saw of each run, and its directory; as many ranks are started once for all their runs."""
+    found = {}
+    by_world = itertools.groupby(sorted(dict.fromkeys(wanted), key=itemgetter(0)), key=itemgetter(0))
+    for world, ones in [(world, list(ones)) for world, ones in by_world]:
+        jobs = [(root / f"{world}-{number}", *one[1:]) for number, one in enumerate(ones)]
+        ranks = run_ranks(_runs, world, jobs, init=False)
+        for one, (run_dir, *_), *results in zip(ones, jobs, *ranks, strict=True):
+            found[one] = (results, run_dir)
+    return found
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Path, Seen]]:
+    """Of each change: a run never stopped, its checkpoint half way, and the run that went on from there."""
+    begun = {name: (world, overrides, "null") for name, (world, overrides, *_) in CHANGES.items()}
+    whole = _seen(tmp_path_factory.mktemp("whole"), begun.values())
+    half = {name: whole[one][1] / "checkpoints" / f"step_{STOP:08d}" for name, one in begun.items()}
+    gone_on = {
+        name: (world, overrides, str(half[name])) for name, (_, _, world, overrides) in CHANGES.items()
+    }
+    after = _seen(tmp_path_factory.mktemp("changed"), gone_on.values())
+    return {name: (whole[begun[name]][0], half[name], after[gone_on[name]][0]) for name in CHANGES}
+
+
+def _samples_by_step(results: Seen, num_steps: int) -> list[list[str]]:
     """All samples that all ranks trained on in each of the last ``num_steps`` steps, in sorted order."""
     steps: list[list[str]] = [[] for _ in range(num_steps)]
     results = [result for result in results if result["samples"]]  # a parameter server reads none
@@ -58,29 +89,13 @@ def _samples_by_step(results: list[dict[str, Any]], num_steps: int) -> list[list
     return [sorted(step) for step in steps]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
-    """What each rank saw of a run never stopped, and its checkpoint half way; several changes begin with one."""
-
-    @functools.cache
-    def run_whole(world: int, overrides: tuple[str, ...]) -> tuple[list[dict[str, Any]], Path]:
-        root = tmp_path_factory.mktemp("whole")
-        results = run_ranks(_run, world, root, (*overrides, ONCE), "null", init=False)
-        return results, root / "checkpoints" / f"step_{STOP:08d}"
-
-    return run_whole
-
-
 @pytest.mark.slow
-@pytest.mark.xdist_group("changes of the world")  # `whole` is of this process
+@pytest.mark.xdist_group("changes of the world")  # `changed` is of this process
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_same_tensors_and_the_next_samples(
-    tmp_path: Path, name: str, whole: Callable[..., tuple[list[dict[str, Any]], Path]]
+    name: str, changed: dict[str, tuple[Seen, Path, Seen]]
 ) -> None:
-    world, overrides, new_world, new_overrides = CHANGES[name]
-    before, checkpoint = whole(world, overrides)
-    new_overrides = (*new_overrides, "checkpoint.every_steps=null", "checkpoint.every_epochs=null")
-    after = run_ranks(_run, new_world, tmp_path, new_overrides, str(checkpoint), init=False)
+    before, checkpoint, after = changed[name]
     saved = Source.open(checkpoint)
     assert differences({"tensors": saved.read(), "plain": saved.facts["state"]}, after[0]["begin"]) == []
     assert differences(after[0]["begin"], after[0]["end"]) != []

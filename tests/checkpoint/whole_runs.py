@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ SETTINGS = (
     "train.global_batch_size=12",  # 5 steps to an epoch
     "train.clip_grad_norm=1.0",
     "train.log_every_steps=3",
-    "checkpoint.every_steps=1",
     "checkpoint.keep_last=20",
     "distributed.timeout_s=60",
 )
@@ -56,8 +56,14 @@ class Recorder:
         return getattr(self._task, name)
 
 
-def run(dist: Dist, run_dir: Path, *overrides: str, resume: str = "null") -> dict[str, Any]:
-    """Train to the end.
+def run(
+    dist: Dist,
+    run_dir: Path,
+    *overrides: str,
+    resume: str = "null",
+    save_at: Container[int] | None = None,
+) -> dict[str, Any]:
+    """Train to the end, saving there and at the steps of ``save_at``, or when the settings say.
 
     Returns all that the run was at its beginning and at its end (tensors whole), its
     generators at the end, and the samples of each micro-batch that this rank trained on; where a resumed DDP
@@ -69,6 +75,8 @@ def run(dist: Dist, run_dir: Path, *overrides: str, resume: str = "null") -> dic
         job = assemble(config, "tests", dist, stop_request)
         begin = _everything(job.state)
         recorder = Recorder(job.task)
+        if save_at is not None:  # at each step, saving would be half of such a run
+            job.checkpointer.due = lambda progress, end_of_epoch: progress.step in save_at  # type: ignore[method-assign]
         loop.fit(dataclasses.replace(job, task=recorder))
     job.checkpointer.close()
     job.strategy.close()
