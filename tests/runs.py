@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from trainer.job import Job
 
 _T = TypeVar("_T")
+# What sets a value, in words of which Hydra's grammar makes the same wherever they stand.
+_VALUE = re.compile(r"(?!hydra\.)[a-z_]+(\.\w+)+=([\w.-]+|\[[\w.,-]*\])")
 # What may be set past Hydra: a path that its grammar takes as it is.
 _PLACE = re.compile(r"(run_dir|resume)=[A-Za-z_/][A-Za-z0-9_/.-]*")
 CONF = Path(__file__).parents[1] / "conf"
@@ -36,11 +41,28 @@ def composed(*overrides: str) -> DictConfig:
         return compose("train", overrides=for_hydra(overrides))
 
 
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    """`composed`, in a fifth of its time: to what most words compose, once in a session, the values at the end
+    are set as Hydra sets them."""
+    # Hydra takes these first, wherever they stand.
+    groups = [word for word in overrides if (CONF / word.partition("=")[0]).is_dir()]
+    others = [word for word in overrides if word not in groups]
+    plain = list(itertools.takewhile(_VALUE.fullmatch, reversed(others)))
+    values, first = plain[::-1], [*groups, *others[: len(others) - len(plain)]]
+    found = _once_in_a_session(f"before load: {first}", lambda: composed(*first))
+    try:
+        for value in OverridesParser.create().parse_overrides(values):
+            OmegaConf.update(found, value.key_or_group, value.value(), merge=True)
+    except OmegaConfBaseException:
+        return composed(*overrides)  # whose words for it are Hydra's
+    return found
+
+
 def settings(*overrides: str) -> config.Config:
     """As composed from `overrides`; what differs in run_dir and resume alone is composed once in a session."""
     own = {word.partition("=")[0]: word.partition("=")[2] for word in overrides if _PLACE.fullmatch(word)}
     common = tuple(word for word in overrides if not _PLACE.fullmatch(word))
-    found = _once_in_a_session(repr(common), lambda: config.load(composed(*common)))
+    found = _once_in_a_session(repr(common), lambda: config.load(_composed(common)))
     places = {name: None if value == "null" else value for name, value in own.items()}
     return dataclasses.replace(found, **places)
 

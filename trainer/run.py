@@ -205,7 +205,8 @@ def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> 
 
 
 def _introduce(config: Config, job: Job, num_parameters: int) -> None:
-    job.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, job.first_step)
+    if job.dist.is_main:  # writing all out takes longer than a step of a small model
+        job.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, job.first_step)
     log.info("%s", start_table(config, job, num_parameters))
     for note in job.strategy.notes:
         log.info("%s", note)
