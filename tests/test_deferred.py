@@ -1,5 +1,6 @@
 """A model that is recorded and filled afterwards is the one that its constructor builds."""
 
+import functools
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -119,6 +120,49 @@ def test_torchvisions_models() -> None:
                 assert ours.std().item() == pytest.approx(value.std().item(), rel=0.05), key
 
 
+@functools.lru_cache
+def _cached(size: int) -> Tensor:
+    return torch.linspace(0, 1, size)
+
+
+class _Slots:
+    __slots__ = ("table",)
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
+
+
+class Hides(nn.Module):
+    """Tensors where no module lists them; `tree` holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ones = torch.ones(3)
+        self._private, self._listed = torch.ones(3), [torch.ones(3)]
+        self.closure = lambda: ones * 2
+        self.partial = functools.partial(torch.mul, torch.ones(3))
+        self.slots, self.kept = _Slots(torch.ones(3)), {torch.ones(3)}
+        self.teacher = [nn.Linear(3, 3).requires_grad_(False)]
+        self.tree: dict[str, Any] = {"part": torch.ones(3)}
+        self.tree["self"] = self.tree
+        self.register_buffer("trained", torch.ones(3).requires_grad_())
+        self.old = nn.utils.weight_norm(nn.Linear(3, 3))  # has a graph of its own
+        _cached(3)
+
+    def forward(self) -> list[Tensor]:
+        of_lists = [self._private, *self._listed, *self.kept, self.tree["part"], self.trained]
+        return [*of_lists, self.closure() / 2, self.partial(torch.ones(3)), self.slots.table]  # type: ignore
+
+
+def test_what_no_module_lists_has_its_values_all_the_same() -> None:
+    model = filled(Hides)
+    assert all(value.equal(torch.ones(3)) for value in model())
+    assert _cached(3).equal(torch.linspace(0, 1, 3)), "for whoever asks next"
+    assert model.trained.requires_grad  # type: ignore[union-attr]
+    teacher = model.teacher[0]  # type: ignore[index]
+    assert teacher.weight.equal(filled(Hides).teacher[0].weight) and not teacher.weight.requires_grad  # type: ignore
+
+
 class Generator(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -137,6 +181,12 @@ class SeedsApart(nn.Linear):
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.fixed = nn.Parameter(torch.randn(3))
+
+
+class HidesAView(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.slots = _Slots(self.weight.data[0])
 
 
 class Hooked(nn.Linear):
@@ -164,6 +214,7 @@ class Seeds(nn.Linear):
         (WritesNumPy, "read-only"),
         (Seeds, "seeds torch itself"),
         (SeedsApart, "seeds torch itself"),
+        (HidesAView, "a part of a tensor that a module holds"),
         (Hooked, "bias has a hook on its gradient"),
         (HookedAfter, "bias has a hook on its gradient"),
         (lambda: parametrizations.orthogonal(nn.Linear(3, 3)), "uses aten.geqrf"),
@@ -202,6 +253,28 @@ def test_a_parameter_that_is_never_written_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="6 of the 9 numbers of table are never initialised"):
         model.fill(model.module)
     assert filled(Cache).cache.tolist() == [0, 0, 0]  # type: ignore[operator, union-attr]
+
+
+class Takes(nn.Linear):
+    def __init__(self, take: Callable[[], Tensor]) -> None:
+        super().__init__(2, 2)
+        self.table = nn.Parameter(take(), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda: torch.empty(3).bfloat16(),
+        lambda: torch.empty(0).resize_(3),
+        lambda: torch.empty(3, dtype=torch.complex64),
+        lambda: torch.empty(3, dtype=torch.float8_e4m3fn),
+        lambda: torch.empty(3, dtype=torch.int64),
+    ],
+)
+def test_memory_as_it_came_is_found_in_every_dtype(take: Callable[[], Tensor]) -> None:
+    model = deferred(partial(Takes, take), 0)
+    with pytest.raises(UserError, match="3 of the 3 numbers of table are never initialised"):
+        model.fill(model.module)
 
 
 def test_weights_from_elsewhere_take_the_place_of_those_drawn() -> None:

@@ -8,9 +8,10 @@ however little of the rest. (torchdistX's deferred_init does the same in C++, wi
 """
 
 import contextlib
+import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ _OVERWRITES = {
     _aten.fill_.Scalar,
     _aten.copy_.default,
 }
+_RESIZES = {_aten.resize_.default}
 # Asked for a value, not for a tensor: computed at once.
 _READS = {
     Tensor.item,
@@ -49,6 +51,7 @@ _READS = {
     torch.allclose,
 }
 _SMALL_BYTES = 1 << 16
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # In memory that was never written: a NaN, so that what is computed of it is one, and no other NaN.
 _UNWRITTEN = {2: 0x7FE5, 4: 0x7FE5A5A5, 8: 0x7FF9A5A5A5A5A5A5}
@@ -218,6 +221,25 @@ class Tape(TorchDispatchMode):
                         made.pop(number, None)
         return made
 
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether anything was done to the memory of `tensor` but to take it."""
+        number = self.place(tensor).storage
+        writers = [operation for operation in self._operations if number in operation.writes]
+        return not all("empty" in op.function.name() or op.function in _RESIZES for op in writers)
+
+    def found_alive(self, known: Collection[Tensor]) -> list[Tensor]:
+        """Tensors of this tape that somebody holds, wherever that is, besides those `known`."""
+
+        def alive() -> list[Tensor]:
+            found = (each for each in gc.get_objects() if type(each) in _KINDS and id(each) not in names)
+            # Others than leaves belong to a graph of the constructor's, which nobody goes through again.
+            return [each for each in found if each.is_meta and each.is_leaf and self.holds(each)]
+
+        names = {id(tensor) for tensor in known}
+        if alive():
+            gc.collect()  # of these some may be held by nobody any more
+        return alive()
+
     def _covers(self, place: _Place) -> bool:
         """Whether a tensor is all of its memory."""
         dense = place.size.numel() * place.dtype.itemsize == self._storages[place.storage].nbytes()
@@ -236,7 +258,11 @@ class Tape(TorchDispatchMode):
         if operation.seed is not None:
             torch.default_generator.manual_seed(operation.seed)
         arguments, options = _mapped((operation.arguments, operation.options), real)
+        before = arguments[0].untyped_storage().nbytes() if operation.function in _RESIZES else 0
         result = operation.function(*arguments, **options)
+        if operation.function in _RESIZES and (grown := result.untyped_storage().nbytes()) > before:
+            of_all = torch.empty(0, dtype=result.dtype).set_(result.untyped_storage())
+            _mark_unwritten(of_all[before // result.itemsize : grown // result.itemsize])
         tensors = [value for value in _leaves(result) if isinstance(value, Tensor)]
         for tensor, place in zip(tensors, operation.outputs, strict=True):
             if place is None:
@@ -287,7 +313,9 @@ class Deferred:
 
     def __init__(self, module: nn.Module, tape: Tape | None, *notes: str) -> None:
         self.module, self.notes, self._tape = module, notes, tape
-        self._names = {id(tensor): name for name, tensor in _named_tensors(module)}
+        self._names: dict[int, str] = {}
+        for name, tensor in _named_tensors(module):
+            self._names.setdefault(id(tensor), name)
 
     def fill(self, module: nn.Module) -> None:
         """Give the tensors of `module`, the model or a part of it, their memory on the CPU and their values.
@@ -308,6 +336,27 @@ class Deferred:
                 self._check(real, tensor)
                 _replace(module, tensor, real)
 
+    def fill_hidden(self) -> None:
+        """Give their values to tensors that no module holds: those of closures, caches, objects of any kind.
+
+        `fill` would not come upon them, so they are whole from the start, on every rank.
+        """
+        assert self._tape is not None
+        named = [tensor for _, tensor in _named_tensors(self.module) if self._tape.holds(tensor)]
+        shared = {self._tape.place(tensor).storage for tensor in named}
+        by_storage: dict[int, list[Tensor]] = {}
+        for tensor in self._tape.found_alive(named):
+            by_storage.setdefault(self._tape.place(tensor).storage, []).append(tensor)
+        if not shared.isdisjoint(by_storage):
+            raise _NotRecordable("it holds, where nobody finds it, a part of a tensor that a module holds")
+        for number, tensors in by_storage.items():
+            storage = self._tape.replay({number})[number]
+            for tensor in tensors:
+                if weakref.getweakrefs(tensor):
+                    raise _NotRecordable("it holds, where nobody finds it, a tensor with weak references")
+                with contextlib.suppress(RuntimeError):  # kept by a graph alone, or a gradient
+                    torch.utils.swap_tensors(tensor, _like(tensor, self._tape.place(tensor).on(storage)))
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Begin from `tensors`, by their names in the module; they are held until this object goes."""
         if self._tape is None:
@@ -317,8 +366,11 @@ class Deferred:
             self.module.load_state_dict(tensors, strict=False)
 
     def _check(self, real: Tensor, tensor: Tensor) -> None:
-        unwritten = _is_unwritten(real)
-        if unwritten is None or not unwritten.any():
+        assert self._tape is not None
+        unwritten = _is_unwritten(real, isinstance(tensor, nn.Parameter))
+        if unwritten is None:
+            unwritten = torch.full(real.shape, not self._tape.is_written(tensor))
+        if not unwritten.any():
             return
         name = self._names[id(tensor)]
         if isinstance(tensor, nn.Parameter):
@@ -348,17 +400,22 @@ def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
             model = build()
         tape.check_seed()
         for name, tensor in _named_tensors(model):
-            if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            if type(tensor) not in _KINDS:
                 raise _NotRecordable(f"{name} is a {type(tensor).__name__}")
             if tensor.is_meta and not tape.holds(tensor):
                 raise _NotRecordable(f"{name} lies on the meta device")
             if has_gradient_hook(tensor):  # it would stay with the tensor that a real one replaces
                 raise _NotRecordable(f"{name} has a hook on its gradient")
-        return Deferred(model, tape)
+        found = Deferred(model, tape)
+        found.fill_hidden()
+        return found
     except (Exception, _NotRecordable) as error:  # a real mistake comes again, and is reported there
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     seed_everything(seed, 0)
     return Deferred(build(), None, f"the model is built whole on every rank: {reason}")
+
+
+_OF_MODULES = vars(nn.Module()).keys()  # the attributes that every module has
 
 
 def has_gradient_hook(tensor: Tensor) -> bool:
@@ -370,12 +427,20 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers, and tensors that modules hold otherwise, alone or in lists and dicts."""
     for prefix, part in module.named_modules():
         held = {**part._parameters, **part._buffers}
-        held |= {key: value for key, value in vars(part).items() if not key.startswith("_")}
+        held |= {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
         for key, value in held.items():
-            if isinstance(value, Tensor | list | tuple | dict):
-                for tensor in _leaves(value):
-                    if isinstance(tensor, Tensor):
-                        yield f"{prefix}.{key}" if prefix else key, tensor
+            for tensor in _tensors_in(value, set()):
+                yield f"{prefix}.{key}" if prefix else key, tensor
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Of lists, tuples and dicts, which may hold themselves."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, seen)
 
 
 def replace_all(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
@@ -387,8 +452,7 @@ def replace_all(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
 
 def _replace(module: nn.Module, old: Tensor, real: Tensor) -> None:
     """Make `old` a real tensor: the same object where it can be, so that all who hold it see it."""
-    new = nn.Parameter(real, old.requires_grad) if isinstance(old, nn.Parameter) else real
-    new.__dict__.update(old.__dict__)
+    new = _like(old, real)
     if not weakref.getweakrefs(old):
         with contextlib.suppress(RuntimeError):  # part of an autograd graph, as old-style weight_norm leaves
             torch.utils.swap_tensors(old, new)
@@ -397,6 +461,16 @@ def _replace(module: nn.Module, old: Tensor, real: Tensor) -> None:
         for name, tensor in [*part._parameters.items(), *part._buffers.items(), *vars(part).items()]:
             if tensor is old:
                 setattr(part, name, new)
+
+
+def _like(old: Tensor, real: Tensor) -> Tensor:
+    """`real` as `old` is: a parameter, trained, with attributes of its user's."""
+    if isinstance(old, nn.Parameter):
+        real = nn.Parameter(real, old.requires_grad)
+    elif old.requires_grad and old.is_leaf:
+        real.requires_grad_()
+    real.__dict__.update(old.__dict__)
+    return real
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -429,15 +503,25 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _mark_unwritten(tensor: Tensor) -> None:
-    if tensor.is_floating_point() and tensor.element_size() in _BITS:
-        size = tensor.element_size()
+    size = tensor.element_size()
+    if tensor.is_complex():
+        _mark_unwritten(torch.view_as_real(tensor))
+    elif tensor.is_floating_point() and size in _BITS:
         tensor.view(_BITS[size]).fill_(_UNWRITTEN[size])
+    elif tensor.is_floating_point():
+        tensor.fill_(torch.nan)
     else:
         tensor.zero_()
 
 
-def _is_unwritten(tensor: Tensor) -> Tensor | None:
-    size = tensor.element_size()
-    if not tensor.is_floating_point() or size not in _BITS:
+def _is_unwritten(tensor: Tensor, is_parameter: bool) -> Tensor | None:
+    """By element; None where numbers cannot tell.
+
+    A parameter is not to begin as any NaN; and one that was converted has lost the mark, not the NaN.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
-    return tensor.view(_BITS[size]) == _UNWRITTEN[size]
+    if is_parameter:
+        return tensor.isnan() if tensor.element_size() > 1 else tensor.float().isnan()
+    size = tensor.element_size()
+    return tensor.view(_BITS[size]) == _UNWRITTEN[size] if size in _BITS and not tensor.is_complex() else None
