@@ -78,6 +78,7 @@ class Host:
                     self._pulled_at[worker] = self._num_updates
                 for transfer in self._server.give([worker], values):
                     transfer.wait()
+                del values  # before the next are copied: each worker has one set at a time
             elif kind == _PUSH:
                 (word,) = self._server.take([worker], _FACTS)
                 with self.order.turn("push", worker):
