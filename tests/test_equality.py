@@ -37,7 +37,7 @@ STRATEGIES = {
     "fsdp x4": (4, "strategy=fsdp"),
     "fsdp hybrid 2x2": (4, "strategy=fsdp", "strategy.shard_group=host"),
 }
-HOSTS = {"fsdp hybrid 2x2": [0, 0, 1, 1]}
+HOSTS = {"fsdp hybrid 2x2": [0, 1, 0, 1]}  # as `mpirun --map-by node` numbers them
 
 
 def options(run_dir: Path, model: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from trainer.config import FsdpConfig, NativeCommConfig
 from trainer.errors import UserError
 from trainer.optim import check_optimizer
 from trainer.strategies.base import Computing
-from trainer.strategies.fsdp import Fsdp
+from trainer.strategies.fsdp import Fsdp, ranks_by_host
 
 MIN_PARAMS = 200
 
@@ -302,3 +302,10 @@ def test_a_rank_that_skips_a_unit_ends_by_the_deadline(tmp_path: Path) -> None:
         run_ranks(_drop_a_layer, 2, tmp_path, init=False)
     assert not failure.value.results
     assert not any("did not finish" in report for report in failure.value.reports.values())
+
+
+def test_a_shard_group_of_a_host_has_its_ranks_however_they_are_numbered() -> None:
+    assert ranks_by_host([0, 0, 1, 1]) == [[0, 1], [2, 3]]
+    assert ranks_by_host([0, 1, 0, 1]) == [[0, 2], [1, 3]]
+    with pytest.raises(UserError, match="as many ranks on each host, and these have 3, 1"):
+        ranks_by_host([0, 0, 0, 1])

@@ -3,7 +3,7 @@
 import functools
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, cast
 
@@ -260,16 +260,36 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _mesh(shard_group: str, dist: Dist) -> DeviceMesh:
-    size = {"world": dist.world_size, "host": dist.local_world_size}.get(shard_group) or int(shard_group)
-    if dist.world_size % size:
+    ranks = range(dist.world_size)
+    if shard_group == "host":
+        rows = ranks_by_host(dist.hosts)
+    else:
+        size = dist.world_size if shard_group == "world" else int(shard_group)
+        if dist.world_size % size:
+            raise UserError(
+                f"strategy.shard_group={shard_group} makes groups of {size} ranks, which do not divide the "
+                f"{dist.world_size} ranks of this run; take a divisor of {dist.world_size}, or world"
+            )
+        rows = [list(ranks[begin : begin + size]) for begin in ranks[::size]]
+    if len(rows) == 1:
+        return init_device_mesh(dist.device.type, (dist.world_size,), mesh_dim_names=("shard",))
+    return DeviceMesh(dist.device.type, rows, mesh_dim_names=("replicate", "shard"))
+
+
+def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
+    """The ranks of each host, which may be numbered in any way.
+
+    Raises:
+        UserError: hosts with more ranks than others; on every rank alike.
+    """
+    rows = [[rank for rank, at in enumerate(hosts) if at == host] for host in dict.fromkeys(hosts)]
+    if len({len(row) for row in rows}) > 1:
+        counts = ", ".join(str(len(row)) for row in rows)
         raise UserError(
-            f"strategy.shard_group={shard_group} makes groups of {size} ranks, which do not divide the "
-            f"{dist.world_size} ranks of this run; take a divisor of {dist.world_size}, or world"
+            f"strategy.shard_group=host needs as many ranks on each host, and these have {counts}; take "
+            "strategy.shard_group=world, or start as many on each"
         )
-    if size == dist.world_size:
-        return init_device_mesh(dist.device.type, (size,), mesh_dim_names=("shard",))
-    shape = (dist.world_size // size, size)
-    return init_device_mesh(dist.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return rows
 
 
 def _short(value: object) -> str:
