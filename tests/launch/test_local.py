@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,11 +60,11 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     monkeypatch.setattr(fresh, "program", lambda: [sys.executable, str(actor)])
     monkeypatch.setattr(local, "_GRACE_S", 1.0)
 
-    def launch(*attempts: dict[str, str], max_restarts: int = 0) -> int:
+    def launch(*attempts: dict[str, str], max_restarts: int = 0, more: Sequence[str] = ()) -> int:
         monkeypatch.setenv("ACT", json.dumps(attempts))
         monkeypatch.setenv("HOUSE", str(ROOT))
         overrides = ["launch=local", f"launch.processes={len(attempts[0])}", f"run_dir={tmp_path}/run"]
-        overrides += [f"launch.max_restarts={max_restarts}", "model.hidden=[8]"]
+        overrides += [f"launch.max_restarts={max_restarts}", "model.hidden=[8]", *more]
         return local.launch(settings(*overrides), overrides)
 
     return launch
@@ -118,6 +118,18 @@ def test_restarts_only_what_a_restart_can_help(
     resumed = ["resume=auto" in seen(tmp_path)[f"0-{attempt}"]["argv"] for attempt in range(3)]
     assert resumed == [False, True, True]
     assert "restart 2 of 5, from the newest checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"), [((), "resume=auto"), (("resume=/a/checkpoint",), "resume=/a/checkpoint")]
+)
+def test_what_has_not_saved_yet_begins_again_where_it_began(
+    launch: Launch, tmp_path: Path, more: Sequence[str], expected: str
+) -> None:
+    """Without a word it would be refused: its directory holds what the first attempt has left."""
+    assert launch({"0": "fault 7"}, {"0": "0"}, max_restarts=1, more=more) == 0
+    said = [word for word in seen(tmp_path)["0-1"]["argv"] if word.startswith("resume=")]
+    assert said[-1:] == [expected]
 
 
 @pytest.mark.slow

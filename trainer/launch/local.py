@@ -47,8 +47,11 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     argv = [*argv, set_to("run_dir", run_dir)]
     seen: list[dict[str, Any]] = []
     for attempt in range(settings.max_restarts + 1):
-        saved = any(Path(run_dir, "checkpoints").glob("step_*")) if attempt else False
-        status, stopped = _attempt([*argv, "resume=auto"] if saved else argv, processes)
+        # What it was told to go on from holds until it has saved.
+        is_told = config.resume is not None and not any(Path(run_dir, "checkpoints").glob("step_*"))
+        # Also before it has saved: its directory is a used one now.
+        again = ["resume=auto"] if attempt and not is_told else []
+        status, stopped = _attempt([*argv, *again], processes)
         if status in (0, _MISTAKE, _NOT_FINITE, _STOPPED) or stopped or attempt == settings.max_restarts:
             break
         message, fault = _fault(Path(run_dir))
