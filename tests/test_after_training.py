@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import shutil
@@ -223,21 +225,57 @@ def test_a_run_has_a_seed(tmp_path: Path) -> None:
         saved_settings(tmp_path)
 
 
-def told_to_end(folder: str) -> tuple[int, list[str]]:
+def told_to_end(folder: str, number: int) -> tuple[int, str, list[str]]:
+    """The exit status, what was said, and what is left."""
+    said = io.StringIO()
+
     def do(options: Any, config: Any) -> None:
         with process_group(config.distributed), whole_file(Path(folder, "a.csv")):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             time.sleep(60)
 
     Path(folder, "config.yaml").write_text(to_yaml(settings(*STRIPES)))
     sys.argv = ["trainer.predict", folder]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(said):
         start("trainer.predict", arguments("trainer.predict", None), do)
-    return int(str(ended.value.code)), sorted(path.name for path in Path(folder).iterdir())
+    left = sorted(path.name for path in Path(folder).iterdir())
+    return int(str(ended.value.code)), said.getvalue(), left
 
 
-def test_sigterm_leaves_nothing_in_part(tmp_path: Path) -> None:
-    assert run_ranks(told_to_end, 1, str(tmp_path), init=False) == [(143, ["config.yaml"])]
+@pytest.mark.parametrize(
+    ("number", "status", "words"), [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "\ninterrupted\n")]
+)
+def test_a_signal_leaves_nothing_in_part(tmp_path: Path, number: int, status: int, words: str) -> None:
+    ended = run_ranks(told_to_end, 1, str(tmp_path), number, init=False)
+    assert ended == [(status, words, ["config.yaml"])]
+
+
+def interrupted(folder: str) -> str:
+    """What a rank says of a Ctrl-C."""
+
+    def do(options: Any, config: Any) -> None:
+        raise KeyboardInterrupt
+
+    said, sys.argv = io.StringIO(), ["trainer.evaluate", folder]
+    with pytest.raises(SystemExit, match="130"), contextlib.redirect_stderr(said):
+        start("trainer.evaluate", arguments("trainer.evaluate", None), do)
+    return said.getvalue()
+
+
+def test_one_rank_says_that_it_was_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES)))
+    assert run_ranks(interrupted, 2, str(tmp_path), init=False) == ["\ninterrupted\n", ""]
+
+
+@pytest.mark.parametrize("seed", ["18446744073709551616", "-1"])
+def test_a_seed_is_one_of_64_bits(
+    seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainer.sample", str(tmp_path), f"--seed={seed}"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit, match="2"):
+        sample.main()
+    assert f"argument --seed: {seed} is not from 0 to 2**64 - 1" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_had_enough_ends_a_text_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:

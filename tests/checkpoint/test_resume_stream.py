@@ -143,15 +143,19 @@ def _message(*overrides: str) -> str:
 
 
 def test_a_stream_of_unknown_length_needs_a_last_step_and_a_batch(tmp_path: Path) -> None:
-    ((first, second),) = run_ranks(_two_messages, 1, (*SINGLE, *on("Numbers")), tmp_path, init=False)
+    ((first, second, third),) = run_ranks(_three_messages, 1, (*SINGLE, *on("Numbers")), tmp_path, init=False)
     assert first.startswith("train.max_steps is null, but the training data is a stream of unknown length")
     assert second.startswith("the training data of epoch 0 ends within its first global batch of 64 samples")
+    assert third.startswith("the training data of epoch 0 ends within its first global batch of 12 samples")
+    assert third.endswith("look at the stream, with data.sharded at its shortest shard")
 
 
-def _two_messages(plain: tuple[str, ...], root: Path) -> tuple[str, str]:
+def _three_messages(plain: tuple[str, ...], root: Path) -> tuple[str, str, str]:
+    bare = "data.dataset._target_=tests.data.streams.Bare"
     return (
         _message(*plain, f"run_dir={root / 'endless'}", "train.max_steps=null"),
         _message(*plain, f"run_dir={root / 'short'}", "train.global_batch_size=64"),
+        _message(*plain, f"run_dir={root / 'bare'}", bare, "data.sharded=true"),
     )
 
 

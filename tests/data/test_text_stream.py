@@ -2,17 +2,20 @@
 
 import json
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import streams
 from tests.data.settings import eval_loader, train_loader
 from tests.data.test_stream import global_batches
 from tests.ranks import run_ranks
 from trainer.data import texts
 from trainer.data.text_stream import TextStream
 from trainer.data.texts import Texts
+from trainer.errors import UserError
 
 
 @pytest.fixture
@@ -43,6 +46,18 @@ def test_pieces_are_the_same_wherever_reading_begins(folder: Path) -> None:
         assert [piece.ends_document for piece in parts].count(True) == 202
     for at in range(0, len(pieces), 7):
         assert list(whole.pieces_from(pieces[at].file, pieces[at].offset, whole.num_bytes)) == pieces[at:]
+
+
+def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
+    """JSON may hold one, UTF-8 may not; the name of the file tells in any case what it is."""
+    (tmp_path / "A.JSONL").write_text(
+        json.dumps({"text": "a\ud800b"}) + "\n" + json.dumps({"text": "\U0001f4a5"})
+    )
+    whole = Texts(tmp_path)
+    assert [piece.text for piece in whole.pieces(0, whole.num_bytes)] == [b"a?b", "\U0001f4a5".encode()]
+    (tmp_path / "B.txt.GZ").touch()
+    with pytest.raises(UserError, match=r"B\.txt\.GZ is packed"):
+        Texts(tmp_path)
 
 
 def test_no_character_is_cut_in_two(tmp_path: Path) -> None:
@@ -134,3 +149,20 @@ def test_five_gigabytes_take_little_memory(tmp_path: Path) -> None:
     ((peak),) = run_ranks(_peak_mib, 1, path, init=False)
     print(f"{peak:.0f} MiB")
     assert peak < 190
+
+
+def _benchmarked(path: Path) -> str:
+    """Read a batch as benchmarks.streams does, and say how it ends when one of its processes does not go well."""
+    next(streams._loader(TextStream("train", str(path), 8)).epoch(0))
+
+    def lost(*_: object) -> None:
+        sys.exit(7)
+
+    streams._memory, sys.argv = lost, ["benchmarks.streams", "--gigabytes=1e-6"]
+    with pytest.raises(SystemExit) as ended:
+        streams.main()
+    return str(ended.value.code)
+
+
+def test_the_benchmark_of_streams_fails_when_a_part_of_it_does(folder: Path) -> None:
+    assert run_ranks(_benchmarked, 1, folder, init=False) == ["lost ended with 7"]

@@ -2,7 +2,11 @@
 
 import base64
 import json
+import os
 import re
+import runpy
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from trainer.data import texts
 from trainer.data.reader import random_numbers
 from trainer.data.text import Text
 from trainer.data.tokenize import main
+from trainer.data.tokenizers import Bytes
 from trainer.data.tokens import Tokens
 from trainer.errors import UserError
 
@@ -81,6 +86,31 @@ def test_mistakes_are_one_message_and_leave_nothing(
         assert re.search(message, error), (message, error)
     assert not (tmp_path / "out").exists()
     assert [path for path in tmp_path.iterdir() if "part" in path.name] == []
+
+
+def told_to_end(folder: Path, out: Path, number: int) -> int:
+    """The exit status of the program, to which the signal comes when it has begun to write."""
+    files = []
+
+    def encode(self: Bytes, pieces: Any) -> Any:
+        files.extend(path for path in out.parent.rglob("*.bin"))
+        os.kill(os.getpid(), number)
+        return [np.frombuffer(piece, np.uint8) for piece in pieces]
+
+    Bytes.encode = encode  # type: ignore[method-assign]
+    sys.argv = ["tokenize", str(folder), str(out), "--tokenizer", "bytes"]
+    sys.modules.pop("trainer.data.tokenize")  # to be run as the program that it is
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("trainer.data.tokenize", run_name="__main__")
+    assert files, "the signal was to come in the middle"
+    return int(str(ended.value.code))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_no_tokens_in_part(tmp_path: Path, folder: Path, number: int, status: int) -> None:
+    before = sorted(tmp_path.iterdir())
+    assert run_ranks(told_to_end, 1, folder, tmp_path / "out", number, init=False) == [status]
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_gpt2_with_a_vocabulary_of_ones_own(tmp_path: Path, folder: Path) -> None:
