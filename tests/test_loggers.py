@@ -2,8 +2,10 @@
 
 import json
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +15,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.ranks import run_ranks
 from tests.runs import job_of, train
 from trainer.errors import UserError
+from trainer.faults import last_words
+from trainer.faults.verdict import Verdict
 from trainer.loggers import tensorboard
 from trainer.scalars import read_scalars
 
 SHORT = ("train.max_steps=8", "train.log_every_steps=2", "model.hidden=[16]", "checkpoint.every_epochs=null")
 NOTED = ("+logger.noted._target_=tests.user_parts.Noted", "+logger.noted.word=hear")
+WAYS = {"single": 1, "ddp": 2, "fsdp": 2}
 
 
 def test_each_logger_is_told_the_same(tmp_path: Path) -> None:
@@ -77,6 +82,17 @@ def test_every_rank_ends_on_what_is_no_logger(tmp_path: Path, overrides: list[st
     one, other = run_ranks(refused, 2, tmp_path, *overrides, init=False)
     assert words in one
     assert one == other
+
+
+def test_what_is_no_text_is_spelt_out_wherever_it_is_told(tmp_path: Path) -> None:
+    """Half a surrogate pair, which no file of UTF-8 holds."""
+    task = "data.task._target_=tests.user_parts.SaysNoText"
+    run_ranks(train, 1, *SHORT, "strategy=single", task, f"run_dir={tmp_path}", init=False)
+    last_words.keep(Verdict((0,), "raised", 1, "at caf\udce9.py:1", {}), tmp_path, {})
+    log = (tmp_path / "train.log").read_text()
+    assert r"said \ud800" in log and r"at caf\udce9.py:1" in log
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert rb"shown \ud800" in events.read_bytes()
 
 
 def test_the_run_has_its_name_on_the_page() -> None:
@@ -151,3 +167,87 @@ def test_wandb_offline(tmp_path: Path) -> None:
     assert history["seen"]["_type"] == history["grey"]["_type"] == history["drawn"]["_type"] == "image-file"
     assert history["spread"]["values"] == [1, 2]
     assert (tmp_path / "tensorboard").is_dir()
+
+
+class PlayedRun:
+    """As much of W&B's run as the logger calls: it writes down what it is told, a line a call."""
+
+    url = None
+
+    def __init__(self, dir: Path, **told: Any) -> None:
+        self.dir = dir / "wandb" / "offline-run" / "files"
+        self.dir.mkdir(parents=True)
+        self._lines = (self.dir / "told.jsonl").open("x")  # a second run would be one too many
+        self.log({"step": None} | {name: told[name] for name in ("id", "name", "mode", "resume", "config")})
+
+    def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+    def log(self, values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=self._lines)
+
+    def finish(self) -> None:
+        self._lines.close()
+
+
+def with_played_wandb(*overrides: str) -> None:
+    wandb: Any = ModuleType("wandb")
+    wandb.init = lambda settings, **told: PlayedRun(**told)
+    wandb.Settings, wandb.errors = dict, SimpleNamespace(Error=ConnectionError)
+    wandb.Html = wandb.Image = wandb.Histogram = lambda *_, **__: {"_type": "media"}
+    sys.modules["wandb"] = wandb
+    train(*SHORT, "logger=wandb", "logger.wandb.mode=offline", *overrides)
+
+
+def with_wandb(*overrides: str) -> bool:
+    """Whether this rank has had to do with it."""
+    pytest.MonkeyPatch().setenv("WANDB_SILENT", "true")
+    train(*SHORT, "logger=wandb", "logger.wandb.mode=offline", *overrides)
+    if there := "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
+    return there
+
+
+def scalars_of(history: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for line in history:
+        for name, value in line.items():
+            if isinstance(value, int | float) and name != "step" and not name.startswith("_"):
+                found.setdefault(name, {})[line["step"]] = value
+    return found
+
+
+def curves(run_dir: Path) -> dict[str, dict[int, float]]:
+    """Of metrics.jsonl, what is a curve."""
+    return {name: values for name, values in read_scalars(run_dir).items() if not name.endswith("_rank")}
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+def test_wandb_is_told_every_scalar_by_rank_0_alone(strategy: str, tmp_path: Path) -> None:
+    run_ranks(with_played_wandb, WAYS[strategy], f"strategy={strategy}", f"run_dir={tmp_path}", init=False)
+    (told,) = tmp_path.glob("wandb/*/files/told.jsonl")
+    begun, *history = map(json.loads, told.open())
+    assert begun["id"] == json.loads((tmp_path / "run.json").read_text())["run_id"]
+    assert (begun["name"], begun["mode"], begun["resume"]) == (tmp_path.name, "offline", None)
+    assert begun["config"]["strategy.name"] == strategy
+    assert scalars_of(history) == curves(tmp_path)
+    assert {"train/loss", "eval/accuracy"} <= scalars_of(history).keys()
+    assert any(line.get("config", {}) for line in history), "the settings as a text"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", WAYS)
+def test_wandb_offline_holds_every_scalar(strategy: str, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'ringmaster-trainer[wandb]'")
+    world_size = WAYS[strategy]
+    ranks = run_ranks(with_wandb, world_size, f"strategy={strategy}", f"run_dir={tmp_path}", init=False)
+    assert ranks == [True, False][:world_size]
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert scalars_of(history_of(file)) == curves(tmp_path)
+
+
+def history_of(file: Path) -> Iterator[dict[str, Any]]:
+    """The numbers that were logged, a dict a call: of media, which are dicts there, each part has two keys."""
+    for record in records(file):
+        if record.WhichOneof("record_type") == "history":
+            items = [(list(item.nested_key) or [item.key], item.value_json) for item in record.history.item]
+            yield {path[0]: json.loads(value) for path, value in items if len(path) == 1}

@@ -85,6 +85,16 @@ def test_evaluations_stand_out_unless_no_color_is_wanted(
     assert screen.getvalue() == words
 
 
+@pytest.mark.parametrize(
+    ("encoding", "words"), [("utf-8", "caf\\udce9 é\n".encode()), ("ascii", rb"caf\udce9 \xe9" + b"\n")]
+)
+def test_what_a_terminal_has_no_letters_for_is_spelt_out(encoding: str, words: bytes) -> None:
+    screen = io.TextIOWrapper(written := io.BytesIO(), encoding=encoding)
+    terminal._Console(screen).emit(logging.makeLogRecord({"msg": "caf\udce9 é"}))
+    screen.flush()
+    assert written.getvalue() == words
+
+
 SLOW_TO_IMPORT = """
 import sys, time
 import ringmaster

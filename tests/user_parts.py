@@ -1,6 +1,7 @@
 """What a user would bring: a model, a dataset and a task of their own, and faulty ones among them."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset
 
 from trainer.data.digits import Digits
 from trainer.loggers import Logger
-from trainer.tasks import Classification
+from trainer.tasks import Classification, Evaluation, Shown
 
 
 class Stripes(Dataset[tuple[Tensor, Tensor]]):
@@ -166,6 +167,14 @@ def _act(how: str) -> str:
     if how == "loop in C":
         re.match(r"(a+)+$", "a" * 64 + "b")  # it holds the interpreter for years
     return how
+
+
+class SaysNoText(Classification):
+    """Half a surrogate pair, as a broken tokenizer may make one."""
+
+    def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
+        logging.getLogger("trainer").info("said \ud800")
+        return Shown({"eval/text": "shown \ud800"})
 
 
 class Noted:

@@ -102,10 +102,14 @@ def folded(line: str, columns: int) -> str:
 
 
 class _Console(logging.StreamHandler):
-    """Writes above the bar, where there is one; on a terminal in rows that fit, and some in bold."""
+    """Writes above the bar, where there is one; on a terminal in rows that fit, and some in bold.
+
+    What the stream's encoding lacks is spelt out: é is \\xe9 in ASCII, and the name of a file may be no text.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        text = self.format(record).encode(encoding, "backslashreplace").decode(encoding)
         if self.stream.isatty():
             columns = shutil.get_terminal_size().columns
             text = "\n".join(folded(line, columns) for line in text.splitlines())
@@ -149,7 +153,7 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
     handlers: list[logging.Handler] = [console]
     if dist.is_main:
         with writing(run_dir):
-            to_file = _LogFile(run_dir / "train.log")
+            to_file = _LogFile(run_dir / "train.log", encoding="utf-8", errors="backslashreplace")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handlers.append(to_file)
     log.handlers = handlers

@@ -41,7 +41,7 @@ def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> N
     """The verdict in train.log, and by rank the stacks that were taken."""
     if run_dir is None or not run_dir.is_dir():
         return
-    with contextlib.suppress(OSError), (run_dir / "train.log").open("a") as log:
+    with contextlib.suppress(OSError), (run_dir / "train.log").open("a", errors="backslashreplace") as log:
         log.write(f"{verdict.message}\n")
     with contextlib.suppress(OSError):
         for rank, text in stacks.items():

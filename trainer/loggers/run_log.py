@@ -99,9 +99,9 @@ class RunLog:
             self.histograms({name: (torch.tensor(times, dtype=torch.float64), edges)}, step)
 
     def texts(self, texts: Mapping[str, str], step: int) -> None:
-        """Write Markdown by name."""
+        """Write Markdown by name; what is no UTF-8, half a surrogate pair for instance, is spelt out."""
         for name, text in texts.items():
-            self._tell("text", name, text, step)
+            self._tell("text", name, text.encode(errors="backslashreplace").decode(), step)
 
     def images(self, images: Mapping[str, Tensor], step: int) -> None:
         """Write pictures (3 or 1, H, W) by name, uint8 or floats in [0, 1]."""
