@@ -166,7 +166,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
 
 def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
     if isinstance(config.strategy, UnitsConfig) and config.strategy.activation_checkpointing:
-        strategy.notes.append(checkpoint_activations(model.module, config.strategy))
+        compiled = config.train.compile
+        strategy.notes.append(checkpoint_activations(model.module, config.strategy, compiled))
     wrapped = strategy.wrap(model.module, model.fill)
     keep_frozen_statistics(strategy.unwrap(wrapped))
     strategy.notes += model.notes

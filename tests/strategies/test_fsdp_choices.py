@@ -155,3 +155,21 @@ def test_what_is_kept_must_be_an_operation_and_something_be_computed_again() -> 
         checkpoint_activations(_model(), chosen)
     with pytest.raises(UserError, match="every is 2, but nothing is computed again"):
         settings("strategy=single", "strategy.activation_checkpointing_every=2")
+
+
+@pytest.mark.parametrize("keep", [[], ["matmul"]])
+def test_what_is_computed_again_does_not_count_twice(keep: list[str]) -> None:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()),
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh()),
+        )
+        if again:
+            checkpoint_activations(model, UnitsConfig("x", 1, True, 1, keep))
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().sum().backward()
+        found.append([*model.buffers(), *(parameter.grad for parameter in model.parameters())])
+    for without, with_ in zip(*found, strict=True):
+        assert torch.equal(without, with_)

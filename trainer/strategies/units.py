@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _FAMILIES = {
 }
 
 
-def checkpoint_activations(model: nn.Module, settings: UnitsConfig) -> str:
+def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bool = False) -> str:
     """Have units keep only their inputs, and compute what lies within again when its gradient is due.
 
     Saves the memory of activations within units, and costs up to one more forward pass. To be called before
@@ -39,6 +40,8 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig) -> str:
     Args:
         settings: every n-th unit does so, beginning with the first; `keep` names operations within them
             whose results stay all the same, so that only what is cheap is computed again.
+        compiled: whether torch.compile comes to see the model; it knows itself what to do about buffers, and
+            takes no context but that of `keep`.
 
     Raises:
         UserError: the model names no units, and has none of the size that is asked for; or what is to be
@@ -52,15 +55,39 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig) -> str:
             f"strategy.activation_checkpointing: {type(model).__name__} names no fsdp_units, and none of its "
             f"modules has strategy.unit_min_params={settings.unit_min_params} parameters; lower that"
         )
-    options: dict[str, Any] = {"use_reentrant": False}
-    if kept := settings.activation_checkpointing_keep:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _operations(kept))
+    kept = settings.activation_checkpointing_keep
+    selective = functools.partial(create_selective_checkpoint_contexts, _operations(kept)) if kept else None
     chosen = units[:: settings.activation_checkpointing_every]
     for unit in chosen:
-        unit.forward = functools.partial(checkpoint, unit.forward, **options)
+        options: dict[str, Any] = {"context_fn": selective} if selective is not None else {}
+        if not compiled and any(True for _ in unit.buffers()):
+            options = {"context_fn": functools.partial(_keeping_buffers, unit, selective)}
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
     of_all = f" of {len(units)}" * (len(chosen) < len(units))
     but = f", but for {', '.join(kept)}" * bool(kept)
     return f"activations of {len(chosen)}{of_all} units are computed again in the backward pass{but}"
+
+
+def _keeping_buffers(
+    unit: nn.Module, selective: Callable[[], Any] | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a forward pass and of its repetition, which leaves the buffers as they were.
+
+    Else running statistics would count each batch twice.
+    """
+    first, again = selective() if selective is not None else (nullcontext(), nullcontext())
+
+    @contextmanager
+    def repetition() -> Iterator[None]:
+        before = [(buffer, buffer.detach().clone()) for buffer in unit.buffers()]
+        try:
+            with again:
+                yield
+        finally:
+            for buffer, value in before:
+                buffer.data.copy_(value)  # past autograd, which may have kept the buffer for the gradient
+
+    return first, repetition()
 
 
 def _operations(names: Sequence[str]) -> list[OpOverload]:
