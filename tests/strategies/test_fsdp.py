@@ -190,6 +190,7 @@ def _refusals() -> list[str]:
         lambda: named(lambda model: [model.blocks]),
         hooked,
         scripted,
+        lambda: nn.Sequential(nn.Embedding(16, 16, max_norm=1.0)),
     ):
         with pytest.raises(UserError) as refusal:
             fsdp(min_params=10**6).wrap(build())
@@ -248,6 +249,7 @@ def test_units_of_any_model() -> None:
     expected += ["torch.float32 in whole.weight beside torch.bfloat16 in short.weight"]
     expected += ["holds Sequential, no submodule", "holds blocks, a ModuleList: never called"]
     expected += ["cannot shard weight: parameters with a hook on the gradient", "shard 0, a ScriptModule"]
+    expected += ["0 has max_norm=1.0"]
     expected += ["(return self.blocks[0](x) @ embed[0].weight) uses a parameter of a unit"]
     expected += ["uses embed.0.weight by a reference kept in a list"]
     expected += ["Adafactor keeps sums over rows and columns"]

@@ -87,6 +87,12 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
             raise UserError(
                 f"strategy=fsdp cannot shard {name or 'the model'}, a ScriptModule; take strategy=ddp"
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UserError(
+                f"strategy=fsdp: {name or 'the model'} has max_norm={module.max_norm}, by which its forward "
+                "pass changes the weight: here a gathered copy, which is thrown away. Leave max_norm out, or "
+                "take strategy=single"
+            )
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()
     for unit in (*units, model):
