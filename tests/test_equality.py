@@ -110,7 +110,7 @@ def test_schedules_of_shards_equal_single(
 ) -> None:
     """On one host and on two, hybrid, prefetched, with the sums of micro-batches: in one start of ranks."""
     cases = [("mlp", f"comm={comm}", "strategy.prefetch_units=1") for comm in COMMS]
-    cases += [("gpt", "comm=hierarchical", "strategy.prefetch_units=1")] * (world_size == 2)
+    cases += [("gpt", "comm=hierarchical", "strategy.prefetch_units=1")]
     cases += [("mlp", "comm=ring", "strategy.shard_group=host", "train.micro_batch_size=8")]
     cases += [("mlp", "comm=ring", "strategy.reduce_every_micro_batch=true", "train.micro_batch_size=8")]
     runs = [
