@@ -157,7 +157,7 @@ def main() -> None:
                 predict(way, hosts, machine, num_bytes, segment_bytes=segment_bytes).seconds
                 for way in exchange(serve, work)
             )
-            line(f"{servers} servers", [*ways, sum(ways)], wanted)
+            line(f"servers: {servers}", [*ways, sum(ways)], wanted)
 
 
 def line(name: str, seconds: Sequence[float], wanted: float) -> None:

@@ -40,11 +40,7 @@ class ParameterServer(Strategy):
     """
 
     def __init__(
-        self,
-        settings: ParameterServerConfig,
-        dist_: Dist,
-        computing: Computing,
-        timeout_s: float,
+        self, settings: ParameterServerConfig, dist_: Dist, computing: Computing, timeout_s: float
     ) -> None:
         super().__init__(dist_.device, computing)
         self.settings, self.dist, self.timeout_s = settings, dist_, timeout_s
