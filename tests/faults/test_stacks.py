@@ -2,9 +2,14 @@
 
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 
-from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks
+from torch.futures import Future
+
+from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, waits
 
 
 def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
@@ -24,3 +29,19 @@ def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
     while "test_a_process_that_comes_or_goes" not in reader.read():
         assert time.monotonic() < deadline
     reader.close()
+
+
+def test_who_waits_for_what_a_thread_moves_waits_for_others() -> None:
+    """Else all ranks that wait for a schedule of FSDP's are busy, and the one that hangs is not told from them."""
+    moved: Future[None] = Future()
+    thread = threading.Thread(target=moved.wait)
+    thread.start()
+    deadline = time.monotonic() + 100
+    frames: list[tuple[str, str, str]] = []
+    while not (frames and frames[0][2] == "wait" and "torch" in frames[0][0]):
+        assert time.monotonic() < deadline, frames
+        stack = traceback.extract_stack(sys._current_frames()[thread.ident])  # type: ignore[index]
+        frames = [(frame.filename, str(frame.lineno), frame.name) for frame in reversed(stack)]
+    moved.set_result(None)
+    thread.join()
+    assert waits(frames)

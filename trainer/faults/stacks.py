@@ -23,6 +23,7 @@ _OTHERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfi
 _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "distributed"),
     ("torch", "autograd"),
+    ("torch", "futures"),
     ("trainer", "guard.py"),
     ("trainer", "comm"),
     ("trainer", "distributed.py"),
