@@ -59,7 +59,7 @@ def _training(day: Day, library: str | None) -> Iterator[Row]:
                 f"train.max_steps={day.size(30, 2)}",
                 f"run_dir={run_dir}/run",
             )
-            ended = _torchrun(["train.py", *options], library, day.size(60, 600))
+            ended = _torchrun(day, ["train.py", *options], library, day.size(60, 600))
             what = f"two ranks train, {choice}"
             if ended.returncode:
                 yield Row(what, None, ok=False, note=(ended.stdout + ended.stderr)[-1500:])
@@ -72,13 +72,15 @@ def _training(day: Day, library: str | None) -> Iterator[Row]:
 
 
 def _torchrun(
-    command: list[str], library: str | None, timeout_s: float
+    day: Day, command: list[str], library: str | None, timeout_s: float
 ) -> "subprocess.CompletedProcess[str]":
     """Two ranks that may share a GPU; one that hangs is ended, with status 124."""
     environment = {**os.environ, "NCCL_MULTI_RANK_GPU_ENABLE": "1", "OMP_NUM_THREADS": "1"}
     if library is not None:
         environment["LD_PRELOAD"] = library
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    if day.dry:  # to load torch three times takes longer than these sizes
+        launcher += ["--run-path", "--start-method=fork"]
     process = subprocess.Popen(
         [*launcher, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     )
@@ -94,8 +96,8 @@ def _torchrun(
 def _bench(day: Day, name: str, library: str | None, options: list[str]) -> Iterator[Row]:
     file = day.out / f"ranks-{name.replace(' ', '_')}.json"
     file.unlink(missing_ok=True)
-    command = ["-m", "trainer.comm.bench", "--json", str(file), *options]
-    ended = _torchrun(command, library, day.size(100, 600))
+    bench = day.size(["-m", "trainer.comm.bench"], ["trainer/comm/bench.py"])
+    ended = _torchrun(day, [*bench, "--json", str(file), *options], library, day.size(100, 600))
     if not file.exists():
         yield Row(f"two ranks, {name}", None, ok=False, note=ended.stdout[-1500:])
         return
