@@ -63,7 +63,8 @@ def compared(hosts: list[int], algorithm: str) -> dict[str, Any]:
     figures, timeline = comm.timeline.metrics(), comm.timeline
     comm.close()
     names = [f"{record.name}" for record in timeline.last_pass]
-    return {"error": error / magnitude, "figures": figures, "names": names, "table": table(timeline)}
+    about = {"error": error / magnitude, "figures": figures, "names": names, "table": table(timeline)}
+    return about | {"typical": timeline.typical_pass()["buckets"]}
 
 
 def test_gradients_are_those_of_torch_and_both_collectives_have_figures() -> None:
@@ -79,6 +80,10 @@ def test_gradients_are_those_of_torch_and_both_collectives_have_figures() -> Non
         assert total == pytest.approx(figures["comm/hidden_ms"] + figures["comm/exposed_ms"])
         assert all(0 <= figures[f"comm/{part}_exposed_ms"] <= figures[f"comm/{part}_ms"] for part in parts)
         assert "of reduce-scatter: " in found["table"]
+        assert len(found["typical"]) == len(found["names"])
+        for bucket, name in zip(found["typical"], found["names"], strict=True):
+            assert name.startswith(bucket["collective"]) and bucket["early_ms"] >= bucket["needed_ms"] >= 0
+        assert found["typical"][-1]["needed_ms"] == 0 < found["typical"][0]["needed_ms"]
 
 
 def out_of_step(hosts: list[int]) -> str:

@@ -362,6 +362,20 @@ def test_a_step_is_what_it_computes_and_what_is_exposed(tmp_path: Path) -> None:
     assert run.computed_s(Machine(local_bytes_per_s=1e9)) == pytest.approx(0.029, rel=0.01)
 
 
+def test_units_are_waited_for_where_they_are_needed(tmp_path: Path) -> None:
+    units = [("all-gather", 1, 10.0, 10.0), ("all-gather", 4, 10.0, 9.0), ("reduce-scatter", 2, 0.5, 0.0)]
+    buckets = [
+        {"collective": how, "bytes": size * 1_000_000, "early_ms": early, "needed_ms": needed}
+        for how, size, early, needed in units
+    ]
+    known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
+    run = step.read(_run_in(tmp_path, timeline=known | {"buckets": buckets}))
+    world = World(2, 1, Machine(link_bytes_per_s=1e9), segment_bytes=1000)
+    # 0.5, 2 and 1 ms long: the first is due at once, the second 1 ms of computing later, the third at the end.
+    found = run.step(world, "ring", 0.025)
+    assert (found.hidden_s, found.exposed_s) == pytest.approx((0.0015, 0.002), rel=0.02)
+
+
 def test_processors_that_move_hidden_buckets_compute_less_meanwhile(tmp_path: Path) -> None:
     run = replace(step.read(_run_in(tmp_path)), on_cpu=True)
     machine = Machine(link_bytes_per_s=1e9, add_s_per_byte=1e-10, network_s_per_byte=2e-10, parallelism=1.0)
@@ -376,7 +390,14 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out
     assert "comm=ring: a step of 30.00 ms, 25.00 ms of it computing; 3 buckets, 4 MB" in out
     assert all(name in out for name in ALGORITHMS) and "of 512" in out
-    for changes, message in (({"timeline": None}, "has no timeline"), ({"comm": "powersgd"}, "none of ring")):
+    known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
+    for changes, message in (
+        ({"timeline": None}, "has no timeline"),
+        ({"timeline": [3]}, "not as a run leaves it"),
+        ({"timeline": known | {"hosts": []}}, "its hosts are []"),
+        ({"ms_per_step": 0.0}, "its ms_per_step is 0.0"),
+        ({"comm": "powersgd"}, "none of ring"),
+    ):
         with pytest.raises(SystemExit):
             plan.main([*asked[:-1], str(_run_in(tmp_path, **changes))])
         assert message in capsys.readouterr().err

@@ -77,7 +77,7 @@ def _train(options: argparse.Namespace, world: World) -> None:
         curves = {
             other.size: run.steps(other, computed_s, list(ALGORITHMS)) for other in pictures.worlds(world)
         }
-        title = f"{megabytes:.3g} MB of gradients beside {tables.seconds(computed_s)} of computing"
+        title = f"{megabytes:.3g} MB to move beside {tables.seconds(computed_s)} of computing"
         pictures.efficiencies(curves, f"{title}, {options.per_host} processes on each host", options.plot)
         print(f"plot: {options.plot}")
 

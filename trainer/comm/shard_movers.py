@@ -91,6 +91,7 @@ class _Pending(dist.Work):
         began = time.perf_counter()
         self._future.wait()
         assert self._record.blocked_s is not None
+        self._record.needed = self._record.needed or began
         self._record.blocked_s += time.perf_counter() - began
         return True
 

@@ -5,7 +5,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class Fsdp(Strategy):
         self.settings, self.comm, self.dist, self.timeout_s = settings, comm, dist, timeout_s
         self.shard_comm: ShardComm | None = None
         self._may_hold_gathers = False  # before the first pass torch cannot gather
+        self._accumulates = False
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self.mesh = _mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
@@ -189,6 +190,7 @@ class Fsdp(Strategy):
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
         sharded = cast(FSDPModule, model)
+        self._accumulates |= not enabled
         if self.settings.reduce_every_micro_batch:
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards meet their replicas once a step
         else:
@@ -224,6 +226,19 @@ class Fsdp(Strategy):
 
     def summary(self) -> str:
         return table(self.shard_comm.timeline) if self.shard_comm is not None else ""
+
+    def measured(self) -> dict[str, Any]:
+        known = self.mesh.ndim == 1 and not self._accumulates  # else a pass is not all of a step
+        typical = self.shard_comm.timeline.typical_pass() if self.shard_comm is not None and known else {}
+        if not typical:
+            return {}
+        assert isinstance(self.comm, ScheduleCommConfig)
+        facts = {
+            "device": self.device.type,
+            "hosts": list(self.dist.hosts),
+            "wire_dtype": self.comm.wire_dtype,
+        }
+        return {"timeline": facts | typical}
 
     def close(self) -> None:
         if self.shard_comm is not None:

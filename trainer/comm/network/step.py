@@ -3,8 +3,10 @@
 A step is what it computes, and what of its communication does not hide behind that. A run under strategy=ddp
 leaves in result.json how long a step takes, and of its backward passes when each bucket is ready, and how
 long before the last gradient that is. One bucket moves at a time, in the order in which they are ready; what
-is under way after the last gradient is exposed. The computing is taken as it was: each process has the same
-batch, and as much of a processor.
+is under way after the last gradient is exposed. Under strategy=fsdp with a schedule, buckets are the gathers
+and reduces of units, each with the moment at which the computation comes to need it, and there stands still
+until it is there. The computing is taken as it was: each process has the same batch, and as much of a
+processor.
 """
 
 import json
@@ -25,7 +27,9 @@ _LIKE = {"native": "ring"}  # gloo's and NCCL's own all-reduces of long buckets 
 @dataclass(frozen=True)
 class Bucket:
     numel: int  # of fp32
-    early_s: float  # before the last gradient of the backward pass
+    early_s: float  # ready so much computing before the end, which of DDP is the last gradient
+    needed_s: float = 0.0  # as early is it needed
+    collective: Collective = Collective.ALL_REDUCE
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,17 @@ class TrainedRun:
 
     def step(self, world: World, algorithm: str, computed_s: float) -> Step:
         """A step there, with the buckets of this run."""
-        total_s = processors_s = 0.0
-        free_s = float("-inf")  # when the bucket before has arrived; 0 is the last gradient
-        for bucket in self.buckets:
-            moved = world.collective(Collective.ALL_REDUCE, algorithm, bucket.numel)
-            free_s = max(free_s, -bucket.early_s) + moved.seconds
-            total_s, processors_s = total_s + moved.seconds, processors_s + moved.processors_s
-        exposed_s = min(total_s, max(0.0, free_s))
+        moved = [world.collective(bucket.collective, algorithm, bucket.numel) for bucket in self.buckets]
+        total_s, processors_s = sum(one.seconds for one in moved), sum(one.processors_s for one in moved)
+        moments = [(-bucket.early_s, False, index) for index, bucket in enumerate(self.buckets)]
+        moments += [(-bucket.needed_s, True, index) for index, bucket in enumerate(self.buckets)]
+        free_s, stood_s, there_s = float("-inf"), 0.0, [0.0] * len(moved)  # on a clock that runs on meanwhile
+        for computed, is_needed, index in sorted(moments):
+            if is_needed:
+                stood_s += max(0.0, there_s[index] - computed - stood_s)
+            else:
+                free_s = there_s[index] = max(free_s, computed + stood_s) + moved[index].seconds
+        exposed_s = min(total_s, stood_s)
         hidden_s = total_s - exposed_s
         slowed_s = 0.0
         if self.on_cpu and total_s > 0:
@@ -100,17 +108,27 @@ def read(run_dir: Path) -> TrainedRun:
         timeline: Mapping[str, Any] = result.get("timeline") or {}
         if not timeline:
             raise ValueError(
-                "its result.json has no timeline: train with strategy=ddp, comm.timeline=true and two "
-                "processes or more, any comm but powersgd"
+                "its result.json has no timeline: train with two processes or more and strategy=ddp, "
+                "comm.timeline=true and any comm but powersgd; or with strategy=fsdp, comm=ring or another "
+                "schedule, shard_group=world and one micro-batch a step"
             )
         algorithm = _LIKE.get(result["comm"], result["comm"])
         if algorithm not in ALGORITHMS:
             raise ValueError(f"comm={algorithm} is none of {', '.join(ALGORITHMS)}")
+        if not 0 < result["ms_per_step"] < float("inf"):
+            raise ValueError(f"its ms_per_step is {result['ms_per_step']}, but must be more than 0")
+        if not timeline["hosts"] or not all(isinstance(host, int) for host in timeline["hosts"]):
+            raise ValueError(f"its hosts are {timeline['hosts']}, but must be a number for each rank")
         return TrainedRun(
             step_s=result["ms_per_step"] / 1e3,
             exposed_s=timeline["exposed_ms"] / 1e3,
             buckets=[
-                Bucket(max(1, bucket["bytes"] // FP32), bucket["early_ms"] / 1e3)
+                Bucket(
+                    max(1, bucket["bytes"] // FP32),
+                    bucket["early_ms"] / 1e3,
+                    bucket.get("needed_ms", 0.0) / 1e3,  # runs of before had none, as they had no units
+                    Collective(bucket.get("collective", Collective.ALL_REDUCE)),
+                )
                 for bucket in timeline["buckets"]
             ],
             algorithm=algorithm,
@@ -118,5 +136,5 @@ def read(run_dir: Path) -> TrainedRun:
             itemsize=_ITEMSIZE[timeline["wire_dtype"]],
             on_cpu=timeline["device"] == "cpu",
         )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"its result.json is not as a run leaves it: {error!r}") from error

@@ -7,9 +7,11 @@ arises: by when each rank's bucket was ready, on one common clock.
 """
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -39,6 +41,7 @@ class BucketRecord:
     unit: str = ""  # the name of one of FSDP's
     # For how long the computation stood still for it. None: it may come as late as the pass ends.
     blocked_s: float | None = None
+    needed: float | None = None  # when that began
 
     @property
     def name(self) -> str:
@@ -58,7 +61,7 @@ class BucketRecord:
                 return False
             self.ready, self.start, self.end = times[:3]
             if len(times) > 3:  # when the computation came to need it
-                self.blocked_s = max(0.0, self.end - times[3])
+                self.needed, self.blocked_s = times[3], max(0.0, self.end - times[3])
             self.read_gpu = None
         return True
 
@@ -231,25 +234,29 @@ class Timeline:
         """What a backward pass is like on this rank, for result.json; {} if there was none.
 
         Medians over the newest passes: communication in all, hidden and exposed, and in the order in which
-        buckets are ready, their bytes and how long before the last gradient that is.
+        buckets are ready, their bytes, how long before the end that is, and how long before it they are due.
         """
         self.settle(wait=True)
-        layout = [(record.index, record.num_bytes) for record in self.last_pass]
-        alike = [own for own in self._kept if [(r.index, r.num_bytes) for r in own] == layout]
+        layout = [(record.name, record.num_bytes) for record in self.last_pass]
+        alike = [own for own in self._kept if [(r.name, r.num_bytes) for r in own] == layout]
         if not alike:
             return {}
-        sums, early_s = [PassSum() for _ in alike], []
+        sums, moments = [PassSum() for _ in alike], []
         for records, own in zip(alike, sums, strict=True):
             own.add(records)
-            last_ready = max(record.ready for record in records)
-            early_s.append([last_ready - record.ready for record in records])
+            moments.append(before_the_end(records))
         return {
             "total_ms": 1e3 * median(own.total_s for own in sums),
             "hidden_ms": 1e3 * median(own.hidden_s for own in sums),
             "exposed_ms": 1e3 * median(own.exposed_s for own in sums),
             "buckets": [
-                {"bytes": num_bytes, "early_ms": 1e3 * median(times)}
-                for (_, num_bytes), times in zip(layout, zip(*early_s, strict=True), strict=True)
+                {
+                    "collective": record.collective.value,
+                    "bytes": record.num_bytes,
+                    "early_ms": 1e3 * median(early for early, _ in times),
+                    "needed_ms": 1e3 * median(needed for _, needed in times),
+                }
+                for record, times in zip(self.last_pass, zip(*moments, strict=True), strict=True)
             ],
         }
 
@@ -270,3 +277,20 @@ class Timeline:
                 own = [record for record in records if record.collective is collective]
                 for by_collective in (self.collectives, self._recent_collectives):
                     by_collective.setdefault(collective, PassSum()).add(own)
+
+
+def before_the_end(records: Sequence[BucketRecord]) -> list[tuple[float, float]]:
+    """Of each bucket of a pass, how long before its end it was ready, and needed: seconds of computing.
+
+    The end is when the last was ready or needed; for how long the computation stood still does not count.
+    """
+    waits = sorted((r.needed, r.blocked_s or 0.0) for r in records if r.needed is not None)
+    begun, waited_s = [at for at, _ in waits], [0.0, *accumulate(seconds for _, seconds in waits)]
+
+    def computed(at: float) -> float:
+        return at - waited_s[bisect_left(begun, at)]
+
+    ready = [computed(record.ready) for record in records]
+    needed = [None if record.needed is None else computed(record.needed) for record in records]
+    end = max([*ready, *(at for at in needed if at is not None)])
+    return [(end - at, 0.0 if by is None else end - by) for at, by in zip(ready, needed, strict=True)]
