@@ -1,7 +1,9 @@
 """The last word of a host: others hear why it ended, before they can take it for lost."""
 
 import json
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import train
 from tests.test_replicas import QUICK
 from trainer.faults import reports
@@ -90,3 +92,26 @@ def test_a_mistake_of_a_hosts_only_rank_is_everybodys_end(tmp_path: Path) -> Non
     told = json.loads((tmp_path / "failure.json").read_text())
     assert (told["status"], told["rank"], told["kind"]) == (2, 1, "orderly")
     assert re.search(r"fault.tensor is none, but rank 1 has", told["message"])
+
+
+def raised_on_rank_0(run_dir: Path, port: int) -> None:
+    """Started by hand on two hosts: rank 0's process holds the store; rank 1 is beside it, rank 2 far away."""
+    rank = os.environ["RANK"]
+    for name in [
+        name for name in os.environ if re.match(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|TORCHEL", name)
+    ]:
+        del os.environ[name]
+    socket.gethostname = lambda: "far" if rank == "2" else "near"
+    by_hand = (f"distributed.init_method=tcp://127.0.0.1:{port}", f"distributed.rank={rank}")
+    fault = ("fault=raise", "fault.rank=0", "fault.step=2", f"distributed.timeout_s={T}")
+    train(*QUICK, *fault, *by_hand, "distributed.world_size=3", f"run_dir={run_dir}")
+
+
+@pytest.mark.slow
+def test_who_holds_the_store_leaves_last_word_before_it_goes(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(raised_on_rank_0, 3, tmp_path, free_port(), init=False)
+    assert "RehearsedError" in failure.value.reports[0]
+    assert [failure.value.reports[rank] for rank in (1, 2)] == ["died with exit code 1"] * 2
+    told = json.loads((tmp_path / "failure.json").read_text())
+    assert (told["kind"], told["rank"], told["phase"], told["step"]) == ("raised", 0, "forward", 2)

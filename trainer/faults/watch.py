@@ -149,12 +149,13 @@ class Watch:
         elif is_last:
             self._speak_at_exit()
         self._here[self._rank].end_workers()
-        if is_last and not note["symptom"]:
+        holds_store = self._rank == 0 and not self._launched
+        if (is_last or holds_store) and not note["symptom"]:
             self._leave_word()
         self.close()
 
     def _leave_word(self, lost: Container[int] = ()) -> None:
-        """Nobody of this host will report any more: let the others know how it ended."""
+        """Nobody of this host can report any more: let the others know how it ended."""
         if reports := self._reports_of_other_hosts():
             self._heartbeat.tick()  # it may take a moment, in which no neighbour is to take over
             reports.close([neighbour.observe() for neighbour in self._here.values()], lost)
