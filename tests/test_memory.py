@@ -163,6 +163,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         main([*MLP, "strategy=parameter_server", "--world", "1"])
     assert end.value.code == 2 and "there is one rank" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
+        main([*MLP, "--gpu-gb", "inf"])
+    assert end.value.code == 2 and "at most 1e6" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
         main([*MLP, "strategy.shard_groop=2"])
     assert end.value.code == 2 and "shard_groop=2 is no setting of single" in capsys.readouterr().err
 

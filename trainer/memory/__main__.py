@@ -83,8 +83,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--per-host {options.per_host} does not divide --world {options.world}")
     if not 0 <= (options.rank or 0) < options.world:
         parser.error(f"--rank {options.rank}: the ranks are 0 to {options.world - 1}")
-    if options.gpu_gb is not None and not options.gpu_gb > options.reserve_gb >= 0:
-        parser.error(f"--gpu-gb {options.gpu_gb} must be more than --reserve-gb {options.reserve_gb}, from 0")
+    if options.gpu_gb is not None and not 1e6 >= options.gpu_gb > options.reserve_gb >= 0:
+        parser.error(
+            f"--gpu-gb {options.gpu_gb} must be more than --reserve-gb {options.reserve_gb}, from 0, and at "
+            "most 1e6"
+        )
     return options
 
 
