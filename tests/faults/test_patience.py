@@ -73,12 +73,8 @@ def slow_under_fsdp(run_dir: Path) -> str:
             time.sleep(0.05)
 
     rehearsal.time = SimpleNamespace(sleep=until_named, time=time.time)  # type: ignore[assignment]
-    fault = (
-        "fault=slow",
-        "fault.rank=1",
-        "fault.step=2",
-        "fault.seconds=28",
-    )  # at 32 s it would be asked for its stack anyway
+    # Its stack would be asked for at 32 s anyway.
+    fault = ("fault=slow", "fault.rank=1", "fault.step=2", "fault.seconds=28")
     train(*QUICK, *fault, "strategy=fsdp", "distributed.timeout_s=40", f"run_dir={run_dir}")
     return lines[0].read_text()
 
