@@ -55,13 +55,13 @@ def time_exchange(servers: str, num_bytes: int, repeat: int) -> tuple[float, flo
         values = [torch.zeros(bucket.numels[index]) for bucket in buckets]
         server = Server(index, {worker: link(worker) for worker in work}, buckets, values)
     if rank in work:
-        client = Client(work.index(rank), [link(peer) for peer in serve], buckets, parameters)
+        client = Client([link(peer) for peer in serve], buckets, parameters)
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter)
 
     def pull() -> None:
         if server is not None:
-            server.begin(lambda: [transfer.wait() for transfer in server.give_all()])
+            server.begin(server.give)
         if client is not None:
             client.ask()
             client.settle_all()
@@ -70,7 +70,7 @@ def time_exchange(servers: str, num_bytes: int, repeat: int) -> tuple[float, flo
 
     def push() -> None:
         if server is not None:
-            server.begin(lambda: server.take(work, 0))
+            server.begin(lambda worker: server.take(worker, 0))
         if client is not None:
             for bucket in reversed(buckets):
                 client.push(bucket.index)

@@ -51,10 +51,10 @@ def greet(bucket_bytes: list[int]) -> str:
     parameters = shapes()
     buckets = lay_out(parameters, 1, bucket_bytes[rank])
     if rank == 1:
-        Client(0, [link], buckets, parameters).greet()
+        Client([link], buckets, parameters).greet()
         return ""
     server = Server(0, {1: link}, buckets, [torch.zeros(b.numels[0]) for b in buckets])
-    server.begin_each(server.welcome)
+    server.begin(server.welcome)
     try:
         server.finish()
     except LayoutError as error:

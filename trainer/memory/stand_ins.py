@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_iter, tree_map
 
 from trainer.comm.exchange.client import Client
-from trainer.comm.exchange.server import Server
+from trainer.comm.exchange.server import Mean, Server
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
 from trainer.distributed import Dist
 from trainer.strategies import Strategy, build_strategy
@@ -103,12 +103,12 @@ class Unconnected(ParameterServer):
             links = dict.fromkeys(self.workers, nobody)
             index = self.servers.index(self.dist.rank)
             self._server = Server(index, links, self.buckets, self._shards.values, self._shards.pack)
+            self._mean = Mean(self._server)
             # An asynchronous server sends each worker a copy: at most so many at a time.
             apart = self.settings.max_staleness != "0"
             self._copies = [self._server.copy() for _ in self.workers if apart]
         if self.trains:
-            to_servers = [nobody] * len(self.servers)
-            self._client = Client(self.replica, to_servers, self.buckets, self._parameters)
+            self._client = Client([nobody] * len(self.servers), self.buckets, self._parameters)
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
@@ -118,8 +118,7 @@ class Unconnected(ParameterServer):
         for parameter in model.parameters():
             parameter.grad = None
         if self._server is not None:
-            summed = self._server.pushed[self.workers[0]]  # where the mean is made
-            for name, gradient in self._shards.of(summed).items():
+            for name, gradient in self._shards.of(self._mean.gradients).items():
                 self._shards.parameters[name].grad = gradient
 
 

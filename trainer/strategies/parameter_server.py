@@ -15,7 +15,7 @@ from trainer.comm import sparse
 from trainer.comm.exchange.client import Client
 from trainer.comm.exchange.layout import bytes_by_server, lay_out, unpack
 from trainer.comm.exchange.links import Link, Loopback, PeerLink
-from trainer.comm.exchange.server import LayoutError, Server
+from trainer.comm.exchange.server import LayoutError, Mean, Server
 from trainer.comm.execution.blame import CommError, PeerError
 from trainer.comm.timeline.records import Timeline
 from trainer.config import ParameterServerConfig
@@ -90,11 +90,10 @@ class ParameterServer(Strategy):
             self._server = Server(
                 self.servers.index(rank), links, self.buckets, self._shards.values, self._shards.pack
             )
-            self._server.begin_each(self._server.welcome)
+            self._mean = Mean(self._server)
+            self._server.begin(self._server.welcome)
         if self.trains:
-            client = Client(
-                self.replica, [link(server) for server in self.servers], self.buckets, self._parameters
-            )
+            client = Client([link(server) for server in self.servers], self.buckets, self._parameters)
             client.greet()
             timeline = Timeline(workers, [self.dist.hosts[worker] for worker in self.workers])
             enter = self.dist.heartbeat.enter
@@ -111,13 +110,10 @@ class ParameterServer(Strategy):
             self._shards.pack()
             self._server.begin(self._serve)
 
-    def _serve(self) -> None:
-        """One thread serves all workers; one for each took processors from what they waited for."""
+    def _serve(self, worker: int) -> None:
         assert self._server is not None
-        given = self._server.give_all()
-        self._mean = self._server.take_mean()
-        for transfer in given:
-            transfer.wait()
+        self._server.give(worker)
+        self._mean.add(self._server.take(worker, 0, self._mean.arrived))
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
@@ -135,7 +131,8 @@ class ParameterServer(Strategy):
             for parameter in model.parameters():
                 parameter.grad = None
         if self._server is not None:
-            self._give_gradients(*self._mean)
+            self._give_gradients(self._mean.gradients, self._mean.there)
+            self._mean.there.zero_()
 
     def _agree(self) -> None:
         """Have all servers apply the step, or none: each sees only its rows of a gradient (a collective).

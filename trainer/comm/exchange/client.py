@@ -8,24 +8,21 @@ from torch import Tensor
 
 from trainer.comm.exchange.layout import Bucket, digest, unpack
 from trainer.comm.exchange.links import ANSWER, COMMIT, HELLO, REQUEST, Link, Transfer, down, up
-from trainer.comm.schedules.exchange import in_turn
 
 
 class Client:
     """Pulls from all servers into the parameters of one replica.
 
     Args:
-        number: of this worker; each begins with another server, lest all meet at one.
         links: to the servers, in their order.
         parameters: of the replica, by name, on any device.
 
     """
 
     def __init__(
-        self, number: int, links: Sequence[Link], buckets: Sequence[Bucket], parameters: Mapping[str, Tensor]
+        self, links: Sequence[Link], buckets: Sequence[Bucket], parameters: Mapping[str, Tensor]
     ) -> None:
         self._links, self._buckets, self._parameters = links, buckets, parameters
-        self._in_turn = in_turn(number, len(links))
         self._incoming = [_messages(bucket) for bucket in buckets]
         self._outgoing = [_messages(bucket) if bucket.trainable else [] for bucket in buckets]
         self._names = [name for bucket in buckets if bucket.trainable for name in bucket.names]
@@ -114,8 +111,7 @@ class Client:
     def push(self, index: int) -> None:
         """Send the gradients of a bucket; zeros for a parameter that has none."""
         bucket, transfers = self._buckets[index], []
-        for server in self._in_turn:
-            message = self._outgoing[index][server]
+        for server, message in enumerate(self._outgoing[index]):
             for piece in bucket.pieces[server]:
                 gradient = self._parameters[piece.name].grad
                 part = message[piece.at : piece.at + piece.numel]

@@ -52,7 +52,7 @@ class Host:
             pushes = sum(event.startswith("push") for event in replayed)
             self._limit = min(self._limit, pushes)
         self._clocks: dict[int, float] = dict.fromkeys(self._server.links, 0.0)
-        self._server.begin_each(self._serve)
+        self._server.begin(self._serve)
 
     def finish(self) -> int:
         """Wait for the end of the round: how many steps it made."""
@@ -76,11 +76,10 @@ class Host:
                 with self.order.turn("pull", worker):
                     values = self._server.copy()
                     self._pulled_at[worker] = self._num_updates
-                for transfer in self._server.give([worker], values):
-                    transfer.wait()
+                self._server.give(worker, values)
                 del values  # before the next are copied: each worker has one set at a time
             elif kind == _PUSH:
-                (word,) = self._server.take([worker], _FACTS)
+                word = self._server.take(worker, _FACTS)
                 with self.order.turn("push", worker):
                     self._update(worker, word)
                 _answer(link, 0)

@@ -1,15 +1,13 @@
-"""A server's side of the exchange: threads that give values and take gradients."""
+"""A server's side of the exchange: a thread for each worker that gives values and takes gradients."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from trainer.comm.exchange.layout import Bucket, digest
-from trainer.comm.exchange.links import COMMIT, HELLO, Link, Transfer, down, up
-from trainer.comm.schedules.exchange import in_turn
+from trainer.comm.exchange.links import COMMIT, HELLO, Link, down, up
 
 
 class LayoutError(RuntimeError):
@@ -42,8 +40,6 @@ class Server:
             for worker in links
         }
         self.num_trained = sum(len(bucket.names) for bucket in buckets if bucket.trainable)
-        workers = list(links)
-        self._in_turn = [workers[place] for place in in_turn(index, len(workers))]
         self._threads: list[threading.Thread] = []
         self._error: Exception | None = None
 
@@ -58,26 +54,23 @@ class Server:
         if int(word) != self._digest:
             raise LayoutError(f"rank {worker} would send other parameters, or cut them otherwise")
 
-    def begin(self, *tasks: Callable[[], None]) -> None:
-        """Do each in a thread of its own."""
+    def begin(self, serve: Callable[[int], None]) -> None:
+        """Call `serve` with each worker, in a thread of its own."""
 
-        def guarded(task: Callable[[], None]) -> None:
+        def guarded(worker: int) -> None:
             try:
                 with torch.no_grad():
-                    task()
+                    serve(worker)
             except Exception as error:  # to be raised by `finish`; the first says most
                 self._error = self._error or error
 
         # Daemons: a thread that waits for a peer must not keep a failing process alive.
         self._threads = [
-            threading.Thread(target=guarded, args=(task,), name="serves", daemon=True) for task in tasks
+            threading.Thread(target=guarded, args=(worker,), name=f"serves rank {worker}", daemon=True)
+            for worker in self.links
         ]
         for thread in self._threads:
             thread.start()
-
-    def begin_each(self, serve: Callable[[int], None]) -> None:
-        """Call `serve` with each worker, in a thread of its own."""
-        self.begin(*(partial(serve, worker) for worker in self.links))
 
     def finish(self) -> None:
         """Wait until all have been served. Raises what went wrong in serving one."""
@@ -91,59 +84,56 @@ class Server:
         self._pack()
         return {bucket.index: self._values[bucket.index].clone() for bucket in self.buckets}
 
-    def give(self, workers: Sequence[int], values: Mapping[int, Tensor] | None = None) -> list[Transfer]:
-        """Begin to send all buckets that are trained: `values`, or those that there are.
-
-        Nobody may change them before each transfer has been waited for.
-        """
+    def give(self, worker: int, values: Mapping[int, Tensor] | None = None) -> None:
+        """Send all buckets that are trained: `values`, or those that there are, which must not change."""
         values = values if values is not None else dict(enumerate(self._values))
-        return [
-            self.links[worker].send(values[bucket.index], down(bucket.index))
-            for bucket in self.buckets
-            for worker in workers
-        ]
+        for bucket in self.buckets:  # one at a time: all at once, to all workers, crowd the links
+            self.links[worker].send(values[bucket.index], down(bucket.index)).wait()
 
-    def take(
-        self, workers: Sequence[int], num_facts: int, arrived: Callable[[int], None] = lambda index: None
-    ) -> list[Tensor]:
-        """Receive a push of each into `pushed`, telling `arrived` of a bucket that has come from all.
+    def take(self, worker: int, num_facts: int, arrived: Callable[[int], None] | None = None) -> Tensor:
+        """Receive a push into `pushed[worker]`, telling `arrived` of each bucket.
 
         Returns:
-            What each worker said when it was done: facts, then 1 or 0 for each trained parameter.
+            What the worker said when it was done: facts, then 1 or 0 for each trained parameter.
         """
-        transfers = {
-            bucket.index: [
-                self.links[worker].receive(self.pushed[worker][bucket.index], up(bucket.index))
-                for worker in workers
-            ]
-            for bucket in self.buckets
-        }
+        link, own = self.links[worker], self.pushed[worker]
+        transfers = {index: link.receive(message, up(index)) for index, message in own.items()}
         for index in reversed(transfers):  # a backward pass ends with the first layers
-            for transfer in transfers[index]:
-                transfer.wait()
-            arrived(index)
-        words = [torch.empty(num_facts + self.num_trained, dtype=torch.float64) for _ in workers]
-        for worker, word in zip(workers, words, strict=True):
-            self.links[worker].receive(word, COMMIT).wait()
-        return words
+            transfers[index].wait()
+            if arrived is not None:
+                arrived(index)
+        word = torch.empty(num_facts + self.num_trained, dtype=torch.float64)
+        link.receive(word, COMMIT).wait()
+        return word
 
-    def give_all(self) -> list[Transfer]:
-        return self.give(self._in_turn)
 
-    def take_mean(self) -> tuple[dict[int, Tensor], Tensor]:
-        """The mean of all workers' gradients by bucket, and which parameters any had one of.
+class Mean:
+    """The mean of all workers' gradients, added up in workers' order, each bucket when all are there."""
 
-        Each bucket is added up when all are there, in workers' order.
-        """
-        words = self.take(list(self.links), 0, self._add_up)
-        return next(iter(self.pushed.values())), torch.stack(words).bool().any(0)
+    def __init__(self, server: Server) -> None:
+        self._pushed = list(server.pushed.values())
+        self._lock = threading.Lock()
+        self._counts = {bucket.index: 0 for bucket in server.buckets}
+        self.gradients = dict(self._pushed[0])  # by bucket
+        self.there = torch.zeros(server.num_trained, dtype=torch.bool)
 
-    def _add_up(self, index: int) -> None:
-        total, *others = (pushed[index] for pushed in self.pushed.values())
+    def arrived(self, index: int) -> None:
+        """One worker's part of a bucket is there; of the last, this thread adds up."""
+        with self._lock:
+            self._counts[index] += 1
+            if self._counts[index] < len(self._pushed):
+                return
+            self._counts[index] = 0
+        total = self._pushed[0][index]
         if total.dtype in (torch.float16, torch.bfloat16):
-            wide = torch.stack([part.float() for part in (total, *others)])
-            total.copy_(wide.sum(0).div_(len(wide)))
+            wide = torch.stack([pushed[index].float() for pushed in self._pushed])
+            total.copy_(wide.sum(0).div_(len(self._pushed)))
             return
-        for part in others:
-            total.add_(part)
-        total.div_(1 + len(others))
+        for pushed in self._pushed[1:]:
+            total.add_(pushed[index])
+        total.div_(len(self._pushed))
+
+    def add(self, word: Tensor) -> None:
+        """Which parameters one worker had gradients of."""
+        with self._lock:
+            self.there |= word.bool()

@@ -17,7 +17,7 @@ def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Sched
         up: list[Op] = []
         down: list[Op] = []
         if rank in workers:
-            for part in in_turn(rank, len(servers)):
+            for part in _from(servers, rank):
                 if servers[part] != rank:
                     up.append(Op(Kind.SEND, servers[part], part, part + 1))
                     down.append(Op(Kind.COPY, servers[part], part, part + 1))
@@ -25,7 +25,7 @@ def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Sched
         if rank in servers:
             part = servers.index(rank)
             owned = (part, part + 1)
-            others = [workers[number] for number in in_turn(rank, len(workers)) if workers[number] != rank]
+            others = [workers[number] for number in _from(workers, rank) if workers[number] != rank]
             up += [Op(Kind.ADD, worker, *owned) for worker in others]
             down += [Op(Kind.SEND, worker, *owned) for worker in others]
         push.append(Schedule(len(servers), (Phase(tuple(up)),), owned, ()))
@@ -33,6 +33,6 @@ def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Sched
     return push, pull
 
 
-def in_turn(number: int, count: int) -> list[int]:
-    """Places of peers, from another one on for each `number`: none begins with itself."""
-    return [(number + 1 + place) % count for place in range(count)]
+def _from(members: Sequence[int], rank: int) -> list[int]:
+    """Places in `members`, from another one on for each rank: not all begin with the same."""
+    return [(rank + number) % len(members) for number in range(len(members))]
