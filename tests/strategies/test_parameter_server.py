@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import RankFailure, run_ranks
-from tests.runs import job_of, train, trained
+from tests.runs import job_of, settings, train, trained
 from trainer.comm.exchange.layout import lay_out
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
 from trainer.loop import fit
+from trainer.memory.rehearse import Rehearsal, World
 from trainer.strategies.replica import Replica
 
 COMMON = (
@@ -122,6 +123,15 @@ def test_any_roles_give_the_model_of_ddp(
 def test_what_cannot_be_is_one_message(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
         trained(*COMMON, *PS, *overrides, f"run_dir={tmp_path}")
+
+
+def test_an_embedding_that_changes_its_weight_is_refused() -> None:
+    embedding = ("model._target_=torch.nn.Embedding", "+model.num_embeddings=4", "+model.embedding_dim=2")
+    none_of_it = ("~model.hidden", "~model.input_shape", "~model.num_classes", "data=digits")
+    config = settings(*embedding, *none_of_it, "+model.max_norm=1.0", "strategy=parameter_server")
+    rehearsal, words = Rehearsal(config), r"parameter_server: the model has max_norm=1\.0"
+    with pytest.raises(UserError, match=words), rehearsal.under(config, World(2, 2)):
+        pass
 
 
 def test_a_gradient_that_comes_in_parts_is_refused() -> None:

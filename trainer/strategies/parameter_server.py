@@ -26,6 +26,7 @@ from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.owned import Shards, named_alike
 from trainer.strategies.replica import Replica
 from trainer.strategies.roles import roles
+from trainer.strategies.shardable import refuse_max_norm
 from trainer.strategies.tally import Tally
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class ParameterServer(Strategy):
         self._server: Server | None = None
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        refuse_max_norm(model, "strategy=parameter_server")
         try:
             sparse.refuse_sparse(model, "strategy=parameter_server")
             shapes = {name: _shape(parameter) for name, parameter in model.named_parameters()}

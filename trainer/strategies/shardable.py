@@ -66,8 +66,20 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, _BATCH_NORMS) and module.affine]
 
 
+def refuse_max_norm(model: nn.Module, strategy: str) -> None:
+    """Raise UserError, by name, for an embedding that changes its weight in the forward pass."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise UserError(
+                f"{strategy}: {name or 'the model'} has max_norm={module.max_norm}, by which its forward "
+                "pass changes the weight: here a copy, which is thrown away. Leave max_norm out, or take "
+                "strategy=single"
+            )
+
+
 def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
     """Raise UserError, by name, for parameters that fully_shard would refuse later or in other words."""
+    refuse_max_norm(model, "strategy=fsdp")
     reasons = {
         "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
         "no elements; leave them out": lambda parameter: parameter.numel() == 0,
@@ -86,12 +98,6 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(
                 f"strategy=fsdp cannot shard {name or 'the model'}, a ScriptModule; take strategy=ddp"
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise UserError(
-                f"strategy=fsdp: {name or 'the model'} has max_norm={module.max_norm}, by which its forward "
-                "pass changes the weight: here a gathered copy, which is thrown away. Leave max_norm out, or "
-                "take strategy=single"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()
