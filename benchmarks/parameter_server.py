@@ -8,7 +8,6 @@ hosts. Times are medians; the ratio is measured : predicted.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ from trainer.comm.exchange.layout import lay_out
 from trainer.comm.exchange.links import Link, Loopback, PeerLink
 from trainer.comm.exchange.server import Server
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.network import entries
 from trainer.comm.network.predict import Machine, measured, predict
 from trainer.comm.network.world import BUCKET_MB
 from trainer.comm.schedules.algorithms import build
@@ -108,7 +108,7 @@ def machine_of(places: Sequence[Host]) -> Machine:
     """What as many ranks can do that work at the same time, at the same places."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         run_ranks(preflight.main, len(places), ["--json", file.name], init=False, hosts=places, timeout_s=200)
-        return Machine(**measured(json.loads(Path(file.name).read_text())))
+        return Machine(**measured(entries.read(Path(file.name))))
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ root, and share one machine: a run on one host has as many processes, for as muc
 import argparse
 import contextlib
 import io
-import json
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from tests.hosts import hosts as network
 from tests.programs import finish_ranks
 from tests.ranks import run_ranks
 from trainer.comm import preflight
-from trainer.comm.network import step
+from trainer.comm.network import entries, step
 from trainer.comm.network.predict import Machine, measured
 from trainer.comm.network.world import World
 
@@ -64,7 +63,7 @@ def quiet_preflight(*argv: str) -> int:
 
 def machine_of(places: Sequence[int | Host], file: Path) -> Machine:
     run_ranks(quiet_preflight, len(places), "--json", str(file), init=False, hosts=places, timeout_s=300)
-    return Machine(**measured(json.loads(file.read_text())))
+    return Machine(**measured(entries.read(file)))
 
 
 def main() -> int:

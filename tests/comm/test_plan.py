@@ -14,6 +14,7 @@ import pytest
 from trainer.comm import plan
 from trainer.comm.network import predict as predicting
 from trainer.comm.network import rounds, step
+from trainer.comm.network.entries import Entry
 from trainer.comm.network.predict import Machine, Prediction, measured, predict
 from trainer.comm.network.world import World
 from trainer.comm.schedules import formulas
@@ -238,12 +239,12 @@ def _figures(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_preflight_makes_a_machine() -> None:
-    on_cpu = Machine(**measured(_figures()))
+    on_cpu = Machine(**measured(Entry(_figures())))
     assert on_cpu.latency_s == pytest.approx(50e-6)
     assert on_cpu.link_bytes_per_s == pytest.approx(125e6)
     assert on_cpu.local_bytes_per_s == math.inf  # shared memory, at the price of copies
     assert on_cpu.local_copy_s_per_byte == 1e-10
-    on_gpu = Machine(**measured(_figures(backend="nccl on cuda")))
+    on_gpu = Machine(**measured(Entry(_figures(backend="nccl on cuda"))))
     assert on_gpu.local_bytes_per_s == pytest.approx(2.5e9)
     assert on_gpu.local_copy_s_per_byte == 0
 
@@ -270,6 +271,17 @@ def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureF
         ("--hosts 2 --gbit 1 --latency-us 1 --rails 2", "--rails 2: a process uses one"),
         ("--hosts 2 --gbit 1 --latency-us 1 --oversubscription 2", "needs --hosts-per-switch"),
         ("--hosts 2 --gbit 1 --latency-us 1 --collective all-reduce,alltoall", "all-gather, reduce-scatter"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --plot /nowhere/x.png", "/nowhere/x.png: a file in a folder"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --plot x.foo", "x.foo: a picture's name ends in .png, .svg"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --plot /tmp", "/tmp: a picture's name ends in .png"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --megabytes 1e308", "--megabytes 1e+308: a positive number"),
+        ("--hosts 70000 --gbit 1 --latency-us 1", "70,000 processes, and at most 65,536"),
+        ("--hosts 16384 --gbit 1 --latency-us 1 --servers all", "ask for fewer servers"),
+        ("--hosts 8 --formulas --servers all", "--servers all: --formulas counts servers that do not work"),
+        ("--hosts 8 --formulas --plot x.png --gbit 1", "--formulas takes no --gbit, --plot"),
+        ("--hosts 8 --formulas --from x --wire-dtype bf16", "--formulas takes no --from, --wire-dtype"),
+        ("--hosts 2 --train . --servers 1 --megabytes 25", "--train takes no --megabytes, --servers"),
+        ("--hosts 2 --train . --collective x", "--train takes no --collective"),
     ],
 )
 def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +289,51 @@ def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFix
         plan.main(command.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+_LINK = {"source": 0, "target": 1, "latency_us": 40.0, "gbit_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"passed": False}, "this preflight failed"),
+        ({"passed": None}, "passed is missing"),
+        ({"costs": None}, "costs is missing"),
+        ({"costs": []}, "costs is []: an object {...} is needed"),
+        ({"costs": {"add_s_per_byte": math.nan}}, "costs.add_s_per_byte is NaN: a number from 0"),
+        ({"backend": None}, "backend is missing"),
+        ({"backend": 3}, "backend is 3: a text is needed"),
+        ({"links": [3]}, "links[0] is 3: an object {...} is needed"),
+        ({"links": [_LINK | {"gbit_s": 0}]}, "links[0].gbit_s is 0: a number above 0"),
+        ({"links": [_LINK | {"latency_us": -1}]}, "links[0].latency_us is -1: a number from 0"),
+        ({"parallelism": "many"}, 'costs.parallelism is "many": a number above 0'),
+        ({"parallelism": 0}, "costs.parallelism is 0: a number above 0"),
+    ],
+)
+def test_an_entry_that_no_preflight_leaves_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = _figures(**changes)
+    if "parallelism" in changes:
+        figures["costs"]["parallelism"] = changes["parallelism"]
+    (tmp_path / "net.json").write_text(json.dumps(figures))
+    with pytest.raises(SystemExit) as end:
+        plan.main([*_on(4, 2), "--from", str(tmp_path / "net.json")])
+    assert end.value.code == 2
+    assert f"net.json: {message}" in capsys.readouterr().err
+
+
+def test_one_host_has_no_link_to_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*_on(1, 2), *_LOCAL]) == 0
+    assert capsys.readouterr().out.startswith("1 hosts x 2 processes, no link between hosts\n")
+
+
+def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = tmp_path / "full.svg"
+    full.symlink_to("/dev/full")
+    assert plan.main([*_on(2, 1), "--gbit", "1", "--latency-us", "50", "--plot", str(full)]) == 2
+    assert f"--plot {full}: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4])
@@ -393,11 +450,72 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
     for changes, message in (
         ({"timeline": None}, "has no timeline"),
-        ({"timeline": [3]}, "not as a run leaves it"),
-        ({"timeline": known | {"hosts": []}}, "its hosts are []"),
-        ({"ms_per_step": 0.0}, "its ms_per_step is 0.0"),
+        ({"timeline": [3]}, "timeline is [3]: an object"),
+        ({"timeline": known | {"hosts": []}}, "timeline.hosts is []"),
+        ({"ms_per_step": 0.0}, "ms_per_step is 0.0: a number above 0"),
         ({"comm": "powersgd"}, "none of ring"),
     ):
         with pytest.raises(SystemExit):
             plan.main([*asked[:-1], str(_run_in(tmp_path, **changes))])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "the file is []: an object {...} is needed"),
+        ("null", "the file is null: an object"),
+        ('"x"', 'the file is "x": an object'),
+        ("{", "result.json is no JSON: Expecting"),
+        ("[" * 100_000, "result.json is no JSON: "),
+    ],
+)
+def test_a_result_that_is_none_is_told(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(SystemExit) as end:
+        plan.main([*_on(1, 1), "--train", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"--train {tmp_path}: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ms_per_step": None}, "ms_per_step is missing"),
+        ({"ms_per_step": math.nan}, "ms_per_step is NaN: a number above 0"),
+        ({"ms_per_step": 0}, "ms_per_step is 0: a number above 0"),
+        ({"ms_per_step": -1}, "ms_per_step is -1: a number above 0"),
+        ({"ms_per_step": True}, "ms_per_step is true: a number above 0"),
+        ({"ms_per_step": 10**400}, "ms_per_step is 1000"),
+        ({"ms_per_step": 4}, "a step took 4 ms, and its communication alone explains 5 ms"),
+        ({"comm": ["ring"]}, 'comm is ["ring"]: a text is needed'),
+        ({"hosts": []}, "timeline.hosts is []: a list [...] that is not empty"),
+        ({"hosts": None}, "timeline.hosts is missing"),
+        ({"hosts": ["a", "b"]}, 'timeline.hosts[0] is "a": a number'),
+        ({"hosts": [0, 2]}, "timeline.hosts is [0, 2]: the host of every rank, from 0 without gaps"),
+        ({"buckets": []}, "timeline.buckets is []"),
+        ({"buckets": [{"bytes": -4, "early_ms": 0}]}, "timeline.buckets[0].bytes is -4: a number from 0"),
+        ({"buckets": [{"bytes": 4.5, "early_ms": 0}]}, "buckets[0].bytes is 4.5: a whole number"),
+        ({"wire_dtype": "int8"}, 'timeline.wire_dtype is "int8": one of fp32, bf16, fp16'),
+    ],
+)
+def test_an_entry_that_no_run_leaves_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = json.loads((_run_in(tmp_path) / "result.json").read_text())
+    ((name, value),) = changes.items()
+    (result if name in result else result["timeline"])[name] = value
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    with pytest.raises(SystemExit) as end:
+        plan.main([*_on(1, 1), "--train", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"--train {tmp_path}: " in (told := capsys.readouterr().err) and message in told
+
+
+def test_a_preflight_that_explains_more_than_the_step_is_refused(tmp_path: Path) -> None:
+    run = replace(step.read(_run_in(tmp_path)), on_cpu=True, exposed_s=0.029)
+    slow = Machine(local_bytes_per_s=1e8, local_copy_s_per_byte=1e-8, parallelism=1.0)
+    with pytest.raises(ValueError, match="of the hosts where it ran"):
+        run.computed_s(slow)

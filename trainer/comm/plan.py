@@ -6,13 +6,12 @@ predicts its step there. `--formulas` prints the textbooks' traffic beside the s
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.comm.network import pictures, step, tables
+from trainer.comm.network import entries, pictures, step, tables
 from trainer.comm.network.predict import Machine, measured
 from trainer.comm.network.world import World
 from trainer.comm.schedules import formulas
@@ -34,19 +33,36 @@ _POSITIVE = (
 _MICROSECONDS = ("latency_us", "local_latency_us", "message_us")
 
 
+# What a mode takes; it refuses what else is given, which it would not look at.
+_FORMULAS_TAKE = {"formulas", "hosts", "per_host", "megabytes", "servers"}
+_TRAIN_TAKES_NOT = {"collective", "megabytes", "servers", "wire_dtype"}
+_MOST_RANKS = 65_536
+_MOST_MESSAGES = 1 << 18  # between workers and servers: counted one by one, 20 us of a processor for each
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 2 for a mistake."""
     options = parse(argv)
+    try:
+        _print(options)
+    except argparse.ArgumentTypeError as error:  # what --plot came to when all was known
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _print(options: argparse.Namespace) -> None:
     if options.formulas:
         size = options.hosts * options.per_host
         hosts = [rank // options.per_host for rank in range(size)]
-        dedicated = [count for count in _servers(options, size) if count < size]
+        dedicated = _servers(options, size)
         print(formulas.table(hosts, round(options.megabytes * 1e6), dedicated))
-        return 0
+        return
     world: World = options.world
     print(tables.heading(world, "measured by the preflight" if options.figures else "given"))
     if options.train:
         _train(options, world)
-        return 0
+        return
     num_bytes, what = options.megabytes * 1e6, f"{options.megabytes:g} MB as {options.wire_dtype}"
     for how in options.collectives:
         print(f"\n{tables.collectives(how, what, world.collectives(how, num_bytes))}")
@@ -59,13 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         curves = {other.size: other.collectives(how, num_bytes) for other in pictures.worlds(world)}
         pictures.times(curves, f"{how.value} of {what}", options.per_host, options.plot)
         print(f"plot: {options.plot}")
-    return 0
 
 
 def _train(options: argparse.Namespace, world: World) -> None:
     """The step of a run that was, in another world."""
     run: step.TrainedRun = options.run
-    computed_s = run.computed_s(options.where_it_was)
+    computed_s: float = options.computed_s
     megabytes = sum(bucket.numel for bucket in run.buckets) * 4e-6
     facts = (
         f"{options.train}: {len(run.hosts)} processes on {max(run.hosts) + 1} hosts, comm={run.algorithm}: "
@@ -83,28 +98,41 @@ def _train(options: argparse.Namespace, world: World) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, and what follows from them: `world`, and with --train `run` and `where_it_was`."""
+    """The options, and what follows from them: `world`, and with --train `run` and `computed_s`."""
     parser = argparse.ArgumentParser(prog="python -m trainer.comm.plan", description=__doc__)
     _declare(parser)
-    options = parser.parse_args(argv)
+    options = _told(parser, argv)
     for name in _POSITIVE:
         value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} {value}: a positive number is needed")
+        if value is not None and not 0 < value <= entries.MOST:
+            parser.error(f"{_flag(name)} {value}: a positive number is needed, at most {entries.MOST:g}")
     for name in _MICROSECONDS:
         value = getattr(options, name)
-        if value is not None and not 0 <= value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} {value}: a number of microseconds is needed, 0 or more")
-    if not 1 <= options.oversubscription < float("inf"):
-        parser.error(f"--oversubscription {options.oversubscription}: 1 or more is needed")
+        if value is not None and not 0 <= value <= entries.MOST:
+            needed = f"a number of microseconds is needed, from 0 to {entries.MOST:g}"
+            parser.error(f"{_flag(name)} {value}: {needed}")
+    if not 1 <= options.oversubscription <= entries.MOST:
+        parser.error(f"--oversubscription {options.oversubscription}: from 1 to {entries.MOST:g} is needed")
     if options.oversubscription > 1 and options.hosts_per_switch is None:
         parser.error("--oversubscription needs --hosts-per-switch, of whose links the trunk has a part")
     if options.rails > options.per_host:
         parser.error(f"--rails {options.rails}: a process uses one; --per-host is {options.per_host}")
     world_size = options.hosts * options.per_host
+    if world_size > _MOST_RANKS:
+        asked = f"--hosts {options.hosts} --per-host {options.per_host}"
+        parser.error(f"{asked}: {world_size:,} processes, and at most {_MOST_RANKS:,} are planned for")
     for word in filter(None, options.servers.split(",")):
         if word != "all" and not (word.isdecimal() and 0 < int(word) < world_size):
             parser.error(f"--servers {word}: all, or a number from 1 to {world_size - 1}: one rank must work")
+        servers = world_size if word == "all" else int(word)
+        messages = servers * (world_size - 1 if word == "all" else world_size - servers)
+        if messages > _MOST_MESSAGES:
+            parser.error(
+                f"--servers {word}: {messages:,} messages each way, which are counted one by one, at most "
+                f"{_MOST_MESSAGES:,}; ask for fewer servers or processes"
+            )
+        if options.formulas and word == "all":
+            parser.error("--servers all: --formulas counts servers that do not work; give their number")
     if options.formulas:
         return options
     try:
@@ -116,14 +144,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         itemsize = _ITEMSIZE[options.wire_dtype]
         segment_bytes = max(itemsize, round(options.segment_mb * (1 << 20)))
         options.world = World(options.hosts, options.per_host, _machine(options), itemsize, segment_bytes)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         parser.error(f"--from {options.figures}: {error}" if options.figures else str(error))
     try:
-        options.run = step.read(options.train) if options.train else None
-        options.where_it_was = Machine(**_figures(options)) if options.figures else None
+        if options.train:
+            where_it_was = Machine(**_figures(options)) if options.figures else None
+            options.run = step.read(options.train)
+            options.computed_s = options.run.computed_s(where_it_was)
     except (OSError, ValueError) as error:
         parser.error(f"--train {options.train}: {error}")
     return options
+
+
+def _told(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; ends where one is given that the mode asked for does not take."""
+    not_given = object()
+    names = set(vars(parser.parse_args(["--hosts", "1"])))
+    options = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, not_given)))
+    given = {name for name in names if getattr(options, name) is not not_given}
+    for name in names - given:
+        setattr(options, name, parser.get_default(name))
+    ignored = (
+        given - _FORMULAS_TAKE if options.formulas else given & _TRAIN_TAKES_NOT if options.train else set()
+    )
+    if ignored:
+        flags = ", ".join(sorted(map(_flag, ignored)))
+        parser.error(f"{'--formulas' if options.formulas else '--train'} takes no {flags}: leave it out")
+    return options
+
+
+def _flag(name: str) -> str:
+    return {"figures": "--from"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -146,11 +197,11 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add("--servers", default="", metavar="1,2,all", help="predict parameter servers too, so many each")
     add("--train", type=Path, metavar="RUN", help="predict the step of the run in this directory")
     add("--formulas", action="store_true", help="print the classic traffic table; needs no link")
-    add("--plot", type=Path, metavar="FILE", help="draw it over world size (.png, .svg or .pdf)")
+    add("--plot", type=pictures.file, metavar="FILE", help="draw it over world size (.png, .svg or .pdf)")
 
 
 def _figures(options: argparse.Namespace) -> dict[str, Any]:
-    return measured(json.loads(options.figures.read_text())) if options.figures else {}
+    return measured(entries.read(options.figures)) if options.figures else {}
 
 
 def _machine(options: argparse.Namespace) -> Machine:

@@ -1,5 +1,6 @@
 """Predictions over world size as a picture: .png, .svg or .pdf."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,22 @@ from trainer.comm.network.step import Step
 from trainer.comm.network.world import World
 from trainer.comm.schedules.algorithms import ALGORITHMS
 
+_ENDINGS = (".png", ".svg", ".pdf")
 _MARKERS = dict(zip(ALGORITHMS, "os^Dv", strict=True))
+
+
+def file(name: str) -> Path:
+    """Of an argument that names a picture to be drawn: told before anything is computed.
+
+    Raises:
+        ArgumentTypeError: it could not be written there, or an ending that says nothing.
+    """
+    path = Path(name)
+    if path.suffix not in _ENDINGS:
+        raise ArgumentTypeError(f"{name}: a picture's name ends in {', '.join(_ENDINGS)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ArgumentTypeError(f"{name}: a file in a folder that is there is needed")
+    return path
 
 
 def worlds(world: World) -> list[World]:
@@ -49,4 +65,7 @@ def _axes(title: str, ylabel: str, file: Path) -> Iterator[Any]:
     yield axes
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(file, dpi=120)
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:  # a full disk, no right to write
+        raise ArgumentTypeError(f"--plot {file}: {error}") from error

@@ -8,12 +8,13 @@ that the processes of a host share.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from trainer.comm.network.entries import Entry
 from trainer.comm.network.rounds import Round, rounds
 from trainer.comm.schedules.pipeline import SEGMENT_MB, WIDTH, first_sweep
 from trainer.comm.schedules.schedule import Schedule
@@ -43,30 +44,35 @@ class Machine:
     parallelism: float = math.inf  # processors that a host has for its processes
 
 
-def measured(figures: Mapping[str, Any]) -> dict[str, Any]:
+def measured(figures: Entry) -> dict[str, Any]:
     """Fields of a Machine from what `trainer.comm.preflight --json` wrote: medians over all links.
 
     A preflight on one host leaves out the links between hosts, one process per host those within.
 
     Raises:
-        ValueError: the preflight failed.
+        ValueError: the preflight failed, or this is not what it wrote.
     """
-    if not figures["passed"]:
+    if not figures["passed"].truth():
         raise ValueError("this preflight failed; its figures mean nothing")
-    apart = {"copy_s_per_byte", "crowded_bytes_per_s"}
-    found = {name: value for name, value in figures["costs"].items() if name not in apart}
+    costs = figures["costs"]
+    found = {name: costs[name].number() for name in ("add_s_per_byte", "network_s_per_byte", "message_s")}
+    found["parallelism"] = costs["parallelism"].number(positive=True)
     # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.
-    on_cpu = figures["backend"].endswith("cpu")
+    on_cpu = figures["backend"].text().endswith("cpu")
     if on_cpu:
-        found["local_copy_s_per_byte"] = figures["costs"]["copy_s_per_byte"]
+        found["local_copy_s_per_byte"] = costs["copy_s_per_byte"].number()
+    measures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for link in figures["links"].each():
+        of = link["gbit_s"].number(positive=True) / 8e-9, link["latency_us"].number() * 1e-6
+        measures[link["source"].whole() == link["target"].whole()].append(of)
     for prefix, same_host in (("local_", True), ("", False)):
-        links = [link for link in figures["links"] if (link["source"] == link["target"]) is same_host]
-        if links:
-            bytes_per_s = float(np.median([link["gbit_s"] for link in links])) / 8e-9
-            found[f"{prefix}latency_s"] = float(np.median([link["latency_us"] for link in links])) * 1e-6
+        if measures[same_host]:
+            bytes_per_s, latency_s = np.median(measures[same_host], axis=0).tolist()
+            found[f"{prefix}latency_s"] = latency_s
             found["local_bytes_per_s" if same_host else "link_bytes_per_s"] = bytes_per_s
-    if crowded := figures["costs"].get("crowded_bytes_per_s"):
-        found["crowded"] = min(1.0, crowded / found["link_bytes_per_s"])
+    crowded = costs.get("crowded_bytes_per_s")
+    if crowded and crowded.number() and "link_bytes_per_s" in found:
+        found["crowded"] = min(1.0, crowded.number() / found["link_bytes_per_s"])
     if on_cpu:
         found.pop("local_bytes_per_s", None)  # of gloo's sockets, which nothing takes within a host
     return found

@@ -9,12 +9,11 @@ until it is there. The computing is taken as it was: each process has the same b
 processor.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from trainer.comm.network import entries
 from trainer.comm.network.predict import Machine
 from trainer.comm.network.world import FP32, World
 from trainer.comm.schedules.algorithms import ALGORITHMS
@@ -66,6 +65,9 @@ class TrainedRun:
 
         Args:
             machine: where the run was; None if that is not known.
+
+        Raises:
+            ValueError: links and processors of this machine explain more than the whole step.
         """
         exposed_s, slowed_s = self.exposed_s, 0.0
         if machine is not None:
@@ -73,7 +75,14 @@ class TrainedRun:
             world = World(num_hosts, len(self.hosts) // num_hosts, machine, self.itemsize)
             like = self.step(world, self.algorithm, 0.0)
             exposed_s, slowed_s = min(exposed_s, like.exposed_s), like.slowed_s
-        return max(0.0, self.step_s - exposed_s - slowed_s)
+        computed_s = self.step_s - exposed_s - slowed_s
+        if computed_s <= 0:
+            raise ValueError(
+                f"a step took {self.step_s * 1e3:g} ms, and its communication alone explains "
+                f"{(exposed_s + slowed_s) * 1e3:g} ms: nothing is left for computing, and nothing to plan "
+                "with; train for longer, and let --from be of the hosts where it ran"
+            )
+        return computed_s
 
     def step(self, world: World, algorithm: str, computed_s: float) -> Step:
         """A step there, with the buckets of this run."""
@@ -103,38 +112,37 @@ class TrainedRun:
 
 def read(run_dir: Path) -> TrainedRun:
     """Raises ValueError where `run_dir` is no run that can be planned with, and says which is; OSError."""
-    try:
-        result = json.loads((run_dir / "result.json").read_text())
-        timeline: Mapping[str, Any] = result.get("timeline") or {}
-        if not timeline:
-            raise ValueError(
-                "its result.json has no timeline: train with two processes or more and strategy=ddp, "
-                "comm.timeline=true and any comm but powersgd; or with strategy=fsdp, comm=ring or another "
-                "schedule, shard_group=world and one micro-batch a step"
-            )
-        algorithm = _LIKE.get(result["comm"], result["comm"])
-        if algorithm not in ALGORITHMS:
-            raise ValueError(f"comm={algorithm} is none of {', '.join(ALGORITHMS)}")
-        if not 0 < result["ms_per_step"] < float("inf"):
-            raise ValueError(f"its ms_per_step is {result['ms_per_step']}, but must be more than 0")
-        if not timeline["hosts"] or not all(isinstance(host, int) for host in timeline["hosts"]):
-            raise ValueError(f"its hosts are {timeline['hosts']}, but must be a number for each rank")
-        return TrainedRun(
-            step_s=result["ms_per_step"] / 1e3,
-            exposed_s=timeline["exposed_ms"] / 1e3,
-            buckets=[
-                Bucket(
-                    max(1, bucket["bytes"] // FP32),
-                    bucket["early_ms"] / 1e3,
-                    bucket.get("needed_ms", 0.0) / 1e3,  # runs of before had none, as they had no units
-                    Collective(bucket.get("collective", Collective.ALL_REDUCE)),
-                )
-                for bucket in timeline["buckets"]
-            ],
-            algorithm=algorithm,
-            hosts=timeline["hosts"],
-            itemsize=_ITEMSIZE[timeline["wire_dtype"]],
-            on_cpu=timeline["device"] == "cpu",
+    result = entries.read(run_dir / "result.json")
+    timeline = result.get("timeline")
+    if timeline is None or timeline.value == {}:
+        raise ValueError(
+            "its result.json has no timeline: train with two processes or more and strategy=ddp, "
+            "comm.timeline=true and any comm but powersgd; or with strategy=fsdp, comm=ring or another "
+            "schedule, shard_group=world and one micro-batch a step"
         )
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"its result.json is not as a run leaves it: {error!r}") from error
+    algorithm = _LIKE.get(result["comm"].text(), result["comm"].text())
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"comm={algorithm} is none of {', '.join(ALGORITHMS)}")
+    hosts = [host.whole() for host in timeline["hosts"].each()]
+    if set(hosts) != set(range(max(hosts) + 1)):
+        raise ValueError(f"timeline.hosts is {hosts}: the host of every rank, from 0 without gaps, is needed")
+    return TrainedRun(
+        step_s=result["ms_per_step"].number(positive=True) / 1e3,
+        exposed_s=timeline["exposed_ms"].number() / 1e3,
+        buckets=[_bucket(bucket) for bucket in timeline["buckets"].each()],
+        algorithm=algorithm,
+        hosts=hosts,
+        itemsize=_ITEMSIZE[timeline["wire_dtype"].text(*_ITEMSIZE)],
+        on_cpu=timeline["device"].text() == "cpu",
+    )
+
+
+def _bucket(entry: entries.Entry) -> Bucket:
+    # Runs of before had neither of the two, as they had no units.
+    needed, how = entry.get("needed_ms"), entry.get("collective")
+    return Bucket(
+        max(1, entry["bytes"].whole() // FP32),
+        entry["early_ms"].number(least=-entries.MOST) / 1e3,
+        needed.number(least=-entries.MOST) / 1e3 if needed else 0.0,
+        Collective(how.text(*(known.value for known in Collective))) if how else Collective.ALL_REDUCE,
+    )

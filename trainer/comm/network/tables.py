@@ -11,10 +11,10 @@ from trainer.comm.schedules.schedule import Collective
 def heading(world: World, given: str) -> str:
     machine = world.machine
     rate, latency = machine.link_bytes_per_s * 8e-9, machine.latency_s * 1e6
-    lines = [
-        f"{world.num_hosts} hosts x {world.per_host} processes",
-        f"between hosts {rate:.3g} Gbit/s and {latency:.3g} us, {given}",
-    ]
+    lines = [f"{world.num_hosts} hosts x {world.per_host} processes"]
+    if world.num_hosts == 1:
+        return f"{lines[0]}, no link between hosts"
+    lines.append(f"between hosts {rate:.3g} Gbit/s and {latency:.3g} us, {given}")
     if machine.rails > 1:
         lines.append(f"{machine.rails} such links to each host, shared out to its processes")
     if machine.oversubscription != 1:

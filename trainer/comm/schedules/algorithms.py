@@ -106,6 +106,12 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
     return Schedule(core, tuple(halving), (low, high), tuple(doubling))
 
 
+@lru_cache(maxsize=16)
+def _shard_rings(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """By shard, the rank of each host that owns it: as many shards as the smallest host has ranks."""
+    return tuple(zip(*by_host(hosts), strict=False))
+
+
 def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
     """Reduce-scatter inside each host, a ring across hosts for every shard, all-gather inside each host.
 
@@ -117,7 +123,8 @@ def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
     members = by_host(Hosts.of(hosts))
     host, index = places_in_hosts(Hosts.of(hosts))[rank]
     local, num_hosts = members[host], len(members)
-    num_shards = min(len(ranks) for ranks in members)
+    rings = _shard_rings(Hosts.of(hosts))
+    num_shards = len(rings)
     owners = local[:num_shards]
 
     def shard(kind: Kind, peer: int, number: int) -> Op:
@@ -130,7 +137,7 @@ def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
         others = [peer for peer in local if peer != rank]
         scatter += [shard(Kind.ADD, peer, index) for peer in others]
         gather = [shard(Kind.SEND, peer, index) for peer in others] + gather
-        across = _ring([ranks[index] for ranks in members], host, parts, low=index * num_hosts)
+        across = _ring(rings[index], host, parts, low=index * num_hosts)
     else:
         idle = (Phase((), repeat=num_hosts - 1),) if num_hosts > 1 else ()
         across = Schedule(parts, idle, (0, 0), idle)

@@ -6,6 +6,7 @@ from math import log2
 
 from trainer.comm.schedules.algorithms import ALGORITHMS, build
 from trainer.comm.schedules.exchange import exchange
+from trainer.comm.schedules.places import Hosts
 from trainer.comm.schedules.traffic import Traffic, count_traffic
 
 _ITEMSIZE = 4
@@ -70,6 +71,7 @@ CLASSIC = {
 
 def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
     """For people; `servers` are the numbers of servers for which a parameter server is counted, too."""
+    hosts = Hosts.of(hosts)  # hashed once, not for each rank's schedule
     world_size, numel = len(hosts), num_bytes // _ITEMSIZE
     lines = [
         f"N = {num_bytes / 1e6:g} MB, P = {world_size} ranks on {max(hosts) + 1} hosts; all figures in MB",
