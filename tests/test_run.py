@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.runs import job_of, train
 from trainer.comm.network import step
 from trainer.errors import UserError
+from trainer.run import layout
 
 FIGURES = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
 FIGURES |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}
@@ -193,3 +194,11 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
 def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=f"^.*{words}"), job_of(f"run_dir={tmp_path}", *overrides):
         pass
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [([0], "1 x 1"), ([0, 0, 1, 1], "2 x 2"), ([0, 1, 0, 1], "2 x 2"), ([0, 0, 1], "2 + 1")],
+)
+def test_the_start_table_counts_the_ranks_of_every_host(hosts: list[int], words: str) -> None:
+    assert layout(hosts) == words

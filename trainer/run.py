@@ -4,6 +4,8 @@ import dataclasses
 import logging
 import math
 import secrets
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -216,7 +218,7 @@ def _introduce(config: Config, job: Job, num_parameters: int) -> None:
 def start_table(config: Config, job: Job, num_parameters: int) -> str:
     dist, train_loader, held_out = job.dist, job.train_loader, job.eval_loader
     steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
-    processes = f"{dist.num_hosts} x {dist.local_world_size} processes"
+    processes = f"{layout(dist.hosts)} processes"
     return table(
         {
             "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
@@ -233,6 +235,13 @@ def start_table(config: Config, job: Job, num_parameters: int) -> str:
             "run": str(config.run_dir),
         }
     )
+
+
+def layout(hosts: Sequence[int]) -> str:
+    """Hosts and ranks of each, from the host of every rank: 2 x 4, or 2 + 1 where hosts differ."""
+    sizes = list(Counter(hosts).values())
+    alike = len(set(sizes)) == 1
+    return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
 
 
 def _optimizer_words(config: Config, job: Job, num_parameters: int) -> str:

@@ -14,7 +14,7 @@ from tests.faults.conftest import Forked
 from tests.hosts import hosts
 from tests.programs import finish_ranks, started
 from trainer.faults import processes
-from trainer.faults.drill import cases, drill
+from trainer.faults.drill import cases, drill, fitting_batch
 from trainer.faults.drilled_run import PROGRAM, STEP, Case, Outcome, Start
 
 VERDICT = {"status": 1, "rank": 1, "phase": "forward", "step": STEP}
@@ -37,6 +37,11 @@ RIGHT = Outcome(verdict=VERDICT, verdict_s=0.1, end_s=14.0, sha256="same")
 )
 def test_what_counts_as_right(outcome: Outcome, words: list[str]) -> None:
     assert outcome.problems(Case("ddp", "ring", "kill"), "same", 10.0) == words
+
+
+@pytest.mark.parametrize(("processes", "size"), [(2, 64), (3, 63), (5, 60), (64, 64)])
+def test_any_number_of_ranks_shares_the_batch_out_equally(processes: int, size: int) -> None:
+    assert fitting_batch(processes) == f"train.global_batch_size={size}"
 
 
 def test_a_slow_rank_is_to_be_named_and_no_failure() -> None:

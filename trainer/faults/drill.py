@@ -14,11 +14,13 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trainer.faults.drilled_run import Case, Outcome, Start, attempt, by_the_door, torchrun
 
 FAULTS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge")
+BATCH = 64  # train.global_batch_size of the preset
 
 
 def cases(strategies: Sequence[str], comms: Sequence[str], faults: Sequence[str], phase: str) -> list[Case]:
@@ -112,13 +114,21 @@ def main(todo: Sequence[Case], start: Start, arguments: argparse.Namespace) -> i
     return 1 if wrong else 0
 
 
+def fitting_batch(processes: int) -> str:
+    """The largest batch up to the preset's that so many ranks can share out equally."""
+    return f"train.global_batch_size={BATCH // processes * processes}"
+
+
 def _main() -> None:
     known = parser(__doc__, FAULTS)
     known.add_argument("--processes", type=int, default=4)
     arguments = known.parse_args()
     if arguments.processes < 2:
         known.error(f"--processes is {arguments.processes}, but a rank that fails needs others who see it: 2")
+    if arguments.processes > BATCH:
+        known.error(f"--processes is {arguments.processes}, but a batch has {BATCH} samples: at most {BATCH}")
     todo = cases(arguments.strategies, arguments.comm, arguments.faults, arguments.phase)
+    todo = [replace(case, overrides=(fitting_batch(arguments.processes),)) for case in todo]
     sys.exit(main(todo, torchrun(arguments.processes), arguments))
 
 
