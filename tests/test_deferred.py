@@ -120,6 +120,21 @@ def test_torchvisions_models() -> None:
                 assert ours.std().item() == pytest.approx(value.std().item(), rel=0.05), key
 
 
+class View(nn.Module):
+    """Holds a view, as Swin's blocks do of their table of positions; with `hides`, also what it is of."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        table = torch.arange(6).reshape(2, 3) + 1
+        self.register_buffer("flat", table.flatten())
+        self.closure = (lambda: table) if hides else None
+
+
+def test_what_a_view_is_of_is_hidden_only_where_somebody_holds_it() -> None:
+    assert filled(lambda: View(hides=False)).get_buffer("flat").tolist() == [1, 2, 3, 4, 5, 6]
+    assert len(deferred(lambda: View(hides=True), 0).notes) == 1
+
+
 @functools.lru_cache
 def _cached(size: int) -> Tensor:
     return torch.linspace(0, 1, size)

@@ -231,11 +231,14 @@ class Tape(TorchDispatchMode):
         """Tensors of this tape that somebody holds, wherever that is, besides those `known`."""
 
         def alive() -> list[Tensor]:
-            found = (each for each in gc.get_objects() if type(each) in _KINDS and id(each) not in names)
+            found = [each for each in gc.get_objects() if type(each) in _KINDS and id(each) not in names]
             # Others than leaves belong to a graph of the constructor's, which nobody goes through again.
-            return [each for each in found if each.is_meta and each.is_leaf and self.holds(each)]
+            found = [each for each in found if each.is_meta and each.is_leaf and self.holds(each)]
+            # What a view is of lives as long as the view, though nobody may hold it but `found`.
+            return [each for each in found if id(each) not in bases or len(gc.get_referrers(each)) > 1]
 
         names = {id(tensor) for tensor in known}
+        bases = {id(tensor._base) for tensor in known}
         if alive():
             gc.collect()  # of these some may be held by nobody any more
         return alive()

@@ -1,7 +1,7 @@
 """A run that goes on with other ranks, strategy or format: the same tensors, the next samples."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ CHANGES = {
     "fsdp 2, sharded -> ps 1+2": (2, (*FSDP, SHARDED), 3, PS),
     "fsdp 4 -> single": (4, (*FSDP, SHARDED), 1, SINGLE),
 }
+PARTS: dict[str, Callable[[str], bool]] = {
+    "with servers": lambda name: "ps" in name,
+    "fsdp to fsdp": lambda name: name.count("fsdp") == 2,
+    "others": lambda name: "ps" not in name and name.count("fsdp") < 2,
+}
 Wanted = tuple[int, tuple[str, ...], str]  # how many ranks, settings, what to resume
 Seen = list[dict[str, Any]]  # by rank
 
@@ -64,19 +69,6 @@ def _seen(root: Path, wanted: Iterable[Wanted]) -> dict[Wanted, tuple[Seen, Path
     return found
 
 
-@pytest.fixture(scope="module")
-def changed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Path, Seen]]:
-    """Of each change: a run never stopped, its checkpoint half way, and the run that went on from there."""
-    begun = {name: (world, overrides, "null") for name, (world, overrides, *_) in CHANGES.items()}
-    whole = _seen(tmp_path_factory.mktemp("whole"), begun.values())
-    half = {name: whole[one][1] / "checkpoints" / f"step_{STOP:08d}" for name, one in begun.items()}
-    gone_on = {
-        name: (world, overrides, str(half[name])) for name, (_, _, world, overrides) in CHANGES.items()
-    }
-    after = _seen(tmp_path_factory.mktemp("changed"), gone_on.values())
-    return {name: (whole[begun[name]][0], half[name], after[gone_on[name]][0]) for name in CHANGES}
-
-
 def _samples_by_step(results: Seen, num_steps: int) -> list[list[str]]:
     """All samples that all ranks trained on in each of the last ``num_steps`` steps, in sorted order."""
     steps: list[list[str]] = [[] for _ in range(num_steps)]
@@ -90,15 +82,23 @@ def _samples_by_step(results: Seen, num_steps: int) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("changes of the world")  # `changed` is of this process
-@pytest.mark.parametrize("name", CHANGES)
-def test_the_same_tensors_and_the_next_samples(
-    name: str, changed: dict[str, tuple[Seen, Path, Seen]]
-) -> None:
-    before, checkpoint, after = changed[name]
-    saved = Source.open(checkpoint)
-    assert differences({"tensors": saved.read(), "plain": saved.facts["state"]}, after[0]["begin"]) == []
-    assert differences(after[0]["begin"], after[0]["end"]) != []
-    expected = _samples_by_step(before, LAST_STEP)
-    assert [len(set(step)) for step in expected] == [12] * LAST_STEP
-    assert _samples_by_step(after, LAST_STEP - STOP) == expected[STOP:]
+@pytest.mark.parametrize("part", PARTS)
+def test_the_same_tensors_and_the_next_samples(tmp_path: Path, part: str) -> None:
+    """Of each change: a run never stopped, its checkpoint half way, and the run that goes on from there."""
+    changes = {name: CHANGES[name] for name in CHANGES if PARTS[part](name)}
+    begun = {name: (world, overrides, "null") for name, (world, overrides, *_) in changes.items()}
+    whole = _seen(tmp_path / "whole", begun.values())
+    half = {name: whole[one][1] / "checkpoints" / f"step_{STOP:08d}" for name, one in begun.items()}
+    gone_on = {
+        name: (world, overrides, str(half[name])) for name, (_, _, world, overrides) in changes.items()
+    }
+    changed = _seen(tmp_path / "changed", gone_on.values())
+    for name in changes:
+        (before, _), (after, _) = whole[begun[name]], changed[gone_on[name]]
+        saved = Source.open(half[name])
+        tensors = {"tensors": saved.read(), "plain": saved.facts["state"]}
+        assert differences(tensors, after[0]["begin"]) == [], name
+        assert differences(after[0]["begin"], after[0]["end"]) != [], name
+        expected = _samples_by_step(before, LAST_STEP)
+        assert [len(set(step)) for step in expected] == [12] * LAST_STEP, name
+        assert _samples_by_step(after, LAST_STEP - STOP) == expected[STOP:], name
