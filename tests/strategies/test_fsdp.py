@@ -199,10 +199,25 @@ def _refusals() -> list[str]:
         with pytest.raises(UserError) as refusal:
             gradients(build, fsdp())
         messages.append(str(refusal.value))
+    with pytest.raises(UserError) as refusal:
+        gradients(Scaled, fsdp("bf16", min_params=10**6))
+    messages.append(str(refusal.value))
     model = fsdp().wrap(nn.Linear(16, 16))
     with pytest.raises(UserError) as refusal:
         check_optimizer(torch.optim.Adafactor(model.parameters()), model)
     return [*messages, str(refusal.value)]
+
+
+class Scaled(nn.Module):
+    """By a buffer, which stays in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) * self.scale)
 
 
 def hooked() -> nn.Module:
@@ -252,6 +267,7 @@ def test_units_of_any_model() -> None:
     expected += ["0 has max_norm=1.0"]
     expected += ["(return self.blocks[0](x) @ embed[0].weight) uses a parameter of a unit"]
     expected += ["uses embed.0.weight by a reference kept in a list"]
+    expected += ["(return self.last(self.first(x) * self.scale)) mixes dtypes: "]
     expected += ["Adafactor keeps sums over rows and columns"]
     for message, words in zip(messages, expected, strict=True):
         assert words in message

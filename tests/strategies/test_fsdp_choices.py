@@ -1,6 +1,8 @@
 """What FSDP and activation checkpointing let one choose changes memory and traffic, not the gradients."""
 
 import copy
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +18,7 @@ from tests.strategies.test_fsdp import plain_fsdp
 from trainer import groups
 from trainer.config import FsdpConfig, UnitsConfig
 from trainer.errors import UserError
-from trainer.strategies.units import checkpoint_activations
+from trainer.strategies.units import checkpoint_activations, named_units
 
 # By name: settings, and whether sums come in another order.
 CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -173,3 +175,38 @@ def test_what_is_computed_again_does_not_count_twice(keep: list[str]) -> None:
         found.append([*model.buffers(), *(parameter.grad for parameter in model.parameters())])
     for without, with_ in zip(*found, strict=True):
         assert torch.equal(without, with_)
+
+
+class Names(nn.Module):
+    def __init__(self, name: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.block, self.several, self.name = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), name
+
+    @property
+    def fsdp_units(self) -> Any:
+        return self.name(self)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (lambda model: ["block"], "holds 'block', no submodule of it"),
+        (lambda model: [None], "holds None, no submodule of it"),
+        (lambda model: [model], "holds Names, no submodule of it"),
+        (lambda model: [nn.Linear(2, 2)], "holds Linear, no submodule of it"),
+        (lambda model: [model.several], "holds several, a ModuleList: never called"),
+        (lambda model: model.block, "is Linear; let it be a list of submodules"),
+        (lambda model: model.extra_repr, "is <bound method"),
+    ],
+)
+def test_what_a_model_names_as_its_units_is_submodules(name: Callable[[nn.Module], Any], words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"fsdp_units of Names {words}")):
+        checkpoint_activations(Names(name), UnitsConfig(activation_checkpointing=True))
+
+
+def test_units_are_named_once_and_a_mistake_in_naming_them_is_no_absence() -> None:
+    shared = Names(lambda model: [model.block, model.block])
+    assert named_units(shared) == [shared.block]
+    assert named_units(nn.Linear(2, 2)) == named_units(Names(lambda model: None)) == []
+    with pytest.raises(AttributeError, match="blok"):
+        named_units(Names(lambda model: [model.blok]))

@@ -5,6 +5,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,7 +35,7 @@ from trainer.strategies.shardable import (
     owners_of,
     refuse_what_cannot_be_sharded,
 )
-from trainer.strategies.units import CONTAINERS, units_by_size
+from trainer.strategies.units import named_units, units_by_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +70,7 @@ class Fsdp(Strategy):
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output, from
         # which the loss is computed, is fp32 again.
-        param_dtype = DTYPES[self.settings.param_dtype or self.computing.precision]
+        param_dtype = self.param_dtype
         precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=DTYPES[self.settings.reduce_dtype])
         root_precision = MixedPrecisionPolicy(param_dtype, precision.reduce_dtype, output_dtype=torch.float32)
         # Running statistics are fp32, and so must be the weight beside them; the input is taken as it comes.
@@ -113,6 +114,10 @@ class Fsdp(Strategy):
         )
         return model
 
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return DTYPES[self.settings.param_dtype or self.computing.precision]
+
     def _attach(self, model: nn.Module) -> None:
         """Have a schedule gather and reduce the shards, where one was asked for and there is anybody else."""
         if not isinstance(self.comm, ScheduleCommConfig) or self.mesh.size(-1) == 1:
@@ -133,29 +138,16 @@ class Fsdp(Strategy):
             self.notes.append(f"fsdp: comm={self.comm.algorithm} within shards; replicas meet natively")
 
     def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
-        """The submodules to gather one at a time, children before parents, none twice; the root is none.
-
-        Raises:
-            UserError: `fsdp_units` names what is no submodule, or is never called.
-        """
-        names, kind = {module: name for name, module in model.named_modules()}, type(model).__name__
+        """The submodules to gather one at a time, children before parents, none twice; the root is none."""
+        names = {module: name for name, module in model.named_modules()}
         owners, read = owners_of(model), read_from_outside(model)
 
         def can_be_gathered(module: nn.Module) -> bool:
             return module not in read and is_closed(module, owners)
 
-        chosen = getattr(model, "fsdp_units", None)
-        if not chosen:
-            chosen = units_by_size(model, self.settings.unit_min_params, can_be_gathered)
-        units = dict.fromkeys(chosen)
-        for unit in units:
-            if unit not in names or unit is model:
-                raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, no submodule of it")
-            if isinstance(unit, CONTAINERS):
-                raise UserError(
-                    f"fsdp_units of {kind} holds {names[unit]}, a {type(unit).__name__}: never "
-                    "called, and so never gathered; name the modules in it"
-                )
+        units = named_units(model) or list(
+            units_by_size(model, self.settings.unit_min_params, can_be_gathered)
+        )
         torn = [unit for unit in units if not can_be_gathered(unit)]
         if torn:
             self.notes.append(
@@ -163,7 +155,7 @@ class Fsdp(Strategy):
                 "have them read there (self.head.weight), and are gathered with what is around them"
             )
         order = {module: number for number, module in enumerate(model.modules())}  # parents come first
-        kept = units.keys() - {*torn, *apart}
+        kept = {*units} - {*torn, *apart}
         return sorted(kept, key=order.__getitem__, reverse=True)
 
     @contextmanager
@@ -171,15 +163,20 @@ class Fsdp(Strategy):
         try:
             yield
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"strategy=fsdp: {where.filename}:{where.lineno} ({where.line}) uses a parameter of a unit, "
-                "which is whole only while the unit itself is called; name as one of the model's fsdp_units "
-                "a module that holds this line's and all that it uses, or name fewer; without fsdp_units, "
-                "take strategy.unit_min_params above the size of that unit; or take strategy=ddp"
-            ) from error
+            if "mixed torch.Tensor and DTensor" in str(error):
+                raise UserError(
+                    f"strategy=fsdp: {_place(error)} uses a parameter of a unit, which is whole only while "
+                    "the unit itself is called; name as one of the model's fsdp_units a module that holds "
+                    "this line's and all that it uses, or name fewer; without fsdp_units, take "
+                    "strategy.unit_min_params above the size of that unit; or take strategy=ddp"
+                ) from error
+            if self.param_dtype != torch.float32 and "dtype" in str(error):
+                raise UserError(
+                    f"strategy=fsdp: {_place(error)} mixes dtypes: {error}. Parameters are gathered, and "
+                    f"units' inputs cast, as {self.param_dtype}, and buffers stay as they are; cast at that "
+                    "line, or take strategy.param_dtype=fp32, or strategy=ddp"
+                ) from error
+            raise
 
     def grad_scaler(self) -> torch.amp.GradScaler:
         # Sharded: an overflow in one rank's shard must skip the step on all. Its flag is a plain tensor
@@ -307,5 +304,9 @@ def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def _short(value: object) -> str:
-    return type(value).__name__ if isinstance(value, nn.Module) else repr(value)[:60]
+def _place(error: BaseException) -> str:
+    """The innermost line that is not torch's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    torchs = str(Path(torch.__file__).parent)
+    at = next((frame for frame in reversed(frames) if not frame.filename.startswith(torchs)), frames[-1])
+    return f"{at.filename}:{at.lineno} ({at.line})"

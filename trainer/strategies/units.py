@@ -1,7 +1,8 @@
 """Parts of a model that are treated one at a time: gathered by FSDP, or computed again for the gradient."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -44,10 +45,10 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
             takes no context but that of `keep`.
 
     Raises:
-        UserError: the model names no units, and has none of the size that is asked for; or what is to be
-            kept is no operation.
+        UserError: the model names no units, and has none of the size that is asked for, or names what is no
+            unit; or what is to be kept is no operation.
     """
-    units = list(getattr(model, "fsdp_units", None) or ())
+    units = named_units(model)
     if not units:
         units = list(units_by_size(model, settings.unit_min_params, lambda module: True))
     if not units:
@@ -106,6 +107,38 @@ def _operations(names: Sequence[str]) -> list[OpOverload]:
             )
         found += [getattr(packet, each) for packet in packets if packet for each in packet.overloads()]
     return found
+
+
+def named_units(model: nn.Module) -> list[nn.Module]:
+    """The submodules that the model names as its `fsdp_units`, each once; none where it does not.
+
+    Raises:
+        UserError: it names what is no submodule, or is never called.
+    """
+    given, kind = inspect.getattr_static(model, "fsdp_units", None), type(model).__name__
+    if isinstance(given, property) and given.fget is not None:
+        named = given.fget(model)  # nn.Module takes an AttributeError in there for a name that it lacks
+    else:
+        named = getattr(model, "fsdp_units", None)
+    if not isinstance(named, Iterable) and named is not None:
+        raise UserError(
+            f"fsdp_units of {kind} is {_short(named)}; let it be a list of submodules, or a property"
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    units = {id(unit): unit for unit in named or ()}
+    for key, unit in units.items():
+        if not names.get(key):
+            raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, no submodule of it")
+        if isinstance(unit, CONTAINERS):
+            raise UserError(
+                f"fsdp_units of {kind} holds {names[key]}, a {type(unit).__name__}: never called, and so "
+                "no unit; name the modules in it"
+            )
+    return list(units.values())
+
+
+def _short(value: object) -> str:
+    return type(value).__name__ if isinstance(value, nn.Module) else repr(value)[:60]
 
 
 def units_by_size(
