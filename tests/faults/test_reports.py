@@ -1,4 +1,4 @@
-"""The last word of a host: others hear why it ended, before they can take it for lost."""
+"""What hosts tell each other: how old it is, and the last word, before a host can be taken for lost."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,10 @@ MISTAKE = Observed(1, 1, "there", 7, status=2, orderly=True, error="UserError: n
 
 
 class Held:
-    """A store, as far as it is needed."""
+    """A store, as far as it is needed, perhaps with a report of host 1."""
 
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
+    def __init__(self, report: str | None = None) -> None:
+        self.held: dict[str, bytes] = {} if report is None else {"report/1": report.encode()}
 
     def set(self, key: str, value: str) -> None:
         self.held[key] = value.encode()
@@ -115,3 +116,43 @@ def test_who_holds_the_store_leaves_last_word_before_it_goes(tmp_path: Path) -> 
     assert [failure.value.reports[rank] for rank in (1, 2)] == ["died with exit code 1"] * 2
     told = json.loads((tmp_path / "failure.json").read_text())
     assert (told["kind"], told["rank"], told["phase"], told["step"]) == ("raised", 0, "forward", 2)
+
+
+def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts read each other's reports every few seconds: at the first suspicion all of them are old."""
+    then = Observed(1, 1, "there", 7)
+    store = Held(json.dumps({"id": "7/3", "ranks": [asdict(then)]}))
+    there = Reports(lambda: store, 0, [then])  # type: ignore[arg-type, return-value]
+    there.tell([], eager=False)
+    deadline = time.monotonic() + 100
+    while there.counts[1] != 1:
+        assert time.monotonic() < deadline, "it has not read the report"
+        time.sleep(0.01)
+    monkeypatch.setattr("trainer.faults.reports._EVERY_S", 900.0)
+    there._heard_at[1] -= 6000.0
+    there.tell([], eager=True)
+    (before,) = there.others()
+    assert before.heard_s < 500
+    there._eager_since -= 6000.0  # an hour and a half of asking without an answer
+    (after,) = there.others()
+    assert after.heard_s > 5000
+    there.close()
+
+
+def test_who_leads_a_host_no_more_is_silent_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last report would contradict those of who leads now, for ever; and each of them counts for itself."""
+    monkeypatch.setattr("trainer.faults.reports._EVERY_S", 0.01)
+    store = Held(json.dumps({"id": "7/900", "ranks": [asdict(Observed(1, 1, "there", 7))]}))
+    there = Reports(lambda: store, 0, [Observed(1, 1, "there", 7)])  # type: ignore[arg-type, return-value]
+
+    there.tell([Observed(0, 0, "here", 6)], eager=True)
+    wait_until(lambda: "report/0" in store.held and there.counts[1] == 1)
+    there.rest()
+    store.held["report/1"] = json.dumps({"id": "8/1", "ranks": [asdict(Observed(1, 1, "there", 7))]}).encode()
+    there.tell([], eager=True)
+    wait_until(lambda: there.counts[1] == 2)  # nor does it write in this round ...
+    del store.held["report/0"]
+    store.held["report/1"] = json.dumps({"id": "8/2", "ranks": [asdict(Observed(1, 1, "there", 7))]}).encode()
+    wait_until(lambda: there.counts[1] == 3)  # ... or the next
+    assert "report/0" not in store.held
+    there.close()
