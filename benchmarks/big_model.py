@@ -36,7 +36,7 @@ def start_seven_billion() -> dict[str, float]:
 
     from models.gpt import GPT
     from tests.runs import settings
-    from trainer.deferred import deferred
+    from trainer.deferred.model import deferred
     from trainer.distributed import Dist
     from trainer.strategies import build_strategy
     from trainer.strategies.base import parameter_count

@@ -18,7 +18,7 @@ from models.gpt import GPT
 from tests.ranks import run_ranks
 from tests.runs import job_of
 from tests.strategies.test_fsdp import fsdp
-from trainer.deferred import Deferred, deferred
+from trainer.deferred.model import Deferred, deferred
 from trainer.errors import UserError
 
 

@@ -17,7 +17,7 @@ from trainer.data.device import Normalise, ToDevice
 from trainer.data.loader import EvalLoader, Share, TrainLoader
 from trainer.data.loaders import eval_loader, train_loader
 from trainer.data.transforms import Transformed, mirrored_at_random
-from trainer.deferred import Deferred
+from trainer.deferred.model import Deferred
 from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.strategies import Strategy

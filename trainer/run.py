@@ -18,7 +18,7 @@ from trainer import fingerprint, switches
 from trainer.checkpoint import Agreement, Checkpointer, saved_seed
 from trainer.config import Config, TrainConfig, UnitsConfig, flatten, to_yaml
 from trainer.data.batch import split_batch
-from trainer.deferred import Deferred, deferred
+from trainer.deferred.model import Deferred, deferred
 from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
 from trainer.errors import UserError, writing
 from trainer.faults import failure

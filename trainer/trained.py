@@ -17,7 +17,7 @@ from trainer.checkpoint import Agreement, Alone, Source, read_averages, read_mod
 from trainer.config import Config, flatten
 from trainer.data.batch import BatchSplit, split_batch
 from trainer.data.loader import EvalLoader
-from trainer.deferred import Deferred, deferred
+from trainer.deferred.model import Deferred, deferred
 from trainer.distributed import Dist, compare_across_ranks, process_group
 from trainer.errors import UserError
 from trainer.evaluation import Forward

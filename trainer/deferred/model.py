@@ -1,0 +1,137 @@
+"""A model built without memory: its constructor is recorded, and replayed for each tensor that is needed.
+
+While the constructor runs, every tensor it makes lies on the meta device, and what it does to them goes on a
+tape. To fill a tensor, those operations that its memory depends on are done for real, and no others, so that
+nobody ever holds more of the model than is asked for. Each random operation draws from a generator of its
+own, seeded by the run's seed and by its place on the tape: the numbers are the same whoever replays it, and
+however little of the rest. (torchdistX's deferred_init does the same in C++, with one generator for all.)
+"""
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from trainer.deferred.held import has_gradient_hook, like, named_tensors, replace
+from trainer.deferred.illusion import Illusion
+from trainer.deferred.tape import KINDS, NotRecordable, Tape
+from trainer.deferred.unwritten import is_unwritten
+from trainer.errors import UserError
+from trainer.seeding import seed_everything
+
+log = logging.getLogger(__name__)
+
+
+class Deferred:
+    """A model on the meta device, or whole, and how to fill it.
+
+    Attributes:
+        module: as its constructor made it; equal on every rank.
+        notes: why it was built whole, if it was.
+    """
+
+    def __init__(self, module: nn.Module, tape: Tape | None, *notes: str) -> None:
+        self.module, self.notes, self._tape = module, notes, tape
+        self._names: dict[int, str] = {}
+        for name, tensor in named_tensors(module):
+            self._names.setdefault(id(tensor), name)
+
+    def fill(self, module: nn.Module) -> None:
+        """Give the tensors of `module`, the model or a part of it, their memory on the CPU and their values.
+
+        Raises:
+            UserError: a parameter that the constructor has left as memory came, by name.
+        """
+        if self._tape is None:
+            return
+        waiting = {id(t): t for _, t in named_tensors(module) if t.is_meta}
+        by_storage: dict[int, list[Tensor]] = {}
+        for tensor in waiting.values():
+            by_storage.setdefault(self._tape.place(tensor).storage, []).append(tensor)
+        for number, tensors in by_storage.items():
+            storage = self._tape.replay({number})[number]
+            for tensor in tensors:
+                real = self._tape.place(tensor).on(storage)
+                self._check(real, tensor)
+                replace(module, tensor, real)
+
+    def fill_hidden(self) -> None:
+        """Give their values to tensors that no module holds: those of closures, caches, objects of any kind.
+
+        `fill` would not come upon them, so they are whole from the start, on every rank.
+        """
+        assert self._tape is not None
+        named = [tensor for _, tensor in named_tensors(self.module) if self._tape.holds(tensor)]
+        shared = {self._tape.place(tensor).storage for tensor in named}
+        by_storage: dict[int, list[Tensor]] = {}
+        for tensor in self._tape.found_alive(named):
+            by_storage.setdefault(self._tape.place(tensor).storage, []).append(tensor)
+        if not shared.isdisjoint(by_storage):
+            raise NotRecordable("it holds, where nobody finds it, a part of a tensor that a module holds")
+        for number, tensors in by_storage.items():
+            storage = self._tape.replay({number})[number]
+            for tensor in tensors:
+                if weakref.getweakrefs(tensor):
+                    raise NotRecordable("it holds, where nobody finds it, a tensor with weak references")
+                with contextlib.suppress(RuntimeError):  # kept by a graph alone, or a gradient
+                    torch.utils.swap_tensors(tensor, like(tensor, self._tape.place(tensor).on(storage)))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin from `tensors`, by their names in the module; they are held until this object goes."""
+        if self._tape is None:
+            self.module.load_state_dict(tensors, strict=False)
+            return
+        with Illusion(self._tape), self._tape:
+            self.module.load_state_dict(tensors, strict=False)
+
+    def _check(self, real: Tensor, tensor: Tensor) -> None:
+        assert self._tape is not None
+        unwritten = is_unwritten(real, isinstance(tensor, nn.Parameter))
+        if unwritten is None:
+            unwritten = torch.full(real.shape, not self._tape.is_written(tensor))
+        if not unwritten.any():
+            return
+        name = self._names[id(tensor)]
+        if isinstance(tensor, nn.Parameter):
+            raise UserError(
+                f"model: {int(unwritten.sum())} of the {real.numel()} numbers of {name} are never "
+                "initialised: its constructor leaves them as memory came; give them a value there"
+            )
+        real[unwritten] = 0
+        log.warning("model: %s is not initialised; its %d numbers begin as 0", name, int(unwritten.sum()))
+
+
+def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
+    """Run `build` on the meta device; or, where that cannot be, for real.
+
+    What a constructor can do without memory is all that is computed: also `.item()`, given data, tied
+    weights and views. What it cannot: write into NumPy arrays, draw from a torch.Generator or seed torch
+    itself, make sparse tensors. It is then run again, and builds the whole model; `notes` say why.
+
+    Args:
+        build: called once or twice; deterministic but for random generators.
+        seed: decides, with the order of the random operations, all numbers that are drawn.
+    """
+    seed_everything(seed, 0)
+    tape = Tape(seed)
+    try:
+        with Illusion(tape), tape:
+            model = build()
+        tape.check_seed()
+        for name, tensor in named_tensors(model):
+            if type(tensor) not in KINDS:
+                raise NotRecordable(f"{name} is a {type(tensor).__name__}")
+            if tensor.is_meta and not tape.holds(tensor):
+                raise NotRecordable(f"{name} lies on the meta device")
+            if has_gradient_hook(tensor):  # it would stay with the tensor that a real one replaces
+                raise NotRecordable(f"{name} has a hook on its gradient")
+        found = Deferred(model, tape)
+        found.fill_hidden()
+        return found
+    except (Exception, NotRecordable) as error:  # a real mistake comes again, and is reported there
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    seed_everything(seed, 0)
+    return Deferred(build(), None, f"the model is built whole on every rank: {reason}")
