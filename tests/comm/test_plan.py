@@ -129,6 +129,8 @@ _LAYOUTS = [
     (6, 4, 1, 1.0),
     (8, 2, 2, 3.0),
     (5, 3, 1, 4.0),
+    (8, 2, 3, 3.0),  # a last switch with two hosts
+    (7, 2, 2, 2.0),
 ]  # hosts, ranks, hosts of a switch, oversubscription
 
 
@@ -165,7 +167,10 @@ def test_a_rank_that_differs_is_not_left_out() -> None:
     ring = [build("ring", rank, hosts) for rank in range(16)]
     assert rounds.rounds(ring, hosts, 1)[0] == 2
     stray = replace(ring[5], gather=(replace(ring[5].gather[0], ops=ring[5].gather[0].ops[::-1]),))
-    assert rounds.rounds([*ring[:5], stray, *ring[6:]], hosts, 1)[0] == 16
+    others = [*ring[:5], stray, *ring[6:]]
+    assert rounds.rounds(others, hosts, 1)[0] == 16
+    messages = rounds.rounds(others, hosts, 1)[1][-1]
+    assert messages.receive_turn[messages.target == 5] == 0 and messages.send_turn[messages.source == 5] == 0
     assert rounds.rounds([build("master_worker", rank, hosts) for rank in range(16)], hosts, 1)[0] == 16
 
 

@@ -3,13 +3,16 @@
 Hosts alike, each with its ranks (and hosts that share a switch, where switches count), often do the same: the
 ranks r and r + block then have the same schedule but for whom they meet, and their clocks show the same time
 for ever. So one block is enough, if what leaves it is taken to come back into it. That this holds is looked
-at, not taken for granted: at every rank that the block meets and some further ones; where it does not hold,
-all ranks are laid side by side.
+at, not taken for granted: at every rank that the block meets and some further ones.
+
+Where switches part the hosts unevenly, ranks do not fare alike, though they do the same: then the messages of
+one host are laid out for all the others, which is soon done. Where not even that holds, every rank is asked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -48,6 +51,14 @@ class Round:
     receive_turn: np.ndarray
 
 
+# To the host that another sends to, by its number and by whom host 0 sends to in its place: so far beyond
+# itself (of so many hosts), or whose number differs in the same bits.
+_MOVES: tuple[Callable[[Any, Any, int], Any], ...] = (
+    lambda host, of_first, count: (host + of_first) % count,
+    lambda host, of_first, count: host ^ of_first,
+)
+
+
 def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -> tuple[int, list[Round]]:
     """The ranks of one block, and the rounds in which they send; targets may lie in other blocks.
 
@@ -55,13 +66,48 @@ def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -
         hosts: index of the host of every rank.
         together: hosts that a block must not part: those of a switch.
     """
-    places = np.asarray(hosts)
-    block = int(np.count_nonzero(places < places[0] + together))
-    if _repeats(places, block) and _alike(schedules, places // together, places, block):
-        found = list(_rounds(schedules, block))
-        if all(_closed(round_, block) for round_ in found):
-            return block, found
-    return len(schedules), list(_rounds(schedules, len(schedules)))
+    places, size = np.asarray(hosts), len(hosts)
+    return _of_one_block(schedules, places, together) or _of_one_host(schedules, places) or (
+        size, list(_rounds(schedules, size))
+    )  # fmt: skip
+
+
+def _of_one_block(
+    schedules: Sequence[Schedule], places: np.ndarray, together: int
+) -> tuple[int, list[Round]] | None:
+    switches = places // together
+
+    def near(rank: int, peer: int) -> tuple[bool, bool]:
+        return places[peer] == places[rank], switches[peer] == switches[rank]
+
+    block = _size(places, together)
+    if not _repeats(places, block) or not _alike(
+        schedules, block, lambda rank, peer, like, its: near(rank, peer) == near(like, its)
+    ):
+        return None
+    found = list(_rounds(schedules, block))
+    return (block, found) if all(_closed(round_, block) for round_ in found) else None
+
+
+def _of_one_host(schedules: Sequence[Schedule], places: np.ndarray) -> tuple[int, list[Round]] | None:
+    size, block = len(places), _size(places, 1)
+    if not _repeats(places, block):
+        return None
+    for move in _MOVES:
+
+        def follows(rank: int, peer: int, like: int, its: int, move: Any = move) -> bool:
+            return peer // block == move(rank // block, its // block, size // block)
+
+        if _alike(schedules, block, follows):
+            found = [_spread(round_, block, size // block, move) for round_ in _rounds(schedules, block)]
+            if all(_closed(round_, size) for round_ in found):
+                return size, found
+    return None
+
+
+def _size(places: np.ndarray, num_hosts: int) -> int:
+    """The ranks of the first so many hosts."""
+    return int(np.count_nonzero(places < places[0] + num_hosts))
 
 
 def _repeats(places: np.ndarray, block: int) -> bool:
@@ -73,21 +119,30 @@ def _repeats(places: np.ndarray, block: int) -> bool:
     return blocks[0, 0] == 0 and bool((blocks == blocks[0] + shifted).all())
 
 
-def _alike(schedules: Sequence[Schedule], switches: np.ndarray, hosts: np.ndarray, block: int) -> bool:
-    def seen(rank: int) -> list[tuple[object, ...]]:
-        """A schedule without names: a peer is its place in its block, and whether it is on another host."""
+def _alike(
+    schedules: Sequence[Schedule], block: int, corresponds: Callable[[int, int, int, int], bool]
+) -> bool:
+    """Whether ranks do as the one in their place of the first block does.
+
+    `corresponds` is asked of a rank and its peer, and of that one and its peer.
+    """
+
+    def moves(rank: int) -> list[tuple[tuple[object, ...], int]]:
         schedule = schedules[rank]
         return [
-            (phase.repeat, op.kind, op.end - op.begin, op.peer % block,
-             hosts[op.peer] == hosts[rank], switches[op.peer] == switches[rank])
+            ((phase.repeat, op.kind, op.end - op.begin, op.peer % block), op.peer)
             for phase in (*schedule.reduce, *schedule.gather)
             for op in phase.ops
-        ]  # fmt: skip
+        ]
+
+    def does_as(rank: int, like: int) -> bool:
+        both = zip_longest(moves(rank), first[like], fillvalue=((), 0))
+        return all(one == other and corresponds(rank, peer, like, its) for (one, peer), (other, its) in both)
 
     step = max(1, len(schedules) // _SAMPLES - 1)  # seldom a multiple of anything in the world
     looked_at = {*_peers(schedules, range(block)), *range(len(schedules) - 1, -1, -step)}
-    first = [seen(rank) for rank in range(block)]
-    return all(seen(rank) == first[rank % block] for rank in looked_at)
+    first = [moves(rank) for rank in range(block)]
+    return all(does_as(rank, rank % block) for rank in looked_at)
 
 
 def _peers(schedules: Sequence[Schedule], ranks: Sequence[int]) -> set[int]:
@@ -96,9 +151,30 @@ def _peers(schedules: Sequence[Schedule], ranks: Sequence[int]) -> set[int]:
 
 def _closed(round_: Round, block: int) -> bool:
     """Whether each rank of the block receives, turn by turn, as much as comes back into the block."""
-    arrivals = set(zip((round_.target % block).tolist(), round_.receive_turn.tolist(), strict=True))
-    turns = np.bincount(round_.target % block, minlength=block)
-    return len(arrivals) == len(round_.target) and all(turn < turns[rank] for rank, turn in arrivals)
+    rank, turn = round_.target % block, round_.receive_turn
+    turns = np.bincount(rank, minlength=block)
+    arrivals = np.unique(rank * (turn.max(initial=0) + 1) + turn)
+    return len(arrivals) == len(rank) and bool((turn < turns[rank]).all())
+
+
+def _spread(round_: Round, block: int, count: int, move: Callable[[Any, Any, int], Any]) -> Round:
+    """What the first of `count` blocks sends, laid out for all of them."""
+    blocks = np.repeat(np.arange(count), len(round_.source))
+
+    def each(values: np.ndarray) -> np.ndarray:
+        return np.tile(values, count)
+
+    target = each(round_.target)
+    return Round(
+        repeat=round_.repeat,
+        source=each(round_.source) + blocks * block,
+        target=move(blocks, target // block, count) * block + target % block,
+        share=each(round_.share),
+        fresh=each(round_.fresh),
+        send_turn=each(round_.send_turn),
+        adds=each(round_.adds),
+        receive_turn=each(round_.receive_turn),
+    )
 
 
 def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:
