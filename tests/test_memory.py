@@ -131,6 +131,22 @@ def test_each_device_of_a_replica_and_the_gpus_of_dp_take_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("compressed", "num_bytes"), [(False, 2 * 6 * 8 + 6 * 4), (True, 7 * 8 + 6 * 8 + 6 * 4)]
+)
+def test_a_sparse_buffer_counts_as_its_indices_and_values(compressed: bool, num_bytes: int) -> None:
+    stripes = ("data.dataset={_target_: tests.user_parts.Stripes}", "train.global_batch_size=8")
+    without = ("~model.input_shape", "~model.num_classes", "~model.hidden")
+
+    def parameters(model: str, *more: str) -> int:
+        config = settings(*stripes, *without, f"model._target_=tests.user_parts.{model}", *more)
+        with Rehearsal(config).under(config, World(1, 1)) as stage:
+            return stage.footprint(8, 1).parts["parameters"]
+
+    mixed = parameters("Mixed", f"+model.compressed={compressed}")
+    assert mixed - parameters("Tiny") == num_bytes
+
+
+@pytest.mark.parametrize(
     ("peak", "answer"),
     [
         (lambda size: 100 + 7 * size, 128),

@@ -109,6 +109,18 @@ class Normed(Tiny):
         self.layers.insert(1, nn.BatchNorm1d(8))
 
 
+class Mixed(Tiny):
+    """Its inputs are mixed by a sparse matrix, a buffer: in COO or in a compressed layout."""
+
+    def __init__(self, compressed: bool = False) -> None:
+        super().__init__()
+        mixing = torch.eye(6).to_sparse()
+        self.register_buffer("mixing", mixing.to_sparse_csr() if compressed else mixing)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layers((self.mixing @ rows.T).T)
+
+
 class HalfFrozen(nn.Module):
     """Digits; a frozen layer, running statistics, and a head that every second pass uses without a call."""
 

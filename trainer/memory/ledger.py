@@ -99,8 +99,8 @@ class Ledger(TorchDispatchMode):
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what `tensors`, or the shards of them that are here, are for."""
         for tensor in tensors:
-            record = self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
-            record.kind = kind
+            for part in parts(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
+                self._see(part).kind = kind
 
     def forget_peaks(self) -> None:
         for account in self.accounts.values():
@@ -150,5 +150,18 @@ class Ledger(TorchDispatchMode):
             self._change(staged, 0)
 
 
+def parts(tensor: Tensor) -> list[Tensor]:
+    """Those that hold the numbers: `tensor`, or the indices and values of a sparse one, values last."""
+    if tensor.layout == torch.strided:
+        return [tensor]
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]  # the public ones are for coalesced tensors alone
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor))
+    for leaf in tree_iter(value):
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+            yield from parts(leaf)

@@ -27,11 +27,12 @@ from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.batch import BatchSplit
 from trainer.data.loader import Share
 from trainer.data.loaders import train_loader
-from trainer.deferred import Deferred, deferred, replace_all
+from trainer.deferred.held import named_tensors, replace_all
+from trainer.deferred.model import Deferred, deferred
 from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.groups import build_optimizer, freeze
-from trainer.memory.ledger import Ledger
+from trainer.memory.ledger import Ledger, parts
 from trainer.memory.stand_ins import CPU, StandIn, stand_in
 from trainer.optim import constant, sparse_weights
 from trainer.parts import build_dataset, build_model, build_task, build_to_device
@@ -108,11 +109,12 @@ class Rehearsal:
         with _as_rank_of(world) as dist:
             standing_in = stand_in(config, dist, world.per_host)
             to_device = self.to_device(standing_in.device)
+            numberless = _without_numbers(model, standing_in)
             fakes = FakeTensorMode(allow_non_fake_inputs=True)
             # of outputs that are views, as without numbers more are
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), Ledger(staged_sends=True) as ledger:
-                module = wrap_model(config, _without_numbers(model, standing_in), standing_in.strategy)
+                module = wrap_model(config, numberless, standing_in.strategy)
                 yield Stage(config, self, standing_in, to_device, module, ledger)
 
 
@@ -248,11 +250,21 @@ class FusedAttention(TorchFunctionMode):
 def _without_numbers(model: Deferred, standing_in: StandIn) -> Deferred:
     """`model`, which is filled with fake tensors instead of its values, each on its device."""
     elsewhere = standing_in.lies_on(model.module)
+    # Looked at now: to a fake mode every sparse tensor is empty.
+    sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
 
     def fake(tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor | DTensor):
             return tensor
-        return torch.empty_like(tensor, device=elsewhere.get(id(tensor), standing_in.device))
+        device = elsewhere.get(id(tensor), standing_in.device)
+        if tensor.layout == torch.strided:
+            return torch.empty_like(tensor, device=device)
+        held = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in sparse[id(tensor)]]
+        if tensor.layout == torch.sparse_coo:
+            indices, values = held
+            return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+        outer, inner, values = held
+        return torch.sparse_compressed_tensor(outer, inner, values, tensor.shape, layout=tensor.layout)
 
     def fill(module: nn.Module) -> None:
         replace_all(module, fake)
