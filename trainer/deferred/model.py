@@ -8,6 +8,7 @@ however little of the rest. (torchdistX's deferred_init does the same in C++, wi
 """
 
 import contextlib
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from trainer.deferred.held import has_gradient_hook, like, named_tensors, replace
 from trainer.deferred.illusion import Illusion
-from trainer.deferred.tape import KINDS, NotRecordable, Tape
+from trainer.deferred.tape import KINDS, NotRecordable, Tape, new_objects_alone
 from trainer.deferred.unwritten import is_unwritten
 from trainer.errors import UserError
 from trainer.seeding import seed_everything
@@ -58,17 +59,20 @@ class Deferred:
                 self._check(real, tensor)
                 replace(module, tensor, real)
 
-    def fill_hidden(self) -> None:
-        """Give their values to tensors that no module holds: those of closures, caches, objects of any kind.
+    def fill_hidden(self, alive: list[Tensor]) -> None:
+        """Give their values to those tensors that no module holds: of closures, caches, objects of any kind.
 
         `fill` would not come upon them, so they are whole from the start, on every rank.
         """
         assert self._tape is not None
         named = [tensor for _, tensor in named_tensors(self.module) if self._tape.holds(tensor)]
+        bases = {id(tensor._base) for tensor in named}
         shared = {self._tape.place(tensor).storage for tensor in named}
         by_storage: dict[int, list[Tensor]] = {}
-        for tensor in self._tape.found_alive(named):
-            by_storage.setdefault(self._tape.place(tensor).storage, []).append(tensor)
+        for tensor in alive:
+            # What a view is of lives as long as the view, though nobody may hold it but `alive`.
+            if id(tensor) not in bases or len(gc.get_referrers(tensor)) > 1:
+                by_storage.setdefault(self._tape.place(tensor).storage, []).append(tensor)
         if not shared.isdisjoint(by_storage):
             raise NotRecordable("it holds, where nobody finds it, a part of a tensor that a module holds")
         for number, tensors in by_storage.items():
@@ -118,8 +122,10 @@ def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
     seed_everything(seed, 0)
     tape = Tape(seed)
     try:
-        with Illusion(tape), tape:
-            model = build()
+        with new_objects_alone():
+            with Illusion(tape), tape:
+                model = build()
+            alive = tape.alive(besides=[tensor for _, tensor in named_tensors(model)])
         tape.check_seed()
         for name, tensor in named_tensors(model):
             if type(tensor) not in KINDS:
@@ -129,7 +135,7 @@ def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
             if has_gradient_hook(tensor):  # it would stay with the tensor that a real one replaces
                 raise NotRecordable(f"{name} has a hook on its gradient")
         found = Deferred(model, tape)
-        found.fill_hidden()
+        found.fill_hidden(alive)
         return found
     except (Exception, NotRecordable) as error:  # a real mistake comes again, and is reported there
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
