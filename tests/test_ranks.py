@@ -48,6 +48,7 @@ def test_an_exception_comes_back_with_its_traceback() -> None:
 
 
 def _hang_in_one() -> int:
+    dist.barrier()  # who leaves before the others have connected to it ends them
     if dist.get_rank() == 1:
         time.sleep(1000)
     return 7
@@ -56,7 +57,7 @@ def _hang_in_one() -> int:
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
     with pytest.raises(RankFailure, match="rank 1: did not finish") as failure:
-        run_ranks(_hang_in_one, 2, timeout_s=15)
+        run_ranks(_hang_in_one, 2, timeout_s=20)
     assert "_hang_in_one" in failure.value.reports[1]
     assert failure.value.results == {0: 7}
 

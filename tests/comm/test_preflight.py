@@ -178,7 +178,14 @@ def test_a_rank_that_is_silent_is_named(tmp_path: Path) -> None:
 
 
 def _absent(*argv: str) -> tuple[int, str]:
-    return (0, "") if os.environ["RANK"] == "1" else _preflight(*argv)
+    """The others are there before they begin to wait for rank 1."""
+    rank = os.environ["RANK"]
+    if rank == "1":
+        return 0, ""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store.set(f"{rank} is here", "")
+    store.wait([f"{other} is here" for other in (0, 2)])
+    return _preflight(*argv)
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
