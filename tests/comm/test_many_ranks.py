@@ -62,7 +62,7 @@ def train_and_sum(num_steps: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_algorithm_trains_as_native_does_on_32_ranks() -> None:
-    for found in run_ranks(train_and_sum, 32, 4):
+    for found in run_ranks(train_and_sum, 32, 3):
         for algorithm in ALGORITHMS:
             assert found[algorithm] == pytest.approx(found["native"], abs=1e-5), algorithm
         assert found["native"][-1] != pytest.approx(found["native"][0], abs=1e-3), "it has not learned"
