@@ -1,6 +1,7 @@
 """A model that is recorded and filled afterwards is the one that its constructor builds."""
 
 import functools
+import gc
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -216,6 +217,32 @@ class HookedAfter(nn.Linear):
         self.bias.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
+class Scratch(nn.Sequential):
+    """Weights that come through one array of NumPy's, each after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(200, 200), nn.Linear(200, 200))
+        scratch = np.empty((200, 200), np.float32)
+        for number, layer in enumerate(self):
+            scratch[:] = number
+            layer.weight.data.copy_(torch.from_numpy(scratch))  # type: ignore[operator, union-attr]
+
+
+class BySharedMemory(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.seen = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+
+
+class Penalised(nn.GRU):
+    """A weight of a module with weak references to it, held by a function, too."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        weight = self.weight_hh_l0
+        self.penalty = lambda: weight.square().sum()
+
+
 class Seeds(nn.Linear):
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -229,6 +256,9 @@ class Seeds(nn.Linear):
         (WritesNumPy, "read-only"),
         (Seeds, "seeds torch itself"),
         (SeedsApart, "seeds torch itself"),
+        (Scratch, "it changes a tensor after it has used it"),
+        (BySharedMemory, "it asks for the memory of a tensor"),
+        (Penalised, "weight_hh_l0 of a Penalised is held elsewhere"),
         (HidesAView, "a part of a tensor that a module holds"),
         (Hooked, "bias has a hook on its gradient"),
         (HookedAfter, "bias has a hook on its gradient"),
@@ -246,8 +276,68 @@ def test_what_no_tape_can_hold_is_built_whole(build: Callable[[], nn.Module], wh
         assert all(map(torch.equal, model.module.parameters(), again.parameters()))
     if build is Generator:
         assert model.module.fixed.equal(torch.randn(3, generator=torch.Generator().manual_seed(1)))  # type: ignore
+    if build is Scratch:
+        assert [layer.weight.unique().item() for layer in model.module] == [0, 1]  # type: ignore
     if build is WritesNumPy:
         assert model.module.weight.eq(3).all()  # type: ignore[operator, union-attr]
+
+
+class AsksWhereItLies(nn.Module):
+    """Writes through what `.cpu()` and `.to()` give back, and once into each memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        third.weight = first.weight
+        self.layers = nn.ModuleList([first, second, third])
+        kinds = {parameter.type() for parameter in self.parameters()}
+        assert kinds == {"torch.FloatTensor"}
+        assert first.weight.to("cpu", torch.float32) is first.weight.to(torch.ones(1)) is first.weight
+        assert first.weight.to("cpu", copy=True) is not first.weight
+        assert first.weight.to("cpu", torch.float64).dtype is torch.float64
+        with torch.no_grad():
+            first.bias.detach().cpu().fill_(1)
+            second.bias.data.to(torch.device("cpu")).fill_(2)
+            seen: set[int] = set()
+            for layer in self.layers:
+                weight = layer.weight.data  # type: ignore[union-attr]
+                if weight.data_ptr() not in seen:
+                    weight.fill_(len(seen))  # type: ignore[operator]
+                seen.add(weight.data_ptr())  # type: ignore[operator, arg-type]
+
+
+def test_tensors_answer_as_those_of_a_cpu_do() -> None:
+    assert not deferred(AsksWhereItLies, 0).notes
+    model = filled(AsksWhereItLies)
+    values = {name: value.unique().tolist() for name, value in model.named_parameters()}
+    assert values["layers.0.weight"] == [0] and values["layers.1.weight"] == [1]
+    assert values["layers.0.bias"] == [1] and values["layers.1.bias"] == [2]
+
+
+class CachesAndDraws(Generator):
+    def __init__(self) -> None:
+        self.rates = _cached(5)
+        super().__init__()
+
+
+def test_what_a_cache_has_kept_of_an_attempt_is_real_for_the_next() -> None:
+    _cached.cache_clear()
+    model = deferred(CachesAndDraws, 0)
+    assert "generator of its own" in model.notes[0]
+    assert model.module.rates.equal(torch.linspace(0, 1, 5))  # type: ignore[operator, union-attr]
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    frozen = gc.get_freeze_count()
+    deferred(lambda: nn.Linear(2, 2), 0)
+    assert gc.get_freeze_count() >= frozen > 0, "by tests/conftest.py"
+    gc.unfreeze()
+    try:
+        assert len(deferred(lambda: View(hides=True), 0).notes) == 1
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.collect()
+        gc.freeze()
 
 
 class HalfWritten(nn.Linear):

@@ -1,6 +1,7 @@
 """The tensors that a module holds, by any of its attributes; and others in their places."""
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +25,19 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, value in held.items():
             for tensor in _tensors_in(value, set()):
                 yield f"{prefix}.{key}" if prefix else key, tensor
+
+
+def has_other_holders(model: nn.Module, part: nn.Module, name: str) -> bool:
+    """Whether a parameter that cannot be swapped, for its weak references, is more than modules' attributes.
+
+    nn.RNNBase, which makes such references, lists its weights once more, and learns of others by setattr.
+    """
+    if part._parameters[name] is None or not weakref.getweakrefs(part._parameters[name]):
+        return False
+    attributes = [(each._parameters, each._buffers, vars(each)) for each in model.modules()]
+    known = {id(held) for of_one in attributes for held in of_one}
+    known |= {id(own.get("_flat_weights")) for *_, own in attributes}
+    return any(id(holder) not in known for holder in gc.get_referrers(part._parameters[name]))
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:

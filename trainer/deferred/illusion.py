@@ -1,12 +1,13 @@
 """Tensors on the meta device that seem to lie on the CPU, to those who ask them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainer.deferred.tape import Tape, mapped
+from trainer.deferred.tape import NotRecordable, Tape, mapped
 
 # Asked for a value, not for a tensor: computed at once.
 _READS = {
@@ -34,15 +35,21 @@ class Illusion(TorchFunctionMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
-        self._seems = {
-            Tensor.is_meta.__get__: False,  # type: ignore[attr-defined]
-            Tensor.is_cpu.__get__: True,  # type: ignore[attr-defined]
-            Tensor.device.__get__: torch.device("cpu"),
+        self._answers: dict[Any, Callable[..., Any]] = {
+            Tensor.is_meta.__get__: lambda tensor: False,  # type: ignore[attr-defined]
+            Tensor.is_cpu.__get__: lambda tensor: True,  # type: ignore[attr-defined]
+            Tensor.device.__get__: lambda tensor: torch.device("cpu"),
+            Tensor.data_ptr: tape.address,
+            Tensor.untyped_storage: _refuse_memory,
+            Tensor.storage: _refuse_memory,
+            Tensor.type: _type,
+            Tensor.cpu: self._to,
+            Tensor.to: self._to,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._seems and self._tape.holds(args[0]):
-            return self._seems[func]
+        if func in self._answers and self._tape.holds(args[0]):
+            return self._answers[func](*args, **(kwargs or {}))
         if func in _READS:
             args = mapped(args, self._value)
         result = func(*args, **(kwargs or {}))
@@ -52,3 +59,26 @@ class Illusion(TorchFunctionMode):
 
     def _value(self, value: Any) -> Any:
         return self._tape.value(value) if isinstance(value, Tensor) and self._tape.holds(value) else value
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As of a tensor on the CPU, which `.to("cpu")` and `.cpu()` return as it is."""
+        others = [value for value in (*args, kwargs.get("other")) if isinstance(value, Tensor)]
+        dtypes = [value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)]
+        dtypes += [other.dtype for other in others]
+        devices = [value for value in (*args, kwargs.get("device")) if isinstance(value, torch.device | str)]
+        devices += [other.device for other in others if not self._tape.holds(other)]
+        stays = all(torch.device(device).type == "cpu" for device in devices)
+        flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
+        copies = kwargs.get("copy") or flags[1:] == [True]
+        if not stays or copies or kwargs.get("memory_format") not in (None, torch.preserve_format):
+            return tensor.to(*args, **kwargs)
+        return tensor.to(dtypes[0]) if dtypes else tensor
+
+
+def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = tensor.type(*args, **kwargs)
+    return found.replace("torch.meta.", "torch.") if isinstance(found, str) else found
+
+
+def _refuse_memory(tensor: Tensor) -> Any:
+    raise NotRecordable("it asks for the memory of a tensor, which has none yet")

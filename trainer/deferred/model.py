@@ -11,12 +11,12 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from trainer.deferred.held import has_gradient_hook, like, named_tensors, replace
+from trainer.deferred.held import has_gradient_hook, has_other_holders, like, named_tensors, replace
 from trainer.deferred.illusion import Illusion
 from trainer.deferred.tape import KINDS, NotRecordable, Tape, new_objects_alone
 from trainer.deferred.unwritten import is_unwritten
@@ -67,27 +67,18 @@ class Deferred:
         assert self._tape is not None
         named = [tensor for _, tensor in named_tensors(self.module) if self._tape.holds(tensor)]
         bases = {id(tensor._base) for tensor in named}
-        shared = {self._tape.place(tensor).storage for tensor in named}
-        by_storage: dict[int, list[Tensor]] = {}
-        for tensor in alive:
-            # What a view is of lives as long as the view, though nobody may hold it but `alive`.
-            if id(tensor) not in bases or len(gc.get_referrers(tensor)) > 1:
-                by_storage.setdefault(self._tape.place(tensor).storage, []).append(tensor)
-        if not shared.isdisjoint(by_storage):
+        # What a view is of lives as long as the view, though nobody may hold it but `alive`.
+        hidden = [each for each in alive if id(each) not in bases or len(gc.get_referrers(each)) > 1]
+        if not _storages(self._tape, named).isdisjoint(_storages(self._tape, hidden)):
             raise NotRecordable("it holds, where nobody finds it, a part of a tensor that a module holds")
-        for number, tensors in by_storage.items():
-            storage = self._tape.replay({number})[number]
-            for tensor in tensors:
-                if weakref.getweakrefs(tensor):
-                    raise NotRecordable("it holds, where nobody finds it, a tensor with weak references")
-                with contextlib.suppress(RuntimeError):  # kept by a graph alone, or a gradient
-                    torch.utils.swap_tensors(tensor, like(tensor, self._tape.place(tensor).on(storage)))
+        _make_real(self._tape, hidden)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Begin from `tensors`, by their names in the module; they are held until this object goes."""
         if self._tape is None:
             self.module.load_state_dict(tensors, strict=False)
             return
+        self._tape.keeps_given = True
         with Illusion(self._tape), self._tape:
             self.module.load_state_dict(tensors, strict=False)
 
@@ -102,7 +93,8 @@ class Deferred:
         if isinstance(tensor, nn.Parameter):
             raise UserError(
                 f"model: {int(unwritten.sum())} of the {real.numel()} numbers of {name} are never "
-                "initialised: its constructor leaves them as memory came; give them a value there"
+                "initialised: its constructor leaves them as memory came (or model.init_from has NaN there); "
+                "give them a value"
             )
         real[unwritten] = 0
         log.warning("model: %s is not initialised; its %d numbers begin as 0", name, int(unwritten.sum()))
@@ -122,22 +114,50 @@ def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
     seed_everything(seed, 0)
     tape = Tape(seed)
     try:
-        with new_objects_alone():
-            with Illusion(tape), tape:
-                model = build()
-            alive = tape.alive(besides=[tensor for _, tensor in named_tensors(model)])
-        tape.check_seed()
-        for name, tensor in named_tensors(model):
-            if type(tensor) not in KINDS:
-                raise NotRecordable(f"{name} is a {type(tensor).__name__}")
-            if tensor.is_meta and not tape.holds(tensor):
-                raise NotRecordable(f"{name} lies on the meta device")
-            if has_gradient_hook(tensor):  # it would stay with the tensor that a real one replaces
-                raise NotRecordable(f"{name} has a hook on its gradient")
-        found = Deferred(model, tape)
-        found.fill_hidden(alive)
-        return found
+        return _recorded(build, tape)
     except (Exception, NotRecordable) as error:  # a real mistake comes again, and is reported there
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    # A cache may have kept tensors of this attempt, which the next will find there.
+    with contextlib.suppress(Exception, NotRecordable):
+        _make_real(tape, tape.alive(besides=()))
     seed_everything(seed, 0)
     return Deferred(build(), None, f"the model is built whole on every rank: {reason}")
+
+
+def _recorded(build: Callable[[], nn.Module], tape: Tape) -> Deferred:
+    with new_objects_alone():
+        with Illusion(tape), tape:
+            model = build()
+        alive = tape.alive(besides=[tensor for _, tensor in named_tensors(model)])
+    tape.check_seed()
+    tape.check_given()
+    for name, tensor in named_tensors(model):
+        if type(tensor) not in KINDS:
+            raise NotRecordable(f"{name} is a {type(tensor).__name__}")
+        if tensor.is_meta and not tape.holds(tensor):
+            raise NotRecordable(f"{name} lies on the meta device")
+        if has_gradient_hook(tensor):  # it would stay with the tensor that a real one replaces
+            raise NotRecordable(f"{name} has a hook on its gradient")
+    for part in model.modules():
+        for name in part._parameters:
+            if has_other_holders(model, part, name):
+                raise NotRecordable(f"{name} of a {type(part).__name__} is held elsewhere, too")
+    found = Deferred(model, tape)
+    found.fill_hidden(alive)
+    return found
+
+
+def _storages(tape: Tape, tensors: Iterable[Tensor]) -> set[int]:
+    return {tape.place(tensor).storage for tensor in tensors}
+
+
+def _make_real(tape: Tape, tensors: Sequence[Tensor]) -> None:
+    """Give their values to tensors that anybody may hold: they stay the same objects."""
+    for number in _storages(tape, tensors):
+        storage = tape.replay({number})[number]
+        for tensor in tensors:
+            if (place := tape.place(tensor)).storage == number:
+                if weakref.getweakrefs(tensor):
+                    raise NotRecordable("it holds, where nobody finds it, a tensor with weak references")
+                with contextlib.suppress(RuntimeError):  # kept by a graph alone, or a gradient
+                    torch.utils.swap_tensors(tensor, like(tensor, place.on(storage)))

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.deferred.unwritten import mark_unwritten
+from trainer.errors import UserError
 from trainer.seeding import mixed_seed
 
 _aten = torch.ops.aten
@@ -63,11 +65,18 @@ class _Given:
     """A tensor with data of its own, from a file or a list, as it was when it was used."""
 
     tensor: Tensor
-    version: int
+    checksum: int | None  # None where nobody else can write to it
+
+    def is_as_it_was(self) -> bool:
+        """torch itself counts no writes by NumPy, into buffers, or to `.data`."""
+        return self.checksum is None or _checksum(self.tensor) == self.checksum
 
     def get(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise NotRecordable("it changes a tensor after it has used it to initialise another")
+        if not self.is_as_it_was():
+            raise UserError(
+                f"model: a tensor of shape {tuple(self.tensor.shape)} that others begin from was changed "
+                "since the model was built; leave it as it was, or give them a copy"
+            )
         return self.tensor
 
 
@@ -91,6 +100,7 @@ class Tape(TorchDispatchMode):
         self._torch_seed = torch.initial_seed()
         self._operations: list[_Operation] = []
         self._num_draws = 0
+        self.keeps_given = False  # whether nobody writes to tensors with data: true of those of a file
         # Held, so that no address comes twice; meta storages are empty.
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._is_replaying = False
@@ -159,8 +169,21 @@ class Tape(TorchDispatchMode):
             return torch.device("cpu") if isinstance(value, torch.device) else value
         if self.holds(value):
             return self.place(value)
+        if self.keeps_given:
+            return _Given(value, None)
         small = value.untyped_storage().nbytes() <= _SMALL_BYTES
-        return _Given(*((value.clone(), 0) if small else (value, value._version)))
+        return _Given(value.clone(), None) if small else _Given(value, _checksum(value))
+
+    def check_given(self) -> None:
+        for operation in self._operations:
+            for value in _leaves((operation.arguments, operation.options)):
+                if isinstance(value, _Given) and not value.is_as_it_was():
+                    raise NotRecordable("it changes a tensor after it has used it to initialise another")
+
+    def address(self, tensor: Tensor) -> int:
+        """Another number for each memory, and each place in it."""
+        place = self.place(tensor)
+        return (place.storage << 40) + place.offset * tensor.itemsize
 
     def _on_meta(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or self.holds(value):
@@ -255,6 +278,10 @@ class Tape(TorchDispatchMode):
             if "empty" in operation.function.name():
                 mark_unwritten(tensor)
             made[place.storage] = tensor.untyped_storage()
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
