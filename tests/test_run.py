@@ -179,6 +179,14 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
             [*BARE, "model._target_=torch.nn.LazyLinear", "+model.out_features=10"],
             "the shape of weight, bias",
         ),
+        (
+            [*BARE, "model._target_=tests.user_parts.Unsaveable", "+model.sparse=true"],
+            r"has table, which is sparse \(sparse_coo\)",
+        ),
+        (
+            [*BARE, "model._target_=tests.user_parts.Unsaveable", "+model.sparse=false"],
+            "has table, which has one number in several places",
+        ),
         (["+model._recursive_=x"], "cannot be built: .*_recursive_"),
         (
             ["optim._target_=torch.optim.Rprop"],

@@ -83,7 +83,7 @@ class TrainState:
         buffers = {
             _plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, buffer in self.model.named_buffers()
-            if _plain_name(name) in in_state and buffer.is_floating_point()
+            if _plain_name(name) in in_state and buffer.is_floating_point() and buffer.itemsize > 1
         }
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 

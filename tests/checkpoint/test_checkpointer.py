@@ -14,6 +14,7 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer import seeding
 from trainer.checkpoint import Checkpointer
+from trainer.state import TrainState
 
 
 def _save(
@@ -128,6 +129,34 @@ def test_a_buffer_that_is_not_persistent_is_saved_all_the_same(tmp_path: Path) -
     """And a checkpoint from before, or of another size, leaves it as built."""
     for found in run_ranks(_buffers_of_old_and_new, 2, tmp_path):
         assert found == [3, 3, 3, 3, 0, 5, 5]
+
+
+ODD = (torch.float8_e4m3fn, torch.uint16, torch.uint64, torch.complex64, torch.bool)
+
+
+def _buffers_of_odd_dtypes(run_dir: Path, format: str) -> list[str]:
+    """Those that are restored as they were."""
+
+    def state() -> TrainState:
+        found = tiny.train_state()
+        for dtype in ODD:
+            found.model.register_buffer(str(dtype).removeprefix("torch."), torch.zeros(3).to(dtype))
+        return found
+
+    saved, fresh = state(), state()
+    for dtype in ODD:
+        saved.model.get_buffer(str(dtype).removeprefix("torch.")).copy_(torch.tensor([1.0, 0.0, 2.0]))
+    tiny.train(saved, 1)
+    tiny.checkpointer(run_dir, format=format).save(saved)
+    assert tiny.restore(tiny.checkpointer(run_dir, format=format), fresh, "auto")
+    mine, theirs = dict(saved.model.named_buffers()), dict(fresh.model.named_buffers())
+    return [name for name in mine if torch.equal(mine[name].float(), theirs[name].float())]
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_buffers_of_dtypes_that_torch_saves_in_another_way(tmp_path: Path, format: str) -> None:
+    [restored] = run_ranks(_buffers_of_odd_dtypes, 1, tmp_path, format)
+    assert {str(dtype).removeprefix("torch.") for dtype in ODD} <= set(restored)
 
 
 class _LateStager:

@@ -19,8 +19,14 @@ from torch import Tensor
 from trainer.checkpoint.reading import FilePart, PlainFile, printable, reason
 from trainer.errors import UserError
 
-# What torch.save asks for when it writes a dict of plain tensors.
-_OF_PLAIN_TENSORS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict"}
+# What torch.save asks for when it writes a dict of plain tensors: v3 for dtypes that have no storage of their
+# own, as float8 and uint16.
+_OF_PLAIN_TENSORS = {
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_tensor_v3",
+    "torch.storage UntypedStorage",
+    "collections OrderedDict",
+}
 # What weights_only allows, but takes as much memory as it is told to.
 _REFUSED_ALWAYS = {"builtins bytearray", "__builtin__ bytearray"}
 
@@ -116,15 +122,19 @@ def _check_container(part: FilePart, ours: bool) -> None:
     asked_for = (_asked_for if len(data) < 4096 else check_pickle)(data, part.length)
     refused = asked_for & _REFUSED_ALWAYS
     if ours:
-        refused |= {
-            found
-            for found in asked_for - _OF_PLAIN_TENSORS
-            if not (found.startswith("torch ") and found.endswith("Storage"))
-        }
+        refused |= {found for found in asked_for - _OF_PLAIN_TENSORS if not _is_a_dtype(found)}
     if refused:
         raise UserError(
             f"it asks for {printable(min(refused).replace(' ', '.'))}, which no plain tensor needs"
         )
+
+
+def _is_a_dtype(asked_for: str) -> bool:
+    """Whether it is one, or the storage that stands for one."""
+    module, _, name = asked_for.partition(" ")
+    return module == "torch" and (
+        name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype)
+    )
 
 
 @functools.lru_cache(maxsize=256)
