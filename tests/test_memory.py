@@ -16,6 +16,9 @@ from trainer.memory.rehearse import Footprint, FusedAttention, Rehearsal, World
 MLP = ("data=digits", "model=mlp", "model.hidden=[128,128,128,128]", "optim.lr=0.1")
 NUM_PARAMETERS = 64 * 128 + 3 * 128**2 + 128 * 10 + 4 * 128 + 10
 KB = 1024
+BARE = ("~model.input_shape", "~model.num_classes", "~model.hidden", "train.global_batch_size=8")
+ROWS = ("model._target_=tests.user_parts.Rows", "optim.momentum=0", "optim.weight_decay=0")
+COMPLEX = ("model._target_=tests.user_parts.Waves",)
 
 
 def test_a_tensor_counts_until_nobody_holds_it_and_as_long_as_its_memory_is_not_given_back() -> None:
@@ -130,20 +133,32 @@ def test_each_device_of_a_replica_and_the_gpus_of_dp_take_their_own() -> None:
     assert 4 * num_bytes < first.peak < 5 * num_bytes and num_bytes < other.peak < 2 * num_bytes
 
 
+def test_a_weight_whose_gradient_comes_as_rows_has_no_bucket() -> None:
+    config = settings("strategy=ddp", "data.dataset={_target_: tests.user_parts.Stripes}", *BARE, *ROWS)
+    with Rehearsal(config).under(config, World(2, 2)) as stage:
+        found = stage.footprint(8, 1).parts
+    assert found["parameters"] == 4 * (1000 * 6 + 6 * 2 + 2) and found["gradients"] < 4000
+
+
+def test_complex_weights_are_counted_under_an_optimizer_that_has_no_kernel_for_them() -> None:
+    config = settings("optim=adamw", "data.dataset={_target_: tests.user_parts.Stripes}", *BARE, *COMPLEX)
+    with Rehearsal(config).under(config, World(1, 1)) as stage:
+        found = stage.footprint(8, 1).parts
+    assert found["parameters"] == 8 * 6 * 8 + 4 * (8 * 2 + 2)
+
+
 @pytest.mark.parametrize(
     ("compressed", "num_bytes"), [(False, 2 * 6 * 8 + 6 * 4), (True, 7 * 8 + 6 * 8 + 6 * 4)]
 )
-def test_a_sparse_buffer_counts_as_its_indices_and_values(compressed: bool, num_bytes: int) -> None:
-    stripes = ("data.dataset={_target_: tests.user_parts.Stripes}", "train.global_batch_size=8")
-    without = ("~model.input_shape", "~model.num_classes", "~model.hidden")
+def test_a_sparse_tensor_counts_as_its_indices_and_values(compressed: bool, num_bytes: int) -> None:
+    stripes = ("data.dataset={_target_: tests.user_parts.Stripes}", *BARE)
 
-    def parameters(model: str, *more: str) -> int:
-        config = settings(*stripes, *without, f"model._target_=tests.user_parts.{model}", *more)
+    def start(model: str, *more: str) -> int:
+        config = settings(*stripes, f"model._target_=tests.user_parts.{model}", *more)
         with Rehearsal(config).under(config, World(1, 1)) as stage:
-            return stage.footprint(8, 1).parts["parameters"]
+            return stage.footprint(8, 1).start
 
-    mixed = parameters("Mixed", f"+model.compressed={compressed}")
-    assert mixed - parameters("Tiny") == num_bytes
+    assert start("Mixed", f"+model.compressed={compressed}") - start("Tiny") == num_bytes
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ def _refusals() -> list[str]:
         lambda: odd(torch.ones(())),
         lambda: odd(torch.ones(0, 3)),
         lambda: odd(torch.ones(4, 3).t()),
+        lambda: odd(torch.ones(3, dtype=torch.complex64)),
         HalfHalf,
         lambda: named(lambda model: [model]),
         lambda: named(lambda model: [model.blocks]),
@@ -261,6 +262,7 @@ def test_units_of_any_model() -> None:
     assert units["Attention"] == ["layer", "attention"]
     assert units["ReadsOthers"] == ["called", "blocks.0"]
     expected = ["odd: parameters with no dim", "odd: parameters with no elem", "odd: parameters with gaps"]
+    expected += ["odd: parameters with complex numbers"]
     expected += ["torch.float32 in whole.weight beside torch.bfloat16 in short.weight"]
     expected += ["holds Sequential, no submodule", "holds blocks, a ModuleList: never called"]
     expected += ["cannot shard weight: parameters with a hook on the gradient", "shard 0, a ScriptModule"]

@@ -222,17 +222,22 @@ def _optimizer(module: nn.Module, optim: dict[str, Any]) -> Optimizer:
     """With one operation for all parameters, where it has that: the same memory, and soon rehearsed."""
     optimizer = build_optimizer(module, optim)
     open_to_choice = all(optimizer.defaults.get(way, False) is None for way in ("fused", "foreach"))
-    has_kernel = isinstance(optimizer, Adam | AdamW)  # also for sharded parameters
+    plain = all(parameter.is_floating_point() for parameter in module.parameters())
+    has_kernel = isinstance(optimizer, Adam | AdamW) and plain  # also for sharded parameters
     if has_kernel and open_to_choice and not sparse_weights(module):
         return build_optimizer(module, optim | {"fused": True})
     return optimizer
 
 
 def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """DDP's buckets, which last as long as the run; gradients are views of them, or lie beside them."""
+    """DDP's buckets, which last as long as the run; gradients are views of them, or lie beside them.
+
+    Those that come as rows have none.
+    """
     if not isinstance(config.strategy, DdpConfig):
         return {}
-    return {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad}
+    in_rows = sparse_weights(module)
+    return {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad and p not in in_rows}
 
 
 class FusedAttention(TorchFunctionMode):

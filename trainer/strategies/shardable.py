@@ -86,6 +86,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
         "gaps or another order in memory; call .contiguous() before nn.Parameter": lambda parameter: (
             not parameter.is_contiguous()
         ),
+        "complex numbers, of which torch's fully_shard would sum the real parts alone": torch.is_complex,
         "a hook on the gradient, which comes in shards": has_gradient_hook,
     }
     for reason, applies in reasons.items():
