@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -33,7 +33,10 @@ class Network:
     def __init__(self) -> None:
         self.me = threading.local()
         self.groups: Counter[int] = Counter()
-        self._boxes: defaultdict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        # All there beforehand: of two threads that ask a defaultdict at once, each gets a box of its own.
+        self._boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            pair: queue.Queue() for pair in product(range(8), repeat=2)
+        }
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> None:
         """The first call on the group."""
