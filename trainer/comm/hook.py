@@ -118,7 +118,7 @@ def attach(
     if wire_dtype not in WIRE_DTYPES:
         raise ValueError(f"no wire dtype {wire_dtype!r}; there are {', '.join(WIRE_DTYPES)}")
     if algorithm != "native":
-        sparse.refuse_sparse(model.module, algorithm)
+        sparse.refuse_sparse(model.module, algorithm, "native")
     hosts = hosts_of_members(model.process_group, hosts)
     device = next(model.parameters()).device
     gpu_clock = GpuClock(device) if device.type == "cuda" else None

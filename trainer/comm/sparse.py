@@ -19,15 +19,15 @@ def sparse_parameters(model: nn.Module) -> list[str]:
     ]
 
 
-def refuse_sparse(model: nn.Module, algorithm: str) -> None:
+def refuse_sparse(model: nn.Module, by: str, instead: str) -> None:
     """
     Raises:
-        ValueError: names the parameters whose gradients `algorithm` cannot add up.
+        ValueError: names the parameters whose gradients `by` cannot add up, and what to take `instead`.
     """
     if names := sparse_parameters(model):
         raise ValueError(
-            f"{algorithm} adds up dense gradients, but those of {', '.join(names)} are sparse; take native, "
-            "or build the embedding with sparse=False"
+            f"{by} adds up dense gradients, but those of {', '.join(names)} are sparse; take {instead}, or "
+            "build the embedding with sparse=False"
         )
 
 

@@ -98,7 +98,7 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
         UserError: as of the run that the overrides describe, under the only strategy or under all.
     """
     found: dict[str, Row] = {}
-    refused: Row = {}
+    refused: dict[str, UserError] = {}
     rehearsal: Rehearsal | None = None
     choices = _choices(options.overrides)
     for name, overrides in choices.items():
@@ -107,12 +107,13 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
             rehearsal = rehearsal or Rehearsal(config)
             found |= _rows(options, name or config.strategy.name, config, rehearsal)
         except UserError as error:
-            refused[name] = str(error)
-            if len(refused) == len(choices):
-                raise
+            refused[name] = error
+    if len(refused) == len(choices):
+        raise next(iter(refused.values()))
     assert rehearsal is not None
     about: dict[str, Row] = {"parameters": {"number": rehearsal.num_parameters}}
-    return about | found | ({"refused": refused} if refused else {})
+    words: dict[str, Row] = {"refused": {name: str(error) for name, error in refused.items()}}
+    return about | found | (words if refused else {})
 
 
 def _rows(options: argparse.Namespace, strategy: str, config: Config, rehearsal: Rehearsal) -> dict[str, Row]:

@@ -62,7 +62,7 @@ class ParameterServer(Strategy):
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         refuse_max_norm(model, "strategy=parameter_server")
         try:
-            sparse.refuse_sparse(model, "strategy=parameter_server")
+            sparse.refuse_sparse(model, "it", "strategy=ddp with comm=native")
             shapes = {name: _shape(parameter) for name, parameter in model.named_parameters()}
             self.buckets = lay_out(shapes, len(self.servers), int(self.settings.bucket_mb * 2**20))
         except ValueError as error:
