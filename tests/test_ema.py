@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests import runs
+from tests.checkpoint import tiny
 from tests.ranks import RankFailure, run_ranks
 from trainer.checkpoint.__main__ import main
 from trainer.ema import MovingAverage
@@ -147,6 +148,17 @@ def test_warm_up_forgets_the_first_weights_sooner() -> None:
     slow, soon = averages
     assert slow == pytest.approx(1 - 0.999**10, rel=1e-4)
     assert soon == pytest.approx(1 - math.prod((1 + t) / (10 + t) for t in range(1, 11)), rel=1e-4)
+
+
+def test_a_buffer_of_float8_has_no_average() -> None:
+    """No sum can be computed in it."""
+    state = tiny.train_state()
+    state.model.register_buffer("scale", torch.ones(3).to(torch.float8_e4m3fn))
+    state.keep_average(0.5, warmup=False)
+    state.update_average()
+    assert state.average is not None
+    averaged = state.average.state_dict()["weights"]
+    assert "norm.running_mean" in averaged and "scale" not in averaged
 
 
 def test_limits(tmp_path: Path) -> None:
