@@ -105,7 +105,8 @@ def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
 
     What a constructor can do without memory is all that is computed: also `.item()`, given data, tied
     weights and views. What it cannot: write into NumPy arrays, draw from a torch.Generator or seed torch
-    itself, make sparse tensors. It is then run again, and builds the whole model; `notes` say why.
+    itself, make sparse tensors, ask for a tensor's storage, write again to what others begin from. It is
+    then run again, and builds the whole model; `notes` say why.
 
     Args:
         build: called once or twice; deterministic but for random generators.
