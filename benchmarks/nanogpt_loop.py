@@ -108,13 +108,10 @@ def plain_loop(model: nn.Module) -> Iterator[None]:
 
 
 def our_loop(job: Any) -> Iterator[None]:
-    from trainer.guard import StepGuard
     from trainer.loop import train_epoch
-    from trainer.metrics import Meter
 
-    guard, meter = StepGuard(job.dist), Meter(job.dist)
     while True:
-        yield from train_epoch(job, guard, meter)
+        yield from train_epoch(job)
 
 
 def in_turns(ways: dict[str, Iterator[None]], turns: int, steps: int) -> dict[str, list[float]]:

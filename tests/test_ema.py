@@ -16,9 +16,7 @@ from trainer.checkpoint.__main__ import main
 from trainer.ema import MovingAverage
 from trainer.errors import UserError
 from trainer.evaluation import evaluate
-from trainer.guard import StepGuard
 from trainer.loop import evaluate_if_due, fit, save, train_epoch
-from trainer.metrics import Meter
 
 COMMON = (
     "model._target_=tests.user_parts.Normed",
@@ -54,8 +52,7 @@ def _by_hand(root: Path, options: tuple[str, ...]) -> dict[str, Any]:
     apart = []
     with runs.job_of(*options, f"run_dir={root}") as job:
         expected = _averages(job)
-        guard, meter = StepGuard(job.dist), Meter(job.dist)
-        for _ in train_epoch(job, guard, meter):
+        for _ in train_epoch(job):
             now = _whole(job.state.model.state_dict())
             expected = {name: 0.8 * value + 0.2 * now[name] for name, value in expected.items()}
             found = _averages(job)

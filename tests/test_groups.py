@@ -253,19 +253,12 @@ def _train_and_resume(root: Path, strategy: str, foreign: str | None) -> dict[st
     if foreign is not None:
         with runs.job_of(*once[:-1], f"resume={foreign}", f"run_dir={root / 'foreign'}") as job:
             assert job.state.progress.step == 5
-            next(train_epoch(job, *_instruments(job)))
+            next(train_epoch(job))
     # The last, since its process group is not let go of.
     other = runs.job_of(*once, "optim.undecayed=null", f"run_dir={root / 'other'}")
     with pytest.raises(UserError) as refused, other:
         pass
     return {"begin": begin, "end": end, "resumed": resumed, "trained": trained, "refused": str(refused.value)}
-
-
-def _instruments(job: Any) -> tuple[Any, Any]:
-    from trainer.guard import StepGuard
-    from trainer.metrics import Meter
-
-    return StepGuard(job.dist), Meter(job.dist)
 
 
 @pytest.mark.slow

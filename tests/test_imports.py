@@ -37,7 +37,8 @@ MAY_USE = {
     "loggers": {"build", "config", "distributed", "errors", "scalars", "terminal"},
     "terminal": {"distributed", "errors"},
     "replicas": {"distributed", "errors", "state"},
-    "strategies": {"comm", "config", "deferred", "distributed", "errors", "optim", "state"} | {"switches"},
+    "strategies": {"comm", "config", "deferred", "distributed", "errors", "optim", "state"}
+    | {"step", "switches"},
     "switches": {"config"},
     "checkpoint": {"config", "distributed", "errors", "faults", "pieces", "seeding", "state"},
     "run_dir": {"checkpoint", "errors", "new_directory"},
@@ -45,12 +46,11 @@ MAY_USE = {
     | {"strategies", "tasks"},
     "rows": {"distributed", "errors"},
     "evaluation": {"data", "distributed", "errors", "loggers", "rows", "seeding", "strategies", "tasks"},
-    "job": {"checkpoint", "config", "data", "evaluation", "flops", "learning", "loggers", "profiling"}
-    | {"replicas", "signals", "state"},
+    "job": {"checkpoint", "config", "data", "evaluation", "guard", "learning", "loggers", "metrics"}
+    | {"profiling", "replicas", "signals", "state"},
     "report": {"groups", "job", "metrics"},
-    "step": {"data", "guard", "job", "metrics", "seeding"},
-    "rounds": {"data", "guard", "job", "metrics", "state", "step"},
-    "loop": {"errors", "evaluation", "guard", "job", "metrics", "optim", "report", "rounds", "step"},
+    "step": {"seeding"},
+    "loop": {"errors", "evaluation", "job", "metrics", "optim", "report", "step"},
     "saved_settings": {"config", "errors", "overrides"},
     "after_training": {"config", "errors", "launch", "saved_settings"},
     "whole_file": {"errors"},
@@ -74,7 +74,17 @@ FROM_OUTSIDE = {
 
 
 def imports_of(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    """What `file` imports when it runs: what stands under `if TYPE_CHECKING:` is for annotations alone."""
+    tree = ast.parse(file.read_text())
+    for_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from trainer.checkpoint import Checkpointer
 from trainer.config import EmaConfig, TrainConfig
 from trainer.data.batch import BatchSplit
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.evaluation import Forward
-from trainer.flops import ModelFlops
+from trainer.guard import StepGuard
 from trainer.learning import Learning
 from trainer.loggers import RunLog
+from trainer.metrics import Meter
 from trainer.profiling import Profile
 from trainer.replicas import ReplicaGuard
 from trainer.signals import StopRequest
@@ -32,6 +35,13 @@ class Job(Forward):
     replicas: ReplicaGuard
     run_log: RunLog
     learning: Learning
-    flops: ModelFlops | None  # of rank 0 alone, where the peak of its device is known
+    guard: StepGuard
+    meter: Meter
     profile: Profile
     stop_request: StopRequest
+
+    def count_step(self, loss: Tensor, data_left: bool) -> None:
+        """Count a step that was made, with this rank's `loss`; without `data_left` the epoch ends with it."""
+        self.state.progress.advance(self.settings.global_batch_size, data_left)
+        self.meter.count_step(loss)
+        self.run_log.advance()

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 
 from trainer.errors import StoppedBySignal, UserError
 from trainer.evaluation import evaluate, show
-from trainer.guard import StepGuard
 from trainer.job import Job
-from trainer.metrics import Meter, peak_memory_bytes
+from trainer.metrics import peak_memory_bytes
 from trainer.optim import after_evaluation
 from trainer.report import report
-from trainer.rounds import train_round
-from trainer.step import train_step, warm_up
+from trainer.step import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +26,7 @@ def fit(job: Job) -> dict[str, float]:
         NonFiniteLossError: on all ranks at the same step, before its update.
         StoppedBySignal: on all ranks at the same step, after saving it.
     """
-    progress, settings = job.state.progress, job.settings
-    guard, meter = StepGuard(job.dist), Meter(job.dist, job.flops, job.strategy.num_replicas)
+    progress, settings, meter = job.state.progress, job.settings, job.meter
     steps_per_epoch = job.train_loader.steps_per_epoch
     if steps_per_epoch is None or job.total_steps - progress.step <= steps_per_epoch:
         unsteady_steps = 10
@@ -42,7 +39,7 @@ def fit(job: Job) -> dict[str, float]:
 
     while not is_over(job):
         epoch_begin = meter.mark()
-        for _ in train_epoch(job, guard, meter):
+        for _ in train_epoch(job):
             if steady.steps == 0 and progress.step >= job.first_step + unsteady_steps:
                 steady = meter.mark()
         evaluation = evaluate_if_due(job)
@@ -66,42 +63,38 @@ def fit(job: Job) -> dict[str, float]:
     }
 
 
-def train_epoch(job: Job, guard: StepGuard, meter: Meter) -> Iterator[None]:
+def train_epoch(job: Job) -> Iterator[None]:
     """Train to the end of the epoch or of the run, whichever comes first; yields after each step."""
-    progress, settings, heartbeat = job.state.progress, job.settings, job.dist.heartbeat
+    progress, settings, heartbeat, meter = job.state.progress, job.settings, job.dist.heartbeat, job.meter
     heartbeat.enter("data")
     epoch, batches = progress.epoch, job.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
-    if not guard.all_have(batches.more):
+    if not job.guard.all_have(batches.more):
         skip_epoch(job)
         return
     if progress.step == job.first_step > 0 and job.strategy.changes_after_first_step:
         warm_up(job, batches.peek())
-    train = train_round if job.strategy.updates_in_turns else train_step
     window = meter.mark()
     job.model.train()
     meter.start()
     while progress.epoch == epoch and not is_over(job):
         job.profile.before(progress.step + 1, meter)
-        made = train(job, batches, guard, meter)
-        for number in range(1, made.steps + 1):
-            progress.advance(settings.global_batch_size, made.data_left or number < made.steps)
-            job.run_log.advance()
-        meter.count_step(made.loss, made.steps)
+        result = job.strategy.train_step(job, batches)
+        job.count_step(result.loss, result.data_left)
         job.replicas.check_if_due(job.state)
         if settings.logs(progress.step):
             log_begin = time.perf_counter()
             heartbeat.enter("log")
-            report(job, meter, window, made.grad_norm)
+            report(job, meter, window, result.grad_norm)
             window = meter.mark()
             meter.rest_s += time.perf_counter() - log_begin
         goes_on = progress.epoch == epoch and not is_over(job)
         save_now = job.checkpointer.due(progress, end_of_epoch=False)
-        if made.stop or (goes_on and (save_now or evaluation_due(job))):
+        if result.stop or (goes_on and (save_now or evaluation_due(job))):
             meter.pause()
-            evaluation = None if made.stop else evaluate_if_due(job)
-            if made.stop or save_now:
+            evaluation = None if result.stop else evaluate_if_due(job)
+            if result.stop or save_now:
                 save(job, evaluation)
-            if made.stop:
+            if result.stop:
                 job.checkpointer.close()
                 raise StoppedBySignal(progress.step)
             job.model.train()

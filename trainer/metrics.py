@@ -68,10 +68,10 @@ class Meter:
         if self._flops is not None:
             self._flops.see(batch)
 
-    def count_step(self, loss: Tensor, steps: int = 1) -> None:
-        """Add a step of `loss`, a detached scalar on the device: this rank's mean; of several, their sum."""
+    def count_step(self, loss: Tensor) -> None:
+        """Add a step of `loss`, a detached scalar on the device: this rank's mean."""
         self._loss += loss
-        self.steps += steps
+        self.steps += 1
 
     def mark(self) -> Mark:
         now = (self._now_s(), self.data_s, self.rest_s)

@@ -30,8 +30,7 @@ def load_data(
     """The training data, and the loaders of this process's share of both kinds."""
     train_set = build_dataset(config.data, "train")
     replica = strategy.replica if strategy.trains else 0  # which then reads nothing
-    share = dataclasses.replace(_share(config, dist, replica), parts=strategy.parts)
-    to_train = train_loader(train_set, config.data, batch, share)
+    to_train = train_loader(train_set, config.data, batch, _share(config, dist, replica))
     if not config.train.evaluates:
         return train_set, to_train, None
     return train_set, to_train, load_held_out(config, batch, strategy, dist)[1]

@@ -25,12 +25,14 @@ from trainer.faults import failure
 from trainer.faults.rehearsal import Rehearsal
 from trainer.flops import model_flops
 from trainer.groups import build_optimizer, described, freeze, keep_frozen_statistics
+from trainer.guard import StepGuard
 from trainer.job import Job
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import place
 from trainer.learning import Learning
 from trainer.loggers import RunLog
 from trainer.loop import fit
+from trainer.metrics import Meter
 from trainer.optim import ScheduleFacts, build_schedule, check_schedule
 from trainer.parts import build_model, build_task, build_to_device, load_data, start_from
 from trainer.profiling import Profile
@@ -158,7 +160,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         replicas=ReplicaGuard(dist, strategy.equal_ranks(), train.check_replicas_every, strategy.replicated),
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         learning=Learning(state.model, dist, train.histograms_every),
-        flops=flops,
+        guard=StepGuard(dist),
+        meter=Meter(dist, flops, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
     )

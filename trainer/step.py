@@ -1,34 +1,36 @@
-"""One optimizer step: gradients of the micro-batches, a word with the other ranks, an update."""
+"""One optimizer step: gradients of the micro-batches, a word with the other ranks, an update.
+
+Called by `Strategy.train_step`, so it imports none of what it is called with.
+"""
 
 import math
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.data.loader import Batches
-from trainer.guard import StepGuard
-from trainer.job import Job
-from trainer.metrics import Meter
 from trainer.seeding import rng_state, set_rng_state
 
+if TYPE_CHECKING:
+    from trainer.data.loader import Batches
+    from trainer.job import Job
 
-class Made(NamedTuple):
-    """What was trained, of one step or, as trainer/rounds.py has it, of several."""
+
+class StepResult(NamedTuple):
+    """What the loop has to know of a step."""
 
     loss: Tensor
-    """This rank's mean, a detached scalar on the device; of several steps their sum."""
+    """This rank's mean, a detached scalar on the device."""
     grad_norm: Tensor | None
     """Over the whole model, where it was clipped or the step is logged."""
-    steps: int
     stop: bool
     """Whether any rank was told to stop."""
     data_left: bool
     """Whether all ranks have data for another step of this epoch."""
 
 
-def train_step(job: Job, batches: Batches, guard: StepGuard, meter: Meter) -> Made:
+def train_step(job: "Job", batches: "Batches") -> StepResult:
     """Make the step after `job.state.progress` (a collective).
 
     Raises:
@@ -39,12 +41,12 @@ def train_step(job: Job, batches: Batches, guard: StepGuard, meter: Meter) -> Ma
     loss = torch.zeros((), device=job.dist.device)
     strategy.begin_step()
     if strategy.trains:
-        compute_gradients(job, batches, loss, meter, guard)
+        compute_gradients(job, batches, loss, tell_others=True)
     else:
         heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
-        guard.launch(loss, job.stop_request.is_set, batches.more)
+        job.guard.launch(loss, job.stop_request.is_set, batches.more)
     heartbeat.enter("optimizer")
-    stop, data_left = guard.settle(step)
+    stop, data_left = job.guard.settle(step)
     strategy.aggregate(job.model)
 
     grad_norm = None
@@ -55,20 +57,18 @@ def train_step(job: Job, batches: Batches, guard: StepGuard, meter: Meter) -> Ma
             job.learning.before_update(step)
         grad_norm = strategy.clip_grad_norm(job.model, job.settings.clip_grad_norm or math.inf)
     job.checkpointer.wait_until_copied()
-    steps = strategy.update(state)
+    strategy.update(state)
     if log_now:
         job.learning.after_update()
-    return Made(loss, grad_norm, steps, stop, data_left)
+    return StepResult(loss, grad_norm, stop, data_left)
 
 
-def compute_gradients(
-    job: Job, batches: Batches, mean_loss: Tensor, meter: Meter, guard: StepGuard | None = None
-) -> None:
+def compute_gradients(job: "Job", batches: "Batches", mean_loss: Tensor, *, tell_others: bool) -> None:
     """Add up the gradients of `job.batch.accumulation` micro-batches, and their mean loss to `mean_loss`.
 
-    `guard`, if there is one, is told of the loss as soon as it is known.
+    `tell_others`: whether the other ranks are told of the loss as soon as it is known (a collective).
     """
-    strategy, heartbeat = job.strategy, job.dist.heartbeat
+    strategy, heartbeat, meter = job.strategy, job.dist.heartbeat, job.meter
     for micro_step in range(job.batch.accumulation):
         heartbeat.enter("data")
         data_begin = time.perf_counter()
@@ -81,13 +81,13 @@ def compute_gradients(
                 loss = job.task.loss(job.model, batch) / job.batch.accumulation
             mean_loss += loss.detach()
             meter.count_batch(job.task, batch, 1 / job.batch.accumulation)
-            if last and guard is not None:
-                guard.launch(mean_loss, job.stop_request.is_set, batches.more)
+            if last and tell_others:
+                job.guard.launch(mean_loss, job.stop_request.is_set, batches.more)
             heartbeat.enter("backward")
             job.state.scaler.scale(loss).backward()
 
 
-def warm_up(job: Job, batch: Any) -> None:
+def warm_up(job: "Job", batch: Any) -> None:
     """Put a resumed strategy where its first backward pass had put it before the stop.
 
     A forward and backward pass on the batch to come: nothing remains but what the strategy made of it.

@@ -93,13 +93,10 @@ def jobs() -> Iterator[Callable[..., Any]]:
 
 def steps(job: Any) -> Iterator[None]:
     """Our own loop, epoch after epoch; yields after each step."""
-    from trainer.guard import StepGuard
     from trainer.loop import train_epoch
-    from trainer.metrics import Meter
 
-    guard, meter = StepGuard(job.dist), Meter(job.dist)
     while True:
-        yield from train_epoch(job, guard, meter)
+        yield from train_epoch(job)
 
 
 def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -> dict[str, list[float]]:

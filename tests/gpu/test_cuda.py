@@ -183,14 +183,12 @@ def test_steps_are_fused() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_never_waits_without_meaning_to(precision: str, tmp_path: Path) -> None:
-    from trainer.guard import StepGuard
     from trainer.loop import train_epoch
-    from trainer.metrics import Meter
 
     options = ("experiment=text_gpt", "strategy=single", "train.log_every_steps=1000")
     options += ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", f"run_dir={tmp_path}")
     with job_of(*options, f"train.precision={precision}") as job:
-        way = train_epoch(job, StepGuard(job.dist), Meter(job.dist))
+        way = train_epoch(job)
         for _ in itertools.islice(way, 5):
             pass
         torch.cuda.set_sync_debug_mode("error")

@@ -57,20 +57,15 @@ def overflow_here(job: Job) -> None:
 
 
 def overflow(strategy: str, run_dir: Path) -> dict[str, Any]:
-    from trainer.guard import StepGuard
-    from trainer.metrics import Meter
-    from trainer.step import train_step
-
     options = (f"strategy={strategy}", "train.precision=fp16", f"run_dir={run_dir}", *QUICK)
     with warnings.catch_warnings(record=True) as caught, job_of(*options) as job:
         batches = job.train_loader.epoch(0)
-        guard, meter = StepGuard(job.dist), Meter(job.dist)
         before = [parameter.detach().clone() for parameter in job.model.parameters()]
         scaler = job.state.scaler
         scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**17})
         if job.dist.rank == job.dist.world_size - 1:
             overflow_here(job)
-        train_step(job, batches, guard, meter)
+        job.strategy.train_step(job, batches)
         same = all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
     return {"same": same, "scale": scaler.get_scale(), "warnings": [str(w.message) for w in caught]}
 

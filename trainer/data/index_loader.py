@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from trainer.data.batch import BatchSplit
-from trainer.data.loader import Batches, LoaderSettings, Share, data_loader, raise_errors
+from trainer.data.loader import Batches, LoaderSettings, Parts, Share, data_loader, raise_errors
 from trainer.data.reader import EvalReader, TrainReader
 from trainer.data.sampler import EvalSampler, TrainSampler
 from trainer.errors import UserError
@@ -28,7 +28,6 @@ class IndexTrainLoader:
             batch,
             replica=share.replica,
             seed=share.seed,
-            parts=share.parts,
         )
         self._reader = TrainReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat)
         self._loader = data_loader(self._reader, self._sampler, settings, share)
@@ -40,9 +39,9 @@ class IndexTrainLoader:
     def num_skipped(self) -> int:
         return self._reader.num_skipped
 
-    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
+    def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
         """What lies before ``first_sample`` is not read."""
-        self._sampler.epoch, self._sampler.first_sample = epoch, first_sample
+        self._sampler.epoch, self._sampler.first_sample, self._sampler.parts = epoch, first_sample, parts
         return _Counted(raise_errors(self._loader), len(self._sampler))
 
     def place(self) -> dict[str, Any]:

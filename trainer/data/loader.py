@@ -39,7 +39,6 @@ class Share:
 
     Attributes:
         timeout_s: how long to wait for a batch from the workers.
-        parts: hands out (step, replica), where ranks have no replica of their own.
     """
 
     replica: int
@@ -47,7 +46,10 @@ class Share:
     device: torch.device
     timeout_s: float = 600
     heartbeat: Heartbeat | None = None
-    parts: Callable[[], Iterator[tuple[int, int]]] | None = None
+
+
+Parts = Callable[[], Iterator[tuple[int, int]]]
+"""Hands out what a process reads next, as (step from now on, replica), where no replica is its own."""
 
 
 class Batches(Iterator[Any]):
@@ -75,11 +77,12 @@ class TrainLoader(Protocol):
     def num_skipped(self) -> int:
         """Broken samples met so far, in all worker processes of this rank."""
 
-    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
-        """The micro-batches of an epoch from its sample ``first_sample`` on.
+    def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
+        """The micro-batches of an epoch from its sample ``first_sample`` on, or of those ``parts`` of it.
 
         Raises:
-            UserError: a sample cannot be read, or too many in a row; also while they are taken.
+            UserError: a sample cannot be read, or too many in a row; also while they are taken. ``parts``
+                of a stream, which is only read forward.
         """
 
     def place(self) -> dict[str, Any]:

@@ -36,7 +36,6 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         *,
         replica: int,
         seed: int,
-        parts: Callable[[], Iterator[tuple[int, int]]] | None = None,
     ) -> None:
         if len(dataset) < batch.global_size:
             raise UserError(
@@ -45,10 +44,11 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
                 "lower train.global_batch_size or use fewer ranks"
             )
         self.steps_per_epoch = len(dataset) // batch.global_size
-        self.batch, self.replica, self.seed, self._handed_out = batch, replica, seed, parts
+        self.batch, self.replica, self.seed = batch, replica, seed
         self.num_samples = len(dataset)
         self.epoch = 0
         self.first_sample = 0
+        self.parts: Callable[[], Iterator[tuple[int, int]]] | None = None
 
     def __len__(self) -> int:
         """Micro-batches that the next iteration yields."""
@@ -66,8 +66,8 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
 
     def _parts(self) -> Iterator[tuple[int, int]]:
         """Whose share of which step, from `first_sample` on, is read next: one's own of all that are left."""
-        if self._handed_out is not None:
-            return self._handed_out()
+        if self.parts is not None:
+            return self.parts()
         return ((step, self.replica) for step in range(len(self) // self.batch.accumulation))
 
 

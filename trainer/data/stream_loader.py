@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from trainer.data.batch import BatchSplit
-from trainer.data.loader import Batches, LoaderSettings, Share, data_loader, raise_errors
+from trainer.data.loader import Batches, LoaderSettings, Parts, Share, data_loader, raise_errors
 from trainer.data.sampler import EvalRequests, TrainRequests
 from trainer.data.stream import CaughtUp, EvalStreamReader, Place, TrainStreamReader
 from trainer.errors import UserError
@@ -25,11 +25,6 @@ class StreamTrainLoader:
     """A TrainLoader of data read forward."""
 
     def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
-        if share.parts is not None:
-            raise UserError(
-                "strategy.max_staleness above 0 hands out the parts of steps as ranks ask, and a stream "
-                "is only read forward; set it to 0"
-            )
         self._reader = TrainStreamReader(dataset, share.seed, settings.sharded, share.heartbeat)
         self._requests = TrainRequests(batch, share.replica, self._reader.num_shards)
         self._loader = data_loader(self._reader, self._requests, settings, share)
@@ -39,8 +34,13 @@ class StreamTrainLoader:
         self.steps_per_epoch = None if self.num_samples is None else self.num_samples // batch.global_size
         self.num_skipped = 0
 
-    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
+    def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
         """What lies between the place that `resume` was given and ``first_sample`` is read and dropped."""
+        if parts is not None:
+            raise UserError(
+                "strategy.max_staleness above 0 hands out the parts of steps as ranks ask, and a stream "
+                "is only read forward; set it to 0"
+            )
         requests, begin = self._requests, self._reader.begin
         requests.epoch, requests.first_sample, requests.reading = epoch, first_sample, requests.reading + 1
         requests.caught_up = first_sample == 0

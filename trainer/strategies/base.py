@@ -13,14 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer import step
 from trainer.config import DdpConfig, SingleConfig
 from trainer.errors import UserError
 from trainer.optim import after_step
 from trainer.state import TrainState
+from trainer.step import StepResult
 from trainer.strategies.split import Split
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from trainer.data.loader import Batches
+    from trainer.job import Job
 
 Fill = Callable[[nn.Module], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,7 +49,6 @@ class Strategy:
         replica: which of the parts is this process's.
         trains: whether this process computes gradients; one that does not takes part in all else.
         devices: the devices that this process keeps busy.
-        updates_in_turns: whether parameters change in `turns` already, a round of which is several steps.
         changes_after_first_step: whether the first backward pass changes how later ones sum gradients.
         notes: what a person should know about how the request was met.
     """
@@ -53,7 +57,6 @@ class Strategy:
     replica = 0
     trains = True
     changes_after_first_step = False
-    updates_in_turns = False
 
     def __init__(
         self, device: torch.device, computing: Computing, split_over: Sequence[torch.device] = ()
@@ -121,22 +124,19 @@ class Strategy:
         """fp16 needs its loss scaled to keep small gradients; for others the scaler does nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.computing.precision == "fp16")
 
-    @property
-    def parts(self) -> Callable[[], Iterator[tuple[int, int]]] | None:
-        """What hands out the parts of steps, as (step from now on, replica), where no replica has its own."""
-        return None
+    def train_step(self, job: "Job", batches: "Batches") -> StepResult:
+        """Make the step after `job.state.progress` (a collective), which the loop then counts.
+
+        A strategy whose ranks make no steps in common has its own. One call may make several: it then counts
+        all but the last by `job.count_step`.
+
+        Raises:
+            NonFiniteLossError: on all ranks, before the update.
+        """
+        return step.train_step(job, batches)
 
     def begin_step(self) -> None:
         """Be told that a step begins: what comes next are the gradients of this process, if it `trains`."""
-
-    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
-        """The parts of a round that fall to this process: once for each it is to compute its gradients.
-
-        Args:
-            steps: how many may be made.
-            stops: whether this process was told to stop.
-        """
-        raise AssertionError("this strategy makes its steps in common")
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         """The context of one forward and backward; gradients meet across ranks only when `enabled`."""
@@ -159,14 +159,13 @@ class Strategy:
             for buffer in self.unwrap(model).buffers():
                 dist.broadcast(buffer, src=0)
 
-    def update(self, state: TrainState) -> int:
-        """Update what this process owns, by its gradients; return how many steps that were."""
+    def update(self, state: TrainState) -> None:
+        """Update what this process owns, by its gradients."""
         state.scaler.step(state.optimizer)
         state.scaler.update()
         after_step(state.schedule)
         state.update_average()
         state.optimizer.zero_grad(set_to_none=True)
-        return 1
 
     def collect(self, model: nn.Module) -> None:
         """Give rank 0 what of the model's state it has not, and others have (a collective)."""

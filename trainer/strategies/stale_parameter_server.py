@@ -1,5 +1,6 @@
 """A parameter server without steps in common: stale-synchronous (max_staleness=K) or asynchronous (inf)."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +20,16 @@ from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError, writing
 from trainer.optim import after_step
-from trainer.state import TrainState
+from trainer.state import Progress, TrainState
+from trainer.step import StepResult, compute_gradients
 from trainer.strategies.base import Computing
 from trainer.strategies.parameter_server import ParameterServer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from trainer.data.loader import Batches
+    from trainer.job import Job
 
 
 class StaleParameterServer(ParameterServer):
@@ -34,8 +39,6 @@ class StaleParameterServer(ParameterServer):
     A push whose gradients are not finite is applied by no server, and ends the run once the pushes that are
     under way have been applied; nothing of that round is saved.
     """
-
-    updates_in_turns = True
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class StaleParameterServer(ParameterServer):
         self._host: Host | None = None
         self._guest: Guest | None = None
         self._stops: Callable[[], bool] = lambda: False
-        self._made, self._norms = 0, [0.0, 0.0]  # steps of this round; sum and number of gradient norms
+        self._norms = [0.0, 0.0]  # sum and number of this round's gradient norms
         bound = (
             "without bound" if math.isinf(self._max_staleness) else f"at most {settings.max_staleness} ahead"
         )
@@ -89,16 +92,52 @@ class StaleParameterServer(ParameterServer):
 
     # ---- what a round is made of
 
-    @property
-    def parts(self) -> Callable[[], Iterator[tuple[int, int]]]:
-        return self._parts
+    def train_step(self, job: "Job", batches: "Batches") -> StepResult:
+        """Make a round: the steps up to the next after which all ranks meet, or fewer (a collective).
+
+        Parameters change with each part of a step that a rank is done with, in an order nobody knows before.
+
+        Raises:
+            NonFiniteLossError: on all ranks, before that update.
+        """
+        progress, heartbeat = job.state.progress, job.dist.heartbeat
+        steps = steps_until_all_meet(job)
+        last = heartbeat.step = progress.step + steps
+        log_now = job.settings.logs(last)
+        batches = job.train_loader.epoch(progress.epoch, progress.samples_in_epoch, self._parts)
+        loss = torch.zeros((), device=self.device)
+        job.checkpointer.wait_until_copied()
+        if log_now:
+            job.learning.before_update(last)
+        with heartbeat.in_any_order():
+            for _ in self._turns(steps, lambda: job.stop_request.is_set):
+                compute_gradients(job, batches, loss, tell_others=False)
+            if not self.trains:
+                heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
+        heartbeat.enter("optimizer")
+        # However long a round is: no collective may wait for it, and whoever is done is ahead of who is not.
+        made = self._end_round()
+        job.guard.launch(loss, job.stop_request.is_set, batches.more)
+        stop, _ = job.guard.settle(last)
+        grad_norm = self._mean_norm() if job.settings.clip_grad_norm is not None or log_now else None
+        if not self.serves:
+            for _ in range(made):
+                after_step(job.state.schedule)
+                job.state.update_average()
+        if log_now:
+            job.learning.after_update()
+        for _ in range(made - 1):
+            job.count_step(torch.zeros_like(loss), data_left=True)
+        return StepResult(loss, grad_norm, stop, leaves_a_step(job, progress))
 
     def _parts(self) -> Iterator[tuple[int, int]]:
+        """The parts that this worker is given, as (step of the round, replica)."""
         assert self._guest is not None
         while (part := self._guest.draw()) is not None:
             yield part
 
-    def turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
+    def _turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
+        """Serve a round of at most so many steps; once for each part that is this process's to compute."""
         self._stops, recorded = stops, self._recorded_round(steps)
         if self._host is not None:
             events = None if recorded is None else recorded[self.servers.index(self.dist.rank)]
@@ -153,39 +192,31 @@ class StaleParameterServer(ParameterServer):
             after_step(self._state.schedule)
             self._state.update_average()
 
-    def aggregate(self, model: nn.Module) -> None:
-        """Wait for the end of the round, and agree on what it was."""
+    def _end_round(self) -> int:
+        """Wait for the end of the round; return how many steps it made (a collective)."""
+        mine = None
         if self._host is not None:
             with self._plain_errors():
-                self._made = self._host.finish()
-        mine = (
-            (self._made, self._host.order.events, self._host.not_finite) if self._host is not None else None
-        )
+                mine = (self._host.finish(), self._host.order.events, self._host.not_finite)
         everyones: list[Any] = [None] * self.dist.world_size
         dist.all_gather_object(everyones, mine)
         told = [everyones[server] for server in self.servers]
-        self._made = told[0][0]
+        made: int = told[0][0]
         if (bad := next((rank for _, _, rank in told if rank is not None), None)) is not None:
             raise self._refused(bad)
         if self.dist.is_main:
             with writing(self._run_dir):
                 events = [own for _, own, _ in told]
                 first = self._state.progress.step
-                arrivals.append(self._run_dir / "arrivals", self._roles, first, self._made, events)
+                arrivals.append(self._run_dir / "arrivals", self._roles, first, made, events)
+        return made
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """The mean norm of the round's gradients, each of which was clipped alone."""
+    def _mean_norm(self) -> Tensor:
+        """Of the round's gradients, each of which was clipped alone (a collective)."""
         norms = torch.tensor(self._norms, device=self.device)
         self._norms = [0.0, 0.0]
         dist.all_reduce(norms)
         return norms[0] / norms[1]
-
-    def update(self, state: TrainState) -> int:
-        if not self.serves:
-            for _ in range(self._made):
-                after_step(state.schedule)
-                state.update_average()
-        return self._made
 
     # ---- what others look at
 
@@ -230,3 +261,20 @@ class StaleParameterServer(ParameterServer):
                 yield
         except OutOfOrderError as error:
             raise RuntimeError(f"rank {self.dist.rank} serves no more: {error}") from error
+
+
+def steps_until_all_meet(job: "Job") -> int:
+    """Steps to the next one after which the loop logs, saves or evaluates, or the epoch or the run ends."""
+    now, ahead = job.state.progress, dataclasses.replace(job.state.progress)
+    while True:
+        ahead.advance(job.settings.global_batch_size, leaves_a_step(job, ahead))
+        meets = job.settings.logs(ahead.step) or ahead.step == job.total_steps
+        every = job.settings.eval_every_steps
+        meets = meets or (every is not None and ahead.step % every == 0)
+        if meets or ahead.epoch != now.epoch or job.checkpointer.due(ahead, end_of_epoch=False):
+            return ahead.step - now.step
+
+
+def leaves_a_step(job: "Job", progress: Progress) -> bool:
+    assert job.train_loader.num_samples is not None, "a stream hands out no parts"
+    return progress.leaves_a_step(job.settings.global_batch_size, job.train_loader.num_samples)
