@@ -10,21 +10,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Room to the rooms it may use besides itself; a room is a module or package right under trainer/ or models/.
-LEAVES = {"errors", "new_directory", "ema", "seeding", "signals", "comm", "pieces", "scalars"}
+LEAVES = {"errors", "new_directory", "seeding", "signals", "comm", "local_shard"}
 MAY_USE = {
     **{room: set() for room in LEAVES},
     "overrides": set(),
+    "ema": {"local_shard"},
+    "pieces": {"local_shard"},
+    "whole_file": {"errors"},
+    "scalars": {"whole_file"},
     "state": {"ema"},
     "tasks": {"errors"},
     "config": {"errors", "overrides"},
     "launch": {"config", "errors", "overrides", "signals"},
-    "sweep": {"config", "errors", "launch", "new_directory", "overrides", "scalars", "signals"},
+    "sweep": {"config", "errors", "launch", "new_directory", "overrides", "scalars", "signals"}
+    | {"whole_file"},
     "compare": {"errors", "overrides", "scalars", "sweep"},
     "build": {"errors"},
     "optim": {"build", "errors"},
     "groups": {"build", "config", "errors", "optim", "state"},
     "deferred": {"errors", "seeding"},
-    "faults": {"config", "errors", "signals", "state"},
+    "faults": {"config", "errors", "local_shard", "signals", "state", "whole_file"},
     "rendezvous": {"errors", "launch", "signals"},
     "distributed": {"config", "errors", "faults", "launch", "rendezvous"},
     "data": {"errors", "faults"},
@@ -32,16 +37,16 @@ MAY_USE = {
     "guard": {"distributed", "errors"},
     "flops": {"config", "data", "distributed", "seeding", "tasks"},
     "metrics": {"distributed", "flops", "tasks"},
-    "learning": {"distributed", "state"},
+    "learning": {"distributed", "local_shard", "state"},
     "profiling": {"config", "distributed", "errors", "metrics"},
     "loggers": {"build", "config", "distributed", "errors", "scalars", "terminal"},
     "terminal": {"distributed", "errors"},
-    "replicas": {"distributed", "errors", "state"},
+    "replicas": {"distributed", "errors", "local_shard", "state"},
     "strategies": {"comm", "config", "deferred", "distributed", "errors", "optim", "state"}
     | {"step", "switches"},
     "switches": {"config"},
-    "checkpoint": {"config", "distributed", "errors", "faults", "pieces", "seeding", "state"},
-    "run_dir": {"checkpoint", "errors", "new_directory"},
+    "checkpoint": {"config", "distributed", "errors", "faults", "local_shard", "pieces", "seeding", "state"},
+    "run_dir": {"checkpoint", "errors", "new_directory", "whole_file"},
     "parts": {"build", "checkpoint", "config", "data", "deferred", "distributed", "errors"}
     | {"strategies", "tasks"},
     "rows": {"distributed", "errors"},
@@ -53,7 +58,6 @@ MAY_USE = {
     "loop": {"errors", "evaluation", "job", "metrics", "optim", "report", "step"},
     "saved_settings": {"config", "errors", "overrides"},
     "after_training": {"config", "errors", "launch", "saved_settings"},
-    "whole_file": {"errors"},
     "result": {"whole_file"},
     "row_file": {"errors"},
     "generation": set(),

@@ -16,7 +16,8 @@ from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint.source import Source
 from trainer.fingerprint import parameters_sha256
-from trainer.pieces import own_piece, pieces
+from trainer.local_shard import local_shard
+from trainer.pieces import pieces
 from trainer.state import Progress, TrainState
 
 WIDTH, DEPTH = 1024, 16  # 64 MB of parameters
@@ -37,7 +38,7 @@ def _pieces_of_every_layout() -> dict[str, list[Tensor]]:
     wholes = {"bf16": half, "fewer rows than ranks": few}
     for name, tensor in tensors.items():  # the way back, in which nothing is sent
         if isinstance(tensor, DTensor):
-            assert own_piece(wholes.get(name, uneven), tensor).equal(tensor.to_local()), name
+            assert local_shard(wholes.get(name, uneven), tensor).equal(tensor.to_local()), name
     return {name: list(pieces(tensor, "cpu")) for name, tensor in tensors.items()}
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainer.local_shard import to_local
 
 
 class MovingAverage:
@@ -90,7 +91,7 @@ class MovingAverage:
         """Each average and what it is of, once, and of sharded ones this rank's part."""
         weights = self._weights()
         distinct = {average: weights[name] for name, average in self._averages.items()}
-        return [(_local(average), _local(weight)) for average, weight in distinct.items()]
+        return [(to_local(average), to_local(weight)) for average, weight in distinct.items()]
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -98,8 +99,3 @@ class MovingAverage:
             held = weight.clone()
             weight.copy_(average)
             average.copy_(held)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

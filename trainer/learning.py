@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.distributed import Dist, sum_over_ranks
+from trainer.local_shard import to_local
 from trainer.state import parameter_names
 
 _SAMPLED = 4096  # elements of a tensor: what is kept of all weights over a step is small beside them
@@ -65,7 +65,7 @@ class Learning:
         """A copy of this rank's trained weights; of large tensors a sample, scaled up to their norm."""
         parts = [torch.empty(0, device=self._dist.device)]
         for parameter in self._trained:
-            flat = _local(parameter).reshape(-1)
+            flat = to_local(parameter).reshape(-1)
             stride = math.ceil(flat.numel() / _SAMPLED) | 1  # odd, or it may stay in one column of a matrix
             sample = flat[::stride].to(self._dist.device, torch.float32)
             parts.append(sample * math.sqrt(flat.numel() / len(sample)) if stride > 1 else sample)
@@ -81,7 +81,7 @@ def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device)
     """
     names, parts, held, sizes = [], [], [], []
     for name, tensor in named:
-        values = torch.empty(0) if tensor is None else _local(tensor).flatten().float()
+        values = torch.empty(0) if tensor is None else to_local(tensor).flatten().float()
         names.append(name)
         parts.append(values[values.isfinite()].to(device))
         held.append(values.numel())
@@ -104,8 +104,3 @@ def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device)
     counts = sum_over_ranks(counts).cpu()
     share = torch.tensor(sizes, dtype=torch.float64) / counts[:, _BINS].clamp(min=1)
     return {name: (counts[index, :_BINS] * share[index], edges[index]) for index, name in enumerate(names)}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from trainer.local_shard import to_local
+
 
 def pieces(
     tensor: Tensor, device: torch.device | str, group: dist.ProcessGroup | None = None
@@ -22,8 +24,7 @@ def pieces(
             mesh's dimensions.
         device: where `group` can reach; None as group is all ranks.
     """
-    tensor, rank = tensor.detach(), dist.get_rank()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local, rank = to_local(tensor), dist.get_rank()
     if not isinstance(tensor, DTensor) or all(placement == Replicate() for placement in tensor.placements):
         if rank == 0:
             yield local.cpu()
@@ -44,21 +45,6 @@ def pieces(
             piece = torch.empty(shape, dtype=tensor.dtype, device=device)
             dist.recv(piece, src=holder, group=group)
             yield piece.cpu()
-
-
-def own_piece(whole: Tensor, sharded: DTensor) -> Tensor:
-    """What this process holds of `sharded`, as a view of `whole`: of a mapped file the rest is never read."""
-    *copies, placement = sharded.placements
-    assert all(copy == Replicate() for copy in copies), sharded.placements
-    if placement == Replicate():
-        return whole
-    assert placement == Shard(0), sharded.placements
-    mesh = sharded.device_mesh
-    place = mesh.get_coordinate()
-    if place is None:  # the mesh is of other ranks: of parameter servers, say
-        return sharded.to_local()
-    index, parts = place[-1], whole.chunk(mesh.size(-1))
-    return parts[index] if index < len(parts) else whole[:0]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.distributed import Dist
 from trainer.errors import ReplicasDifferError
+from trainer.local_shard import to_local
 from trainer.state import TrainState
 
 # Words of 32 bits hashed at a time: 512 KiB of int64 stay in a core's cache, 32 MiB keep a GPU busy.
@@ -84,7 +84,7 @@ class ReplicaGuard:
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
         """The hash of each tensor that this rank holds in common with others, by name."""
-        tensors = {name: _local(tensor) for name, tensor in self._replicated(state)}
+        tensors = {name: to_local(tensor) for name, tensor in self._replicated(state)}
         hashes = {name: self._hash(tensor) for name, tensor in tensors.items()}
         values: dict[str, int] = {}
         for device in {
@@ -153,11 +153,6 @@ def _first_difference(theirs: Mapping[str, int], right: Mapping[str, int]) -> st
     names = [*right, *(theirs.keys() - right.keys())]
     different = [name for name in names if theirs.get(name) != right.get(name)]
     return different[0] + (f" (and {len(different) - 1} more)" if different[1:] else "")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 from trainer.checkpoint import newest_run_id, read_manifest
 from trainer.errors import UserError, writing
 from trainer.new_directory import new_directory
+from trainer.whole_file import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,8 @@ def _identify(path: Path, resume: str | None) -> str:
     goes_on = resume is not None and (resume == "auto" or bool(used))
     run_id = known if goes_on and known is not None else secrets.token_hex(8)
     if run_id != known:
-        temporary = path / f"{RUN}.{os.getpid()}"
-        temporary.write_text(json.dumps({"run_id": run_id}) + "\n")
-        temporary.replace(path / RUN)
+        with atomic_file(path / RUN) as file:
+            file.write(json.dumps({"run_id": run_id}).encode() + b"\n")
     return run_id
 
 

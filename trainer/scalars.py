@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.whole_file import atomic_file
+
 FILE = "metrics.jsonl"
 
 
@@ -21,9 +23,8 @@ class ScalarFile:
         """
         path = run_dir / FILE
         kept = [line for line in _lines(path) if line["step"] <= first_step]
-        temporary = path.with_name(f"{FILE}.{os.getpid()}")
-        temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
-        temporary.replace(path)
+        with atomic_file(path) as file:
+            file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
         self._descriptor = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
         self._last: dict[str, Any] = {"step": None}

@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all."""
+"""Files that appear whole or not at all."""
 
 import os
 from collections.abc import Iterator
@@ -10,29 +10,43 @@ from trainer.errors import UserError
 
 
 @contextmanager
-def whole_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
-    """Write to a file beside `path`, which takes that name at the end, on disk by then; or it goes.
+def atomic_file(path: Path, on_disk: bool = True) -> Iterator[BinaryIO]:
+    """Write to a file beside `path`, which replaces it at the end; after an error `path` is as it was.
 
     Args:
-        replace: one of that name that is there already.
+        on_disk: whether to wait until the disk has it, so that it is whole after a power failure, too.
+
+    Raises:
+        OSError: the disk is full, for instance.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            if on_disk:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
+    """`atomic_file` for a name that a user gave: an existing file is kept, unless `replace`.
 
     Raises:
         UserError: for an OSError, a full disk for instance; or the name is taken.
     """
     check_free(path, replace)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("xb") as file:
+        with atomic_file(path) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        check_free(path, replace)
-        temporary.replace(path)
+            check_free(path, replace)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def check_free(path: Path, replace: bool = False) -> None:

@@ -18,7 +18,8 @@ from trainer.checkpoint.matching import Shapes
 from trainer.checkpoint.reading import PlainFile, printable
 from trainer.checkpoint.store import Manifest, open_listed
 from trainer.errors import UserError
-from trainer.pieces import as_bytes, own_piece, pieces
+from trainer.local_shard import local_shard
+from trainer.pieces import as_bytes, pieces
 
 TENSORS = "tensors.pt"
 
@@ -121,7 +122,7 @@ class TensorFile:
         with torch.no_grad():
             for name, target in targets.items():
                 if isinstance(target, DTensor):
-                    target.to_local().copy_(own_piece(self.tensors[name], target))
+                    target.to_local().copy_(local_shard(self.tensors[name], target))
                 else:
                     target.copy_(self.tensors[name])
 

@@ -2,9 +2,10 @@
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from trainer.whole_file import atomic_file
 
 NAME = "failure.json"
 
@@ -16,13 +17,8 @@ def write(run_dir: Path, facts: dict[str, Any]) -> None:
     """
     if not run_dir.is_dir():
         return  # another host's disk, or the run ended before it had one
-    temporary = run_dir / f".{NAME}.{os.getpid()}"
-    try:
-        temporary.write_text(json.dumps(facts, indent=2) + "\n")
-        temporary.replace(run_dir / NAME)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError), atomic_file(run_dir / NAME, on_disk=False) as file:
+        file.write(json.dumps(facts, indent=2).encode() + b"\n")
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.config import (
     CutFaultConfig,
@@ -28,6 +27,7 @@ from trainer.config import (
 )
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
+from trainer.local_shard import to_local
 from trainer.state import Progress
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Rehearsal:
 
     def _diverge(self, fault: DivergeFaultConfig) -> None:
         assert self._replicated is not None
-        tensors = {name: _local(tensor) for name, tensor in self._replicated()}
+        tensors = {name: to_local(tensor) for name, tensor in self._replicated()}
         name = fault.tensor or next(name for name, tensor in tensors.items() if tensor.numel())
         if name not in tensors or not tensors[name].numel():
             raise UserError(f"fault.tensor is {name}, but rank {self._rank} has {', '.join(tensors)}")
@@ -179,11 +179,6 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
     bit %= 8 * size
     element = tensor.detach().view(-1).view(lanes)[index]
     element.bitwise_xor_(1 << bit if bit < 8 * size - 1 else -(1 << bit))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _times_nan(output: Any) -> Any:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from trainer.local_shard import to_local
+
 KINDS = ("parameters", "gradients", "optimizer", "averages", "communication", "activations")
 _REST, _COMMUNICATION = "activations", "communication"
 
@@ -99,7 +101,7 @@ class Ledger(TorchDispatchMode):
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Say what `tensors`, or the shards of them that are here, are for."""
         for tensor in tensors:
-            for part in parts(tensor.to_local() if isinstance(tensor, DTensor) else tensor):
+            for part in parts(to_local(tensor)):
                 self._see(part).kind = kind
 
     def forget_peaks(self) -> None:

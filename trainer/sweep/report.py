@@ -1,6 +1,7 @@
 """What a sweep found: a table by its metric, results.csv, results.png, and TensorBoard's HParams tab."""
 
 import csv
+import io
 import json
 import shlex
 import statistics
@@ -13,6 +14,7 @@ from trainer.sweep import ledger
 from trainer.sweep.ledger import Trial, read_trials
 from trainer.sweep.settings import SweepConfig
 from trainer.sweep.values import swept_keys
+from trainer.whole_file import atomic_file
 
 CSV, PICTURE = "results.csv", "results.png"
 
@@ -95,12 +97,12 @@ def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         result = _result(folder / trial.folder).items()
         rows.append(row | {k: v for k, v in result if k not in row and not isinstance(v, dict)})
     names = list(dict.fromkeys(name for row in rows for name in row))
-    temporary = folder / f"{CSV}.new"
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
+    with atomic_file(folder / CSV) as file:
+        text = io.TextIOWrapper(file, newline="", write_through=True)
+        writer = csv.DictWriter(text, names)
         writer.writeheader()
         writer.writerows(rows)
-    temporary.replace(folder / CSV)
+        text.detach()
 
 
 def _result(run_dir: Path) -> Mapping[str, Any]:

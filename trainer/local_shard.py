@@ -1,0 +1,25 @@
+"""What this process holds of a tensor that may be sharded over ranks."""
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """The part of `tensor` that is here, detached: all of it, or this rank's shard of a DTensor."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_shard(whole: Tensor, sharded: DTensor) -> Tensor:
+    """What this process holds of `sharded`, as a view of `whole`: of a mapped file the rest is never read."""
+    *copies, placement = sharded.placements
+    assert all(copy == Replicate() for copy in copies), sharded.placements
+    if placement == Replicate():
+        return whole
+    assert placement == Shard(0), sharded.placements
+    mesh = sharded.device_mesh
+    place = mesh.get_coordinate()
+    if place is None:  # the mesh is of other ranks: of parameter servers, say
+        return sharded.to_local()
+    index, parts = place[-1], whole.chunk(mesh.size(-1))
+    return parts[index] if index < len(parts) else whole[:0]
