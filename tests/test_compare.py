@@ -104,7 +104,8 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("config.yaml", "a: [", "cannot be read"),
         ("config.yaml", "[1]", "holds no settings"),
         ("result.json", "{}", "its result.json has no comm"),
-        ("result.json", "7", "its result.json has no comm"),
+        ("result.json", "7", "holds no JSON object"),
+        ("result.json", "[" * 9000, "is no JSON"),
     ],
 )
 def test_what_is_no_run_is_one_message(file: str, text: str, words: str, tmp_path: Path) -> None:

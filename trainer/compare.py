@@ -4,7 +4,6 @@ Reads config.yaml, result.json and metrics.jsonl. The first run is what the othe
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -21,6 +20,7 @@ from trainer.overrides import leaves
 from trainer.scalars import read_scalars
 from trainer.sweep.ledger import DONE, read_trials
 from trainer.sweep.report import columns
+from trainer.untrusted import Fields, load_json, printable
 
 # What makes losses those of another task, and those of which another value makes another run of the same.
 _TASK = ("data.dataset", "data.task")
@@ -30,8 +30,9 @@ _ALIKE = ("train.global_batch_size", "train.precision", "seed", "train.max_steps
 _FIGURES = {"train/loss": 0.0, "train/grad_norm": 1e-5}
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
 
-_RESULT = {"strategy", "comm", "world_size", "samples_per_second", "ms_per_step"}
-_RESULT |= {"peak_memory_bytes", "param_sha256"}
+_TEXTS = ("strategy", "comm", "param_sha256")
+_NUMBERS = ("world_size", "samples_per_second", "ms_per_step", "peak_memory_bytes")
+_LOSSES = ("train/loss", "eval/loss")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def read_run(folder: Path, name: str) -> Run:
     """Raises UserError where `folder` holds no run that came to its end."""
     try:
         settings = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
-        result = json.loads((folder / "result.json").read_text())
+        result = load_json(folder / "result.json")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
             f"{folder} is no run that came to its end: it has no {Path(str(error.filename)).name}"
@@ -66,9 +67,14 @@ def read_run(folder: Path, name: str) -> Run:
         raise UserError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise UserError(f"{folder} is no run: its config.yaml holds no settings")
-    if missing := _RESULT - set(result if isinstance(result, dict) else ()):
+    if missing := {*_TEXTS, *_NUMBERS} - result.keys():
         raise UserError(f"{folder} is no run: its result.json has no {', '.join(sorted(missing))}")
-    return Run(name, dict(leaves(settings)), result, read_scalars(folder))
+    fields = Fields(f"{folder}/result.json", result)
+    texts = {figure: fields.text(figure) for figure in _TEXTS}
+    numbers = {  # null: the run was too short to tell
+        figure: fields.number(figure) if fields.has(figure) else math.nan for figure in (*_NUMBERS, *_LOSSES)
+    }
+    return Run(printable(name), dict(leaves(settings)), texts | numbers, read_scalars(folder))
 
 
 def read_runs(named: Sequence[str]) -> list[Run]:
@@ -105,7 +111,7 @@ def compare(runs: Sequence[Run]) -> str:
         if flagged[run.name]:
             lines.append(f"not alike: {base.name} and {run.name}: {_words(base, run, flagged[run.name])}")
         if run.result["world_size"] != base.result["world_size"]:
-            sizes = f"{base.result['world_size']} and {run.result['world_size']}"
+            sizes = f"{base.result['world_size']:.0f} and {run.result['world_size']:.0f}"
             lines.append(f"not alike: {base.name} and {run.name}: processes {sizes}")
     header = ["run", "strategy", "comm", "ms/step", "spread", "samples/s", "peak MiB", "comm ms", "hidden"]
     header += ["exposed", "train/loss", "eval/loss", "param_sha256", "parts at", "largest loss gap"]
@@ -225,7 +231,7 @@ def _row(run: Run, base: Run) -> list[str]:
     row = [run.name, result["strategy"], result["comm"], f"{ms:.2f}", f"± {_spread(run):.2f}"]
     row += [f"{result['samples_per_second']:.0f}", f"{result['peak_memory_bytes'] / 2**20:.0f}"]
     row += [f"{value:.2f}" for value in comm] or ["", "", ""]
-    row += [_number(result.get("train/loss")), _number(result.get("eval/loss")), result["param_sha256"][:12]]
+    row += [_number(result["train/loss"]), _number(result["eval/loss"]), result["param_sha256"][:12]]
     if run is base:
         return [*row, "", ""]
     gaps, parts = loss_gaps(base, run), parts_at(base, run)
@@ -244,11 +250,12 @@ def _spread(run: Run) -> float:
 
 
 def _words(base: Run, run: Run, keys: Sequence[str]) -> str:
-    return ", ".join(f"{key} {base.settings.get(key)} and {run.settings.get(key)}" for key in keys)
+    pairs = (f"{key} {base.settings.get(key)} and {run.settings.get(key)}" for key in keys)
+    return ", ".join(map(printable, pairs))
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.5g}"
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.5g}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Training and its models for a program or a notebook: what the command does, as functions."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,14 @@ from torch import nn
 from trainer.command import LAUNCHERS
 from trainer.config import Config, SlurmLaunchConfig, flatten, load
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.faults import failure
 from trainer.launch.fresh import launched_by
 from trainer.launch.local import unused_run_dir
 from trainer.overrides import CONF, for_hydra, in_words, set_to
 from trainer.run import run
 from trainer.saved_settings import saved_settings
 from trainer.trained import trained_alone
+from trainer.untrusted import load_json
 
 
 def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
@@ -47,8 +48,7 @@ def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
     status = launcher(settings, [*overrides, set_to("run_dir", settings.run_dir)])
     if status:
         raise _end(status, run_dir)
-    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
-    return result
+    return load_json(run_dir / "result.json")
 
 
 def load_model(run_dir: str | Path, checkpoint: str | Path) -> nn.Module:
@@ -79,13 +79,10 @@ def _refuse_classes_of_main(settings: Config) -> None:
 
 def _end(status: int, run_dir: Path) -> Exception:
     """The exception that the run would have ended with in this process."""
-    try:
-        failure = json.loads((run_dir / "failure.json").read_text())
-    except (OSError, ValueError):
-        failure = {}
-    message = failure.get("message") or f"the run ended with status {status}; its output says why"
-    if status == StoppedBySignal.exit_code and isinstance(failure.get("step"), int):
-        return StoppedBySignal(failure["step"])
+    found = failure.read(run_dir) or {}
+    message = found.get("message") or f"the run ended with status {status}; its output says why"
+    if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
+        return StoppedBySignal(found["step"])
     for kind in (UserError, NonFiniteLossError):
         if status == kind.exit_code:
             return kind(message)

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
+from trainer.untrusted import load_json
 from trainer.whole_file import whole_file
 
 NAME = "result.json"
@@ -23,6 +25,6 @@ def write(run_dir: Path, result: dict[str, Any], made_steps: bool) -> None:
 
 
 def _steps(run_dir: Path) -> object:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((run_dir / NAME).read_text())["steps"]
+    with contextlib.suppress(OSError, UserError):
+        return load_json(run_dir / NAME).get("steps")
     return None

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from trainer.checkpoint import newest_run_id, read_manifest
+from trainer.checkpoint import is_run_id, newest_run_id, read_manifest
 from trainer.errors import UserError, writing
 from trainer.new_directory import new_directory
+from trainer.untrusted import Fields, load_json, printable
 from trainer.whole_file import atomic_file
 
 log = logging.getLogger(__name__)
@@ -91,8 +91,10 @@ def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
 
 def run_id_of(path: Path) -> str | None:
     """As recorded; where that is lost, that of the newest checkpoint; None before runs had ids."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads((path / RUN).read_text())["run_id"])
+    with contextlib.suppress(OSError, UserError):
+        run_id = Fields(str(path / RUN), load_json(path / RUN)).text("run_id")
+        if is_run_id(run_id):
+            return run_id
     return newest_run_id(path)
 
 
@@ -164,9 +166,9 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> bool:
         time.sleep(0.5)
 
 
-def _owner(descriptor: int) -> dict[str, Any]:
+def _owner(descriptor: int) -> dict[str, str]:
     with contextlib.suppress(ValueError):
         owner = json.loads(os.pread(descriptor, 4096, 0))
         if isinstance(owner, dict):
-            return owner
+            return {name: printable(value) for name, value in owner.items()}
     return {}

@@ -4,7 +4,7 @@ from trainer.checkpoint.agreement import Agreement, Alone
 from trainer.checkpoint.checkpointer import Checkpointer, saved_seed
 from trainer.checkpoint.model import read_averages, read_model
 from trainer.checkpoint.source import Source
-from trainer.checkpoint.store import newest_run_id, read_manifest
+from trainer.checkpoint.store import is_run_id, newest_run_id, read_manifest
 from trainer.checkpoint.weights import load_weights, weights_for
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Alone",
     "Checkpointer",
     "Source",
+    "is_run_id",
     "load_weights",
     "newest_run_id",
     "read_averages",

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.checkpoint.convert import FORMS, convert
-from trainer.checkpoint.reading import printable
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
+from trainer.untrusted import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.reading import FilePart, PlainFile, printable, reason
+from trainer.checkpoint.reading import FilePart, PlainFile
 from trainer.errors import UserError
+from trainer.untrusted import printable, reason
 
 # What torch.save asks for when it writes a dict of plain tensors: v3 for dtypes that have no storage of their
 # own, as float8 and uint16.

@@ -18,7 +18,6 @@ from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.matching import begins_average, first_five, fitting, other_buffers, targets_for
-from trainer.checkpoint.reading import printable, reason
 from trainer.checkpoint.source import PLACES, RNG, STATE, Source, whole
 from trainer.checkpoint.store import Retention, Store
 from trainer.checkpoint.tree import take_apart
@@ -26,6 +25,7 @@ from trainer.config import CheckpointConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError
 from trainer.state import Progress, TrainState, buffer_names
+from trainer.untrusted import printable, reason
 
 log = logging.getLogger(__name__)
 

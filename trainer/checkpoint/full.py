@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint.archive import check_tensors, load_named
 from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
 from trainer.checkpoint.matching import Shapes
-from trainer.checkpoint.reading import PlainFile, printable
+from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.store import Manifest, open_listed
 from trainer.errors import UserError
 from trainer.local_shard import local_shard
 from trainer.pieces import as_bytes, pieces
+from trainer.untrusted import printable
 
 TENSORS = "tensors.pt"
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.reading import printable
 from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError
 from trainer.state import TrainState, parameter_names
+from trainer.untrusted import printable
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from trainer.checkpoint.reading import PlainFile, reason
+from trainer.checkpoint.reading import PlainFile
 from trainer.errors import UserError
+from trainer.untrusted import reason
 
 try:
     from safetensors import SafetensorError

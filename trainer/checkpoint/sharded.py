@@ -29,9 +29,10 @@ from torch.futures import Future
 from trainer.checkpoint.archive import check_pickle, load_one
 from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
 from trainer.checkpoint.matching import Shapes
-from trainer.checkpoint.reading import PlainFile, printable, reason
+from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.store import Manifest, open_listed
 from trainer.errors import UserError
+from trainer.untrusted import printable, reason
 
 METADATA = ".metadata"
 _METADATA_BYTES = 1 << 24  # that much is read however little the shards hold

@@ -11,11 +11,11 @@ from torch import Tensor
 from trainer.checkpoint import full, sharded
 from trainer.checkpoint.hashing import digest_of
 from trainer.checkpoint.matching import Shapes, first_five
-from trainer.checkpoint.reading import MAX_JSON_BYTES, Fields, printable, read_json
 from trainer.checkpoint.store import Manifest, open_listed, read_manifest, step_in_name, verify
 from trainer.checkpoint.tree import put_together, tensor_names
 from trainer.errors import UserError
 from trainer.state import Progress
+from trainer.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
 
 STATE, RNG = "state.json", "rng.pt"
 PLACES = "places"  # beside the generators of each rank: where its data stood

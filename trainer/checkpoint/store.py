@@ -23,15 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
 from trainer.checkpoint.hashing import FileDigest, digest_of, fsync_directory, write_text
-from trainer.checkpoint.reading import (
-    Fields,
-    MissingFileError,
-    PlainFile,
-    printable,
-    read_json,
-)
+from trainer.checkpoint.reading import MissingFileError, PlainFile
 from trainer.errors import UserError
 from trainer.faults.heartbeat import at_disk
+from trainer.untrusted import Fields, printable, read_json
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +106,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise UserError(f"{printable(path)} is damaged: it is not what was written")
     if not 0 <= manifest.saved_at < _YEAR_10000:
         raise UserError(f"{printable(path)} is damaged: saved_at is {manifest.saved_at}")
-    if manifest.run_id is not None and not _RUN_ID.fullmatch(manifest.run_id):  # it comes into a file name
+    if manifest.run_id is not None and not is_run_id(manifest.run_id):
         raise UserError(f"{printable(path)} is damaged: its run_id is {printable(manifest.run_id)}")
     for name in manifest.files:
         if PurePosixPath(name).name != name or name in ("", "..", MANIFEST) or "\\" in name or "\0" in name:
@@ -120,6 +115,11 @@ def read_manifest(directory: Path) -> Manifest:
                 "only plain file names beside it are allowed"
             )
     return manifest
+
+
+def is_run_id(text: str) -> bool:
+    """Whether it may be one: it comes into the names of files."""
+    return _RUN_ID.fullmatch(text) is not None
 
 
 def _digest(fields: Fields) -> FileDigest:

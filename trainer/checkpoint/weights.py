@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.archive import check_tensors, load_named
 from trainer.checkpoint.matching import first_five
-from trainer.checkpoint.reading import MissingFileError, PlainFile, printable
+from trainer.checkpoint.reading import MissingFileError, PlainFile
 from trainer.checkpoint.safetensors_files import read_safetensors
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
+from trainer.untrusted import printable
 
 log = logging.getLogger(__name__)
 

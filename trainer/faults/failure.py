@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
+from trainer.untrusted import load_json
 from trainer.whole_file import atomic_file
 
 NAME = "failure.json"
@@ -22,9 +24,9 @@ def write(run_dir: Path, facts: dict[str, Any]) -> None:
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
-        facts = json.loads((run_dir / NAME).read_text())
-        if isinstance(facts, dict) and isinstance(facts.get("status"), int):
+    with contextlib.suppress(OSError, UserError):
+        facts = load_json(run_dir / NAME)
+        if isinstance(facts.get("status"), int):
             return facts
     return None
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from trainer.faults import failure
 from trainer.faults.verdict import Observed, Verdict
+from trainer.untrusted import printable
 
 _LOOKED_S = 0.3  # torchrun looks at its ranks every 0.1 s
+_LONGEST = 4000  # characters of a line
 
 
 def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
@@ -21,13 +23,17 @@ def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
     others = num_ranks - len(verdict.ranks)
     tail = f"\n  the other {others} ranks end, status {verdict.status}" if others > 1 else ""
     kept = f"; {run_dir}/failure.json and stacks/ say more" if run_dir is not None else ""
-    print_line(f"\n{verdict.message}{tail}{kept}")
+    print_line(f"\n{printable(verdict.message, _LONGEST)}{tail}{kept}")
 
 
 def print_line(line: str) -> None:
-    """In one piece, and past Python's own buffers and locks, which another thread may hold for ever."""
+    """In one piece, and past Python's own buffers and locks, which another thread may hold for ever.
+
+    Another host may have written part of it: what a terminal would obey is escaped, but for new lines.
+    """
+    shown = "\n".join(printable(part, _LONGEST) for part in line.split("\n"))
     with contextlib.suppress(OSError):  # who read it may have died
-        os.write(2, f"{line}\n".encode(errors="backslashreplace"))  # a file's name may be no text
+        os.write(2, f"{shown}\n".encode())
 
 
 def write(verdict: Verdict, run_dir: Path | None, attempt: int) -> None:
@@ -41,8 +47,8 @@ def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> N
     """The verdict in train.log, and by rank the stacks that were taken."""
     if run_dir is None or not run_dir.is_dir():
         return
-    with contextlib.suppress(OSError), (run_dir / "train.log").open("a", errors="backslashreplace") as log:
-        log.write(f"{verdict.message}\n")
+    with contextlib.suppress(OSError), (run_dir / "train.log").open("a") as log:
+        log.write(f"{printable(verdict.message, _LONGEST)}\n")
     with contextlib.suppress(OSError):
         for rank, text in stacks.items():
             (run_dir / "stacks").mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ from trainer.errors import EndedBefore, NonFiniteLossError, RunEndError, Stopped
 from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
 from trainer.overrides import in_words
+from trainer.untrusted import Fields, load_json
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _FINAL = {error.exit_code for error in (UserError, NonFiniteLossError, StoppedBySignal)}
@@ -66,9 +67,9 @@ def _end_as_before() -> None:
     word, restarts = _last_word(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if word is not None and restarts:
         word = word.parents[1] / f"attempt_{restarts - 1}" / word.name
-        with contextlib.suppress(OSError, ValueError):
-            end = json.loads(word.read_text())
-            raise EndedBefore(end["status"], end["message"])
+        with contextlib.suppress(OSError, UserError):
+            end = Fields(str(word), load_json(word))
+            raise EndedBefore(end.count("status"), end.text("message"))
 
 
 def _tell_next_attempt(status: int, message: str) -> None:

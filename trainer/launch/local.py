@@ -4,7 +4,6 @@ No torch in here: the launcher costs nothing to start, and each rank is a fresh 
 that has touched CUDA can launch too.
 """
 
-import json
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ from trainer.launch import fresh
 from trainer.launch.place import LISTENING, place
 from trainer.overrides import set_to
 from trainer.signals import stop_signals_to
+from trainer.untrusted import load_json, printable
 
 # How long the others may take to say what they saw, or to finish a save, after one has ended badly.
 _GRACE_S = 30.0
@@ -206,9 +206,9 @@ def _fault(run_dir: Path) -> tuple[str, dict[str, Any]]:
     """What ended the last attempt, if it could still write it down: in words, and what the same fault has in
     common with it. The words do not: pids and seconds are among them."""
     try:
-        found = json.loads((run_dir / "failure.json").read_text())
-        return str(found["message"]), {name: found.get(name) for name in _OF_A_FAULT}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = load_json(run_dir / "failure.json")
+        return printable(found["message"]), {name: found.get(name) for name in _OF_A_FAULT}
+    except (OSError, UserError, KeyError):
         return "", {}
 
 

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.errors import UserError
 from trainer.new_directory import new_directory
+from trainer.untrusted import printable
 
 
 @contextlib.contextmanager
@@ -44,7 +45,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        owner = os.pread(descriptor, 4096, 0).decode(errors="replace") or "not known"
+        owner = printable(os.pread(descriptor, 4096, 0).decode(errors="replace")) or "not known"
         raise UserError(
             f"another sweep is alive in hydra.sweep.dir={folder}: {owner}; wait for its end, stop it, "
             "or take another hydra.sweep.dir"

@@ -1,6 +1,5 @@
 """trials.jsonl: what has become of each trial, a row whenever that changes; its last row counts."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -9,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+
+from trainer.untrusted import Fields
 
 FILE = "trials.jsonl"
 RUNNING, DONE, FAILED, PRUNED, STOPPED, DIED, MISTAKEN = STATES = (
@@ -22,6 +22,7 @@ RUNNING, DONE, FAILED, PRUNED, STOPPED, DIED, MISTAKEN = STATES = (
     "mistaken",
 )
 FINAL = {DONE, FAILED, PRUNED}
+_FOLDER = re.compile(r"[0-9]{3,}[\w.+-]*")  # as Ledger.trial makes it: beside the ledger, nowhere else
 
 
 @dataclass
@@ -87,13 +88,41 @@ def _for_a_path(text: str) -> str:
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Every trial in the ledger of `folder`, as its last row has it, by number; [] where there is none."""
-    last: dict[int, Trial] = {}
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for line in (folder / FILE).read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # torn by a kill
-                row: dict[str, Any] = json.loads(line)
-                row["number"], row["overrides"] = row.pop("trial"), tuple(row["overrides"])
-                del row["time"]
-                last[row["number"]] = Trial(**row)
+    """Every trial in the ledger of `folder`, as its last row has it, by number; [] where there is none.
+
+    Raises:
+        UserError: a row that no sweep writes.
+    """
+    path, last = folder / FILE, dict[int, Trial]()
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for at, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # torn by a kill
+            continue
+        trial = _trial(Fields(f"{path}, line {at}", row))
+        last[trial.number] = trial
     return [last[number] for number in sorted(last)]
+
+
+def _trial(row: Fields) -> Trial:
+    swept = row.mapping("swept")
+    trial = Trial(
+        number=row.count("trial"),
+        overrides=tuple(row.sequence("overrides", of=str)),
+        seed=row.integer("seed") if row.has("seed") else None,
+        folder=row.text("folder"),
+        swept={key: swept.text(key) for key in swept.values},
+        state=row.text("state"),
+        status=row.integer("status") if row.has("status") else None,
+        value=row.number("value") if row.has("value") else None,
+        seconds=row.number("seconds"),
+    )
+    if not _FOLDER.fullmatch(trial.folder):
+        row.refuse("folder", "a name such as 000_lr-0.1")
+    if trial.state not in STATES:
+        row.refuse("state", f"one of {', '.join(STATES)}")
+    return trial

@@ -2,18 +2,19 @@
 
 import csv
 import io
-import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError
 from trainer.scalars import read_scalars
 from trainer.sweep import ledger
 from trainer.sweep.ledger import Trial, read_trials
 from trainer.sweep.settings import SweepConfig
 from trainer.sweep.values import swept_keys
+from trainer.untrusted import load_json, printable
 from trainer.whole_file import atomic_file
 
 CSV, PICTURE = "results.csv", "results.png"
@@ -75,9 +76,9 @@ def value_of(run_dir: Path, metric: str) -> float | None:
 
 
 def figures_of(run_dir: Path) -> list[str]:
-    """By which names a metric may be asked for."""
+    """By which names a metric may be asked for, to be printed."""
     numbers = [name for name, value in _result(run_dir).items() if isinstance(value, int | float)]
-    return [*numbers, *(name for name in read_scalars(run_dir) if name not in numbers)]
+    return list(map(printable, dict.fromkeys([*numbers, *read_scalars(run_dir)])))
 
 
 def _order(trial: Trial, settings: SweepConfig) -> tuple[int, float, int]:
@@ -107,10 +108,9 @@ def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
 
 def _result(run_dir: Path) -> Mapping[str, Any]:
     try:
-        result = json.loads((run_dir / "result.json").read_text())
-    except (OSError, ValueError):
+        return load_json(run_dir / "result.json")
+    except (OSError, UserError):
         return {}
-    return result if isinstance(result, dict) else {}
 
 
 def _number(value: float | None) -> str:
@@ -119,6 +119,7 @@ def _number(value: float | None) -> str:
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+    shown = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in shown)
     return "\n".join("  ".join(cells).rstrip() for cells in lines)

@@ -23,6 +23,7 @@ from trainer.sweep.ledger import Ledger, Trial
 from trainer.sweep.progress import ProgressLine
 from trainer.sweep.search import GridSearch, Proposal, Search
 from trainer.sweep.settings import SweepConfig
+from trainer.untrusted import printable
 
 OUTPUT = "output.log"
 _POLL_S, _LOOK_S = 0.05, 1.0
@@ -338,9 +339,8 @@ def _silent_s(folder: Path) -> float:
 
 def _last_words(folder: Path) -> str:
     lines = (folder / OUTPUT).read_text(errors="replace").splitlines() if (folder / OUTPUT).exists() else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "without a word") + (
-        f"  ({folder / OUTPUT})"
-    )
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "without a word")
+    return f"{printable(last)}  ({folder / OUTPUT})"
 
 
 def _words(error: Exception) -> str:

@@ -1,0 +1,141 @@
+"""What others wrote, into a file or the store: taken as the type it must have, and printed escaped."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.errors import UserError
+
+MAX_JSON_BYTES = 1 << 25  # parsed, JSON takes up to 25 times its size
+_MAX_JSON_DEPTH = 60
+_MAX_SHOWN = 300  # characters
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file at ``path``.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        UserError: it is larger than MAX_JSON_BYTES; or as of ``read_json``.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise UserError(f"{printable(path)} is larger than {MAX_JSON_BYTES:,} bytes: no run writes that")
+    return read_json(path, data)
+
+
+def read_json(path: Path, data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``, of no great depth. NaN and Infinity pass: ``Fields`` tells them apart.
+
+    Raises:
+        UserError: no UTF-8, no JSON, no object; a key twice; nested too deeply.
+    """
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_no_key_twice)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{printable(path)} is damaged: it is no JSON ({reason(error)})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{printable(path)} is damaged: it holds no JSON object")
+    level: list[Any] = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return value
+    raise UserError(f"{printable(path)} is damaged: it is nested more than {_MAX_JSON_DEPTH} deep")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+class Fields:
+    """What a file says under names, each taken as the type it must have, or UserError."""
+
+    def __init__(self, origin: str, values: Any) -> None:
+        """``origin`` names the file, and the place in it, for the message."""
+        if not isinstance(values, Mapping):
+            raise UserError(f"{printable(origin)} is {_shown(values)}, but must be a mapping")
+        self._origin, self.values = origin, values
+
+    def _take(self, name: str, kinds: type | tuple[type, ...], words: str) -> Any:
+        if name not in self.values:
+            raise UserError(f"{printable(self._origin)} has no {name}")
+        value = self.values[name]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            self.refuse(name, words)
+        return value
+
+    def refuse(self, name: str, words: str) -> NoReturn:
+        """Raise UserError: what is under ``name`` must be what ``words`` say."""
+        shown = _shown(self.values[name])
+        raise UserError(f"{printable(self._origin)}: {printable(name)} is {shown}, but must be {words}")
+
+    def text(self, name: str) -> str:
+        return self._take(name, str, "a text")
+
+    def count(self, name: str) -> int:
+        """A whole number, 0 or more, that fits 63 bits."""
+        value = self.integer(name)
+        if value < 0:
+            self.refuse(name, "a whole number, 0 or more")
+        return value
+
+    def integer(self, name: str) -> int:
+        """A whole number that fits 64 bits."""
+        value: int = self._take(name, int, "a whole number")
+        if not -(1 << 63) <= value < 1 << 63:
+            self.refuse(name, "a whole number of at most 64 bits")
+        return value
+
+    def number(self, name: str) -> float:
+        """A float, perhaps NaN or infinite."""
+        value = self._take(name, (int, float), "a number")
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+
+    def sequence(self, name: str, of: type = object) -> list[Any]:
+        value: list[Any] = self._take(name, list, "a list")
+        if not all(isinstance(item, of) for item in value):
+            self.refuse(name, f"a list of {of.__name__}")
+        return value
+
+    def mapping(self, name: str) -> "Fields":
+        return Fields(f"{self._origin}: {name}", self._take(name, Mapping, "a mapping"))
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything but null under ``name``."""
+        return self.values.get(name) is not None
+
+
+def printable(text: object, limit: int = _MAX_SHOWN) -> str:
+    """``text`` on one line, cut short, with all escaped that a terminal would obey or could not print."""
+    words = str(text)
+    if len(words) > limit:
+        words = f"{words[:limit]}... ({len(words):,} characters)"
+    if words.isprintable():
+        return words
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def reason(error: BaseException) -> str:
+    """What an error from somebody else's code says, in one line; its name if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return printable(lines[0]) if lines else type(error).__name__
+
+
+def _shown(value: Any) -> str:
+    """A value in words, however large or deep it is."""
+    if isinstance(value, dict | list | tuple):
+        return f"a {type(value).__name__}"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "an int of many digits"
+    return printable(repr(value))
