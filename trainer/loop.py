@@ -11,7 +11,6 @@ from trainer.job import Job
 from trainer.metrics import peak_memory_bytes
 from trainer.optim import after_evaluation
 from trainer.report import report
-from trainer.step import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +70,6 @@ def train_epoch(job: Job) -> Iterator[None]:
     if not job.guard.all_have(batches.more):
         skip_epoch(job)
         return
-    if progress.step == job.first_step > 0 and job.strategy.changes_after_first_step:
-        warm_up(job, batches.peek())
     window = meter.mark()
     job.model.train()
     meter.start()

@@ -5,12 +5,10 @@ Called by `Strategy.train_step`, so it imports none of what it is called with.
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-
-from trainer.seeding import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from trainer.data.loader import Batches
@@ -85,21 +83,3 @@ def compute_gradients(job: "Job", batches: "Batches", mean_loss: Tensor, *, tell
                 job.guard.launch(mean_loss, job.stop_request.is_set, batches.more)
             heartbeat.enter("backward")
             job.state.scaler.scale(loss).backward()
-
-
-def warm_up(job: "Job", batch: Any) -> None:
-    """Put a resumed strategy where its first backward pass had put it before the stop.
-
-    A forward and backward pass on the batch to come: nothing remains but what the strategy made of it.
-    """
-    job.dist.heartbeat.enter("set_up")
-    generators, buffers = rng_state(), [buffer.clone() for buffer in job.state.model.buffers()]
-    job.model.train()
-    with job.strategy.autocast():
-        loss = job.task.loss(job.model, job.to_device(batch))
-    job.state.scaler.scale(loss).backward()
-    job.state.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, before in zip(job.state.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-    set_rng_state(generators)

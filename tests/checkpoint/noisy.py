@@ -28,12 +28,14 @@ class DropoutNet(nn.Module):
 
     gain: Tensor
 
-    def __init__(self, num_classes: int, norm: bool = True) -> None:
+    def __init__(self, num_classes: int, norm: bool = True, hook: bool = False) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(10, 40), nn.Linear(40, 40)
         self.norm = nn.BatchNorm1d(40) if norm else nn.Identity()
         self.dropout = nn.Dropout(0.2)
         self.head = nn.Linear(40, num_classes)
+        if hook:
+            self.first.weight.register_hook(lambda gradient: gradient * 2)
         self.register_buffer("gain", torch.ones(()), persistent=False)  # no part of its state_dict
 
     @property

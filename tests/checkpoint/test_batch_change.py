@@ -91,10 +91,8 @@ def leg(
     job.checkpointer.close()
     job.strategy.close()
     job.run_log.close()
-    warm_up = int(job.first_step > 0)
-    accumulated = range(0, len(noting.numbers) - warm_up, job.batch.accumulation)
-    numbers = noting.numbers[warm_up:]
-    steps = [flat(numbers[start : start + job.batch.accumulation]) for start in accumulated]
+    accumulated = range(0, len(noting.numbers), job.batch.accumulation)
+    steps = [flat(noting.numbers[start : start + job.batch.accumulation]) for start in accumulated]
     return steps, end | {"total_steps": job.total_steps}
 
 

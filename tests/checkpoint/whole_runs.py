@@ -66,8 +66,7 @@ def run(
     """Train to the end, saving there and at the steps of ``save_at``, or when the settings say.
 
     Returns all that the run was at its beginning and at its end (tensors whole), its
-    generators at the end, and the samples of each micro-batch that this rank trained on; where a resumed DDP
-    run warms up, its first micro-batch comes twice.
+    generators at the end, and the samples of each micro-batch that this rank trained on.
     """
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
     run_dir.mkdir(parents=True, exist_ok=True)

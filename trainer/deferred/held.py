@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,20 @@ _OF_MODULES = vars(nn.Module()).keys()  # the attributes that every module has
 def has_gradient_hook(tensor: Tensor) -> bool:
     """Whether register_hook or register_post_accumulate_grad_hook was called; torch has no public answer."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let gradients pass by the hooks that were registered on `tensors`; torch has no public way."""
+    hooks = [each for t in tensors for each in (t._backward_hooks, t._post_accumulate_grad_hooks) if each]
+    held = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, held, strict=True):
+            each.update(own)
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -49,14 +49,12 @@ class Strategy:
         replica: which of the parts is this process's.
         trains: whether this process computes gradients; one that does not takes part in all else.
         devices: the devices that this process keeps busy.
-        changes_after_first_step: whether the first backward pass changes how later ones sum gradients.
         notes: what a person should know about how the request was met.
     """
 
     num_replicas = 1
     replica = 0
     trains = True
-    changes_after_first_step = False
 
     def __init__(
         self, device: torch.device, computing: Computing, split_over: Sequence[torch.device] = ()

@@ -1,18 +1,21 @@
 """DistributedDataParallel: a whole model on every rank, gradients averaged bucket by bucket."""
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm.hook import CommHook, attach
 from trainer.comm.timeline.report import draw, table
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
+from trainer.deferred.held import without_gradient_hooks
 from trainer.distributed import Dist
 from trainer.errors import UserError
+from trainer.state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
 
 if TYPE_CHECKING:
@@ -40,9 +43,7 @@ class Ddp(Strategy):
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
-        # DDP lays out its buckets anew, in the order in which the first backward pass filled them. Where an
-        # element lies decides in which order an all-reduce adds up the ranks, and so its last bit.
-        self.changes_after_first_step = self.num_replicas > 1
+        self._passes_missed = 0  # by the buckets of a resumed run
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
         if isinstance(comm, ScheduleCommConfig) and comm.cuda_graph and dist.device.type != "cuda":
@@ -86,12 +87,29 @@ class Ddp(Strategy):
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    def begin(self, state: TrainState) -> None:
+        # DDP lays out its buckets again in the order in which the first backward pass filled them; of a
+        # static graph the second. Where an element lies decides in which order an all-reduce adds up the
+        # ranks, and so its last bit.
+        passes = 2 if self.settings.static_graph else 0 if self.settings.find_unused_parameters else 1
+        self._passes_missed = min(state.progress.step, passes)
+
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         if not isinstance(model, DistributedDataParallel):
             return nullcontext()
-        if not enabled:
-            return model.no_sync()
-        return self.hook.plain_errors() if self.hook is not None else nullcontext()
+        return self._reduced(model) if enabled else model.no_sync()
+
+    @contextmanager
+    def _reduced(self, model: DistributedDataParallel) -> Iterator[None]:
+        with self.hook.plain_errors() if self.hook is not None else nullcontext():
+            if not self._passes_missed:
+                yield
+                return
+            with _local_gradients(model.module) as gradients:
+                yield
+            for _ in range(self._passes_missed):
+                _reduce_again(model, gradients)
+            self._passes_missed = 0
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
@@ -116,6 +134,53 @@ class Ddp(Strategy):
     def close(self) -> None:
         if self.hook is not None:
             self.hook.close()
+
+
+@contextmanager
+def _local_gradients(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
+    """Collect copies of this rank's gradients, in the order in which the backward pass within gives them.
+
+    One that comes in several parts is there several times; the last is the whole.
+    """
+    found: list[tuple[nn.Parameter, Tensor]] = []
+
+    def copy(parameter: Any) -> None:
+        found.append((parameter, parameter.grad.clone()))
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [parameter.register_post_accumulate_grad_hook(copy) for parameter in trained]
+    yield found
+    for handle in handles:
+        handle.remove()
+
+
+def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Have `model` reduce `gradients`, those of its last pass, in the buckets of the next (a collective).
+
+    No code of the user's runs: not the model's, for which another stands in, and no hook on a gradient.
+    """
+    whole = dict(gradients)
+    for parameter in whole:
+        parameter.grad = None
+    users, model.module = model.module, _StandIn(model.module)
+    try:
+        model(torch.zeros((), device=gradients[0][1].device))
+    finally:
+        model.module = users
+    with without_gradient_hooks(whole):
+        for parameter, gradient in gradients:
+            parameter.backward(gradient if gradient is whole[parameter] else torch.zeros_like(gradient))
+
+
+class _StandIn(nn.Module):
+    """Computes nothing; has the buffers of `model`, which DDP looks for and sends."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value
 
 
 def _options(comm: CommConfig) -> dict[str, Any] | None:
