@@ -80,3 +80,9 @@ class EndedBefore(RunEndError):  # noqa: N818, it is no error
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.exit_code = status
+
+
+def first_line(error: BaseException | str) -> str:
+    """The first line of what an error says, or its class's name if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

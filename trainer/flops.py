@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer.config import TrainConfig
 from trainer.data.batch import BatchSplit
 from trainer.distributed import Dist
+from trainer.errors import first_line
 from trainer.seeding import rng_state, set_rng_state
 from trainer.tasks import Task
 
@@ -103,7 +104,7 @@ class ModelFlops:
                 self._task.loss(model.train(), _on_meta(batch)).backward()
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # whatever a forward pass may do that needs values
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             log.info("no speed/mfu: the model's FLOPs cannot be counted without its values (%s)", reason)
         set_rng_state(generators)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 
 MAX_JSON_BYTES = 1 << 25  # parsed, JSON takes up to 25 times its size
 _MAX_JSON_DEPTH = 60
@@ -128,8 +128,7 @@ def printable(text: object, limit: int = _MAX_SHOWN) -> str:
 
 def reason(error: BaseException) -> str:
     """What an error from somebody else's code says, in one line; its name if it says nothing."""
-    lines = str(error).strip().splitlines()
-    return printable(lines[0]) if lines else type(error).__name__
+    return printable(first_line(error))
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,7 @@ from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
 from trainer.config.schema import GROUPS, Config
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.overrides import leaves, not_a_setting
 
 
@@ -49,7 +49,7 @@ def load(composed: DictConfig) -> Config:
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} has no value; give it one: {error.full_key}=...") from error
     except OmegaConfBaseException as error:
-        raise UserError(f"{str(error.full_key).rstrip('_')}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{str(error.full_key).rstrip('_')}: {first_line(error)}") from error
     assert isinstance(config, Config)
     _check_finite(config)
     check_limits(config)

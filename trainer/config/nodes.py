@@ -10,7 +10,7 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 
 from trainer.config.limits import PATTERN, check_limits, like, limited
 from trainer.config.schema import Config
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 
 
 @dataclass
@@ -92,6 +92,6 @@ def _typed(kind: type[Any], name: str, node: Any) -> Any:
     except MissingMandatoryValue as error:
         raise UserError(f"{name}.{error.full_key} has no value; give it one") from error
     except OmegaConfBaseException as error:
-        raise UserError(f"{name}.{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{name}.{error.full_key}: {first_line(error)}") from error
     check_limits(value, f"{name}.")
     return value

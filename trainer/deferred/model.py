@@ -20,7 +20,7 @@ from trainer.deferred.held import has_gradient_hook, has_other_holders, like, na
 from trainer.deferred.illusion import Illusion
 from trainer.deferred.tape import KINDS, NotRecordable, Tape, new_objects_alone
 from trainer.deferred.unwritten import is_unwritten
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.seeding import seed_everything
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
     try:
         return _recorded(build, tape)
     except (Exception, NotRecordable) as error:  # a real mistake comes again, and is reported there
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
     # A cache may have kept tensors of this attempt, which the next will find there.
     with contextlib.suppress(Exception, NotRecordable):
         _make_real(tape, tape.alive(besides=()))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RunEndError
+from trainer.errors import RunEndError, first_line
 from trainer.faults import failure, last_words, processes, stacks
 from trainer.faults.heartbeat import Heartbeat, set_mine
 from trainer.faults.last_resort import LastResort
@@ -380,6 +380,6 @@ def _status(error: BaseException) -> int:
 
 
 def _last_line(error: BaseException) -> str:
-    text = str(error).strip().encode(errors="backslashreplace").decode()
-    line = text.splitlines()[0] if text else ""
-    return f"{type(error).__name__}: {line}"[:1000] if line else type(error).__name__
+    name, line = type(error).__name__, first_line(error)
+    words = name if line == name else f"{name}: {line}"
+    return words.encode(errors="backslashreplace").decode()[:1000]

@@ -30,7 +30,7 @@ from trainer.data.loaders import train_loader
 from trainer.deferred.held import named_tensors, replace_all
 from trainer.deferred.model import Deferred, deferred
 from trainer.distributed import Dist
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.groups import build_optimizer, freeze
 from trainer.memory.ledger import Ledger, parts
 from trainer.memory.stand_ins import CPU, StandIn, stand_in
@@ -201,7 +201,7 @@ class Stage:
                     state.scaler.scale(loss).backward()
                     del loss, on_device
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             raise UserError(f"the model cannot be measured without its numbers: {reason}") from error
         self._name_gradients(module)
         strategy.aggregate(module)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer import step
 from trainer.config import DdpConfig, SingleConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.optim import after_step
 from trainer.state import TrainState
 from trainer.step import StepResult
@@ -212,7 +212,7 @@ def devices_of_replica(settings: SingleConfig | DdpConfig, first: torch.device) 
         try:
             return [torch.device(name) for name in names]
         except RuntimeError as error:
-            raise UserError(f"strategy.devices={names}: {str(error).splitlines()[0]}") from error
+            raise UserError(f"strategy.devices={names}: {first_line(error)}") from error
     if count == 1:
         return []
     if first.type == "cpu":

@@ -8,7 +8,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trainer.config import above, at_least, check_limits, like, one_of
-from trainer.errors import UserError
+from trainer.errors import UserError, first_line
 from trainer.overrides import not_a_setting
 
 
@@ -41,7 +41,7 @@ def load(settings: Mapping[str, Any]) -> SweepConfig:
     except ConfigKeyError as error:
         raise UserError(not_a_setting(f"hydra.sweeper.{error.key}")) from error
     except OmegaConfBaseException as error:
-        raise UserError(f"hydra.sweeper.{error.full_key}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"hydra.sweeper.{error.full_key}: {first_line(error)}") from error
     assert isinstance(config, SweepConfig)
     check_limits(config, "hydra.sweeper.")
     if config.prune and (config.search == "grid" or config.seeds > 1):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.comm.execution.blame import PeerError
+from trainer.errors import first_line
 
 SENT, RECEIVED = (
     "to take a message",
@@ -56,4 +57,4 @@ class GlooLink:
             raise error
         if "imed out" in str(error):  # gloo has no error class that would tell
             return PeerError.silent_for(self.peer, self._timeout.total_seconds(), due)
-        return PeerError.hung_up(self.peer, f"is gone (gloo: {str(error).splitlines()[0]})", due, waited_s)
+        return PeerError.hung_up(self.peer, f"is gone (gloo: {first_line(error)})", due, waited_s)

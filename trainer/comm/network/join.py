@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.comm.network.checks import Member
+from trainer.errors import first_line
 
 
 class JoinError(RuntimeError):
@@ -70,7 +71,7 @@ def meet(timeout_s: float) -> Place:
     except (ValueError, RuntimeError) as error:
         raise JoinError(
             f"rank {rank} on {socket.gethostname()} cannot reach the store of rank 0 at {master}: "
-            f"{str(error).splitlines()[0]}; is that an address all hosts can reach, and the port open?"
+            f"{first_line(error)}; is that an address all hosts can reach, and the port open?"
         ) from error
     store = dist.PrefixStore("comm", store)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -10,6 +10,7 @@ from trainer.comm.network.checks import CHECKS
 from trainer.comm.network.costs import Costs
 from trainer.comm.network.join import Place
 from trainer.comm.network.links import Link
+from trainer.errors import first_line
 
 _MAX_LINES = 12  # of one kind: a thousand hosts would bury what matters
 
@@ -69,7 +70,7 @@ class Verdict:
             ]
             if report.error:
                 operation = report.stopped_in or "the end"
-                stopped.append(f"{name}: {operation} failed: {report.error.splitlines()[0]}")
+                stopped.append(f"{name}: {operation} failed: {first_line(report.error)}")
         return silent + wrong + stopped
 
     def json(self) -> str:
