@@ -10,12 +10,16 @@ import os
 
 gc.disable()  # collections that find nothing are a quarter of the time that imports take
 
+import matplotlib.backends.backend_agg
 import matplotlib.pyplot
+import PIL.features
+import PIL.Image
 import pytest
 import safetensors.torch
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
+import torch.utils.serialization.config
 import torch.utils.tensorboard
 import torchvision
 
@@ -26,12 +30,15 @@ with contextlib.suppress(Exception):  # the test that needs what is broken says 
     import tests.runs
     import trainer.data.digits
     import trainer.data.vision
+    import trainer.loggers.tensorboard
     import trainer.optim
     import trainer.run
     import trainer.strategies.ddp
     import trainer.strategies.fsdp
     import trainer.strategies.parameter_server
+    import trainer.tasks.pictures
 
+    PIL.Image.preinit()
     tests.runs.settings()  # fills the caches of Hydra and of its parser
 
 # Half a million objects that no collection needs to look at again: each rank's first full one would take
