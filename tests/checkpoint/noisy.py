@@ -6,15 +6,15 @@ from torch.utils.data import Dataset
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """60 samples of 10 numbers in 4 classes, with fresh noise added at each reading."""
+    """36 samples of 10 numbers in 4 classes, with fresh noise added at each reading."""
 
     num_classes = 4
     input_shape = (10,)
 
     def __init__(self, split: str) -> None:
         generator = torch.Generator().manual_seed(len(split))
-        self.inputs = torch.randn(60, 10, generator=generator)
-        self.labels = torch.randint(4, (60,), generator=generator)
+        self.inputs = torch.randn(36, 10, generator=generator)
+        self.labels = torch.randint(4, (36,), generator=generator)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -16,18 +16,15 @@ from trainer.checkpoint.source import Source
 from trainer.distributed import process_group
 
 SHARDED = "checkpoint=sharded"
-STOP, LAST_STEP = 7, 11  # the second epoch is half done; the third has begun
-LAST = f"train.max_steps={LAST_STEP}"
+STOP, LAST_STEP = 4, 7  # the second epoch is a third done; the third has begun
+LAST = (f"train.max_steps={LAST_STEP}", "train.eval_every_epochs=0")
 HYBRID = (*FSDP, "strategy.shard_group=2")
 PS_2, PS_ALL = (*PS, "strategy.servers=2"), (*PS, "strategy.servers=all")
+# All that write and all that read: what passes between the two is the files alone.
 CHANGES = {
     "fsdp 2 -> 4": (2, (*FSDP, SHARDED), 4, FSDP),
-    "fsdp 4 -> 2": (4, (*FSDP, SHARDED), 2, FSDP),
-    "fsdp 2 -> 1": (2, (*FSDP, SHARDED), 1, FSDP),
     "fsdp 2 -> 1, full": (2, FSDP, 1, FSDP),
     "ddp 2 -> fsdp 2": (2, DDP, 2, FSDP),
-    "ddp 2, sharded -> fsdp 3": (2, (*DDP, SHARDED), 3, FSDP),
-    "fsdp 2 -> ddp 2": (2, (*FSDP, SHARDED), 2, DDP),
     "fsdp 2, full -> ddp 3": (2, FSDP, 3, DDP),
     "fsdp 4, hybrid -> fsdp 3": (4, (*HYBRID, SHARDED), 3, FSDP),
     "ddp 3 -> fsdp 4, hybrid": (3, DDP, 4, HYBRID),
@@ -52,7 +49,7 @@ def _runs(jobs: list[tuple[Path, tuple[str, ...], str]]) -> Seen:
     torch.set_num_threads(1)
     with process_group(runs.settings(*jobs[0][1]).distributed) as dist:
         return [
-            run(dist, run_dir, *overrides, LAST, resume=resume, save_at=[STOP])
+            run(dist, run_dir, *overrides, *LAST, resume=resume, save_at=[STOP])
             for run_dir, overrides, resume in jobs
         ]
 

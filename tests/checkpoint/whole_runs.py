@@ -16,7 +16,7 @@ from trainer.distributed import Dist
 from trainer.run import assemble
 from trainer.signals import StopRequest
 
-LAST_STEP = 14
+LAST_STEP = 8
 SETTINGS = (
     "data.dataset._target_=tests.checkpoint.noisy.Noisy",
     "model._target_=tests.checkpoint.noisy.DropoutNet",
@@ -27,9 +27,9 @@ SETTINGS = (
     "schedule=cosine",
     "train.epochs=3",
     f"train.max_steps={LAST_STEP}",
-    "train.global_batch_size=12",  # 5 steps to an epoch
+    "train.global_batch_size=12",  # 3 steps to an epoch
     "train.clip_grad_norm=1.0",
-    "train.log_every_steps=3",
+    "train.log_every_steps=2",
     "checkpoint.keep_last=20",
     "distributed.timeout_s=60",
 )
