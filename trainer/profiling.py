@@ -1,5 +1,6 @@
 """`train.profile`: what some steps were made of, for ui.perfetto.dev or chrome://tracing, by rank."""
 
+import contextlib
 import gzip
 import json
 import logging
@@ -109,4 +110,5 @@ def _name_processes(trace: Path, name: str) -> None:
             event["args"]["name"] = f"{name}: {event['args']['name']}"
     with gzip.open(trace.with_suffix(".json.gz"), "wt", compresslevel=3) as file:
         json.dump(content, file)
-    trace.unlink()
+    with contextlib.suppress(OSError):
+        trace.unlink()

@@ -181,7 +181,8 @@ def leave(here: Place, let_go: Callable[[], None]) -> None:
         let_go()
         dist.barrier()  # nobody needs it any more ...
         if here.rank == 0:
-            _file(here.init_method).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of which the next run tells: this one has ended well
+                _file(here.init_method).unlink(missing_ok=True)
         dist.barrier()  # ... and nobody meets in it before it is gone
 
 

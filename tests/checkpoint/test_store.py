@@ -5,9 +5,11 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trainer.checkpoint import store as store_module
 from trainer.checkpoint.hashing import write_text
 from trainer.checkpoint.store import (
     MANIFEST,
@@ -16,6 +18,7 @@ from trainer.checkpoint.store import (
     Store,
     manifest_text,
     read_manifest,
+    step_in_name,
     verify,
 )
 from trainer.errors import UserError
@@ -191,7 +194,7 @@ def test_a_run_copied_with_its_links_followed_goes_on(tmp_path: Path) -> None:
         shutil.copytree(saved, tmp_path / "latest")
         newest = _save(store, 1 + copied)
         assert (tmp_path / "latest").resolve() == newest
-        assert read_manifest(tmp_path / f"latest.{copied}").step == 1, "nothing is lost"
+        assert read_manifest(tmp_path / f"latest-{1 + copied}").step == 1, "nothing is lost"
 
 
 def test_a_file_system_without_links_has_no_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,3 +205,108 @@ def test_a_file_system_without_links_has_no_latest(tmp_path: Path, monkeypatch: 
     store = Store(tmp_path)
     _save(store, 1)
     assert (_steps(store), (tmp_path / "latest").exists()) == ([1], False)
+
+
+# ---- what cannot be deleted, moved or linked
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(store_module.log, "warning", lambda text, *args: told.append(text % args))
+    return told
+
+
+def _hold(patch: pytest.MonkeyPatch, how: str, held: str) -> None:
+    """Let ``how`` fail for what ``held`` is part of the path of, as the kernel does: immutable, busy, open on NFS."""
+    error = {"rename": errno.EPERM, "unlink": errno.EBUSY, "rmdir": errno.ENOTEMPTY}[how]
+    owner = Path if how == "rename" else os
+    act = getattr(owner, how)
+
+    def fail(path: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = kwargs.get("dir_fd")
+        whole = str(path) if opened is None else f"{Path(f'/proc/self/fd/{opened}').readlink()}/{path}"
+        if held in whole:
+            raise OSError(error, os.strerror(error), str(path))
+        return act(path, *args, **kwargs)
+
+    patch.setattr(owner, how, fail)
+
+
+@pytest.mark.parametrize("how", ["rename", "unlink", "rmdir"])
+def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
+    tmp_path: Path, warnings: list[str], how: str
+) -> None:
+    store = Store(tmp_path)
+    _save(store, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        _hold(patch, how, "step_00000001")
+        for step in (2, 3, 4):
+            _save(store, step)
+            store.prune(Retention(last=1))
+            store.clean()
+        assert _steps(store) == ([1, 4] if how == "rename" else [4])
+        (said,) = warnings
+        assert "step_00000001 cannot be deleted" in said
+        assert any(why in said for why in ("not permitted", "busy", "not empty"))
+    _save(store, 5)
+    store.prune(Retention(last=1))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000005"]
+
+
+def test_what_a_failed_deletion_left_does_not_hold_up_the_same_step(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    store = Store(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        _hold(patch, "rmdir", ".tmp_step_00000001")
+        for step in (1, 2, 1, 2, 1):
+            _save(store, step)
+            store.prune(Retention(last=1))
+            assert _steps(store) == [step]
+            assert verify(tmp_path / "latest").step == step
+    store.clean()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000001"]
+
+
+def test_a_checkpoint_that_cannot_be_replaced_has_the_new_one_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    store = Store(tmp_path)
+    for step in (1, 10):
+        _save(store, step)
+    _hold(monkeypatch, "rename", str(tmp_path / "step_00000010"))
+    saved = _save(store, 10)
+    assert (saved.name, verify(saved).step, step_in_name(saved)) == ("step_00000010-2", 10, 10)
+    assert store.newest_first()[0] == saved == (tmp_path / "latest").resolve()
+    assert ["cannot be replaced: [Errno 1]" in said for said in warnings] == [True]
+    store.clean()
+    assert [path.name for path in store.directories()] == [
+        "step_00000001",
+        "step_00000010",
+        "step_00000010-2",
+    ]
+
+
+def test_another_runs_checkpoint_is_put_aside_twice(tmp_path: Path, warnings: list[str]) -> None:
+    for owner in ("one", "two", "one", "two"):
+        _save(Store(tmp_path, owner), 1)
+    names = [f"step_00000001{end}" for end in ("", ".of_one", ".of_one-2", ".of_two")]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == names
+
+
+@pytest.mark.parametrize("how", ["symlink_to", "replace"])
+def test_a_latest_that_cannot_be_linked_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str], how: str
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, how, refused)
+    store = Store(tmp_path)
+    for step in (1, 2):
+        _save(store, step)
+        store.clean()
+    assert _steps(store) == [1, 2]
+    (said,) = warnings
+    assert "latest cannot be pointed at the newest checkpoint" in said and "Permission denied" in said

@@ -229,9 +229,9 @@ class Checkpointer:
         rng: Mapping[str, Any] | None,
         metrics: dict[str, float],
     ) -> None:
-        directory = self._store.temporary(step)
+        directory = None
         try:
-            self._agreement.on_main(lambda: self._store.begin(step))
+            directory = self._agreement.on_main(lambda: self._store.begin(step))
             digests = self._agreement.everywhere(lambda: self._write_part(directory, tensors, plain, rng))
             files = {
                 name: digest for part in self._agreement.gather(digests) for name, digest in part.items()
@@ -239,8 +239,9 @@ class Checkpointer:
             self._agreement.on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
         except UserError as error:
             self._last_saved = None
-            if self._dist.local_rank == 0:  # on each host: they may have found out that they share no disk
-                self._store.abandon(step)
+            # On each host: they may have found out that they share no disk.
+            if directory is not None and self._dist.local_rank == 0:
+                self._store.abandon(directory)
             raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error
         best = self._settings.keep_best
         retention = Retention(

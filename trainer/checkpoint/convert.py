@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint import full, sharded
-from trainer.checkpoint.hashing import HashingFile, fsync_directory
+from trainer.checkpoint.hashing import HashingFile
 from trainer.checkpoint.safetensors_files import write_safetensors
 from trainer.checkpoint.source import RNG, STATE, Source, whole
-from trainer.checkpoint.store import open_listed, seal
+from trainer.checkpoint.store import appear, open_listed, seal
 from trainer.errors import UserError
 
 FORMS = ("full", "sharded", "safetensors", "torch")
@@ -73,11 +73,11 @@ def _write_checkpoint(source: Source, temporary: Path, out: Path, to: str) -> No
             for block in theirs.blocks(1 << 20):
                 ours.write(block)
         digests[name] = ours.digest
-    seal(temporary, out, replace(source.manifest, format=to, files=digests))
+    seal(temporary, replace(source.manifest, format=to, files=digests))
+    appear(temporary, out)
 
 
 def _appear(temporary: Path, out: Path) -> None:
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
-    temporary.rename(out)
-    fsync_directory(out.parent)
+    appear(temporary, out)

@@ -7,7 +7,6 @@ new one whole.
 """
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -32,12 +31,11 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-_STEP_NAME = re.compile(r"step_([0-9]{8,})")
+_STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside one that could not be replaced
 _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 _MAX_MANIFEST_BYTES = 1 << 22  # of some 20,000 files
 _YEAR_10000 = 253_402_300_800
 _TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
-_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 @dataclass(frozen=True)
@@ -171,8 +169,8 @@ def _digest_of_listed(directory: Path, manifest: Manifest, name: str) -> FileDig
         return digest_of(file)
 
 
-def seal(temporary: Path, final: Path, manifest: Manifest) -> None:
-    """Make the filled directory ``temporary``, its files fsynced, the checkpoint ``final`` beside it.
+def seal(temporary: Path, manifest: Manifest) -> None:
+    """Write the manifest into the filled ``temporary``, whose files are fsynced: one rename is left to do.
 
     Raises:
         OSError: it does not hold the files of the manifest and no others; or the disk fails.
@@ -187,15 +185,12 @@ def seal(temporary: Path, final: Path, manifest: Manifest) -> None:
     fsync_directory(temporary)
     write_text(temporary / MANIFEST, manifest_text(manifest))
     fsync_directory(temporary)
-    replaced = final.with_name(f"{_REPLACED}{final.name}")
-    if os.path.lexists(final):  # an abandoned future, saved before the run went back to an earlier step
-        final.rename(replaced)
+
+
+def appear(temporary: Path, final: Path) -> None:
+    """Give the whole ``temporary`` its name, for good."""
     temporary.rename(final)
     fsync_directory(final.parent)
-    if replaced.is_symlink():
-        replaced.unlink()
-    elif replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def step_in_name(directory: Path) -> int | None:
@@ -212,98 +207,127 @@ class Store:
 
     def __init__(self, root: Path, run_id: str | None = None) -> None:
         self.root, self.run_id = root, run_id
+        self._filling = root
+        self._named: set[Path] = set()
 
     def path(self, step: int) -> Path:
         return self.root / f"step_{step:08d}"
-
-    def temporary(self, step: int) -> Path:
-        return self.root / f"{_TEMPORARY}{self.path(step).name}"
 
     @at_disk()
     def begin(self, step: int) -> Path:
         """An empty temporary directory to fill for ``step``."""
         self.root.mkdir(parents=True, exist_ok=True)
-        directory = self.temporary(step)
-        if directory.exists():
-            shutil.rmtree(directory)
-        directory.mkdir()
-        return directory
+        self._sweep()
+        self._filling = _unused(self.root / f"{_TEMPORARY}{self.path(step).name}")
+        self._filling.mkdir()
+        return self._filling
 
     @at_disk()
     def commit(
         self, step: int, format: str, files: Mapping[str, FileDigest], metrics: Mapping[str, float]
     ) -> Path:
-        """Make the filled and fsynced temporary directory of ``step`` the checkpoint, and ``latest``."""
-        final = self.path(step)
+        """Make the directory that was begun, filled and fsynced by now, the checkpoint, and ``latest``."""
         # Should the clock have been set back, the newest is the newest all the same.
         saved_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
         values = {name: float(value) for name, value in metrics.items()}
-        self._make_way(final)
-        manifest = Manifest(format, step, saved_at, dict(files), values, self.run_id)
-        seal(self.temporary(step), final, manifest)
+        seal(self._filling, Manifest(format, step, saved_at, dict(files), values, self.run_id))
+        final = self._vacated(step)
+        appear(self._filling, final)
+        self._sweep()
         self._point_latest(final.name)
         return final
 
-    def _make_way(self, final: Path) -> None:
-        """Another run's checkpoint in the place of a new one gets another name; our own is replaced."""
-        if final.is_symlink() or not final.is_dir():
-            return
+    def _vacated(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` goes: beside the usual place, where that cannot be cleared."""
+        final = self.path(step)
         try:
-            owner = read_manifest(final).run_id
-        except UserError:
-            return  # no checkpoint, or no longer: nothing to lose
-        if owner != self.run_id:
-            aside = final.with_name(f"{final.name}.of_{owner or 'unknown'}")
-            log.warning("%s is another run's, and is now %s", final, aside.name)
-            final.rename(aside)
+            self._clear(final)
+        except OSError as error:  # immutable, say, or a mount point
+            beside = _unused(final)
+            log.warning("%s cannot be replaced: %s; step %d is saved as %s", final, error, step, beside.name)
+            return beside
+        return final
+
+    def _clear(self, final: Path) -> None:
+        """Another run's checkpoint in the place of a new one gets another name; our own is replaced.
+
+        Ours is an abandoned future, saved before the run went back to an earlier step.
+        """
+        if not os.path.lexists(final):
+            return
+        aside = final.with_name(f"{_REPLACED}{final.name}")
+        with contextlib.suppress(UserError):  # no checkpoint, or no longer: nothing to lose
+            owner = self.run_id if final.is_symlink() else read_manifest(final).run_id
+            if owner != self.run_id:
+                aside = _unused(final.with_name(f"{final.name}.of_{owner or 'unknown'}"))
+                log.warning("%s is another run's, and is now %s", final, aside.name)
+        final.rename(aside)
 
     def _point_latest(self, name: str) -> None:
         link, latest = self.root / f"{_TEMPORARY}latest", self.root / "latest"
-        link.unlink(missing_ok=True)
         try:
+            link.unlink(missing_ok=True)
             link.symlink_to(name)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            log.warning("%s holds no links (%s), so no `latest`", self.root, error.strerror)
-            return
-        if latest.is_dir() and not latest.is_symlink():
-            aside = next(
-                path for n in itertools.count(1) if not (path := latest.with_name(f"latest.{n}")).exists()
-            )
-            log.warning(
-                "%s is no link, as after a copy that followed links, and is now %s", latest, aside.name
-            )
-            latest.rename(aside)
-        link.replace(latest)
-        fsync_directory(self.root)
+            if latest.is_dir() and not latest.is_symlink():
+                aside = _unused(latest)
+                log.warning(
+                    "%s is no link, as after a copy that followed links, and is now %s", latest, aside.name
+                )
+                latest.rename(aside)
+            link.replace(latest)
+            fsync_directory(self.root)
+        except OSError as error:  # there are file systems without links
+            self._warn(latest, f"cannot be pointed at the newest checkpoint, which no resume needs: {error}")
 
     @at_disk()
-    def abandon(self, step: int) -> None:
+    def abandon(self, temporary: Path) -> None:
         """Remove what a failed save left. Never raises: the failure itself is the news."""
-        shutil.rmtree(self.temporary(step), ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
     def clean(self) -> None:
         """Remove what a killed process left behind, put back a checkpoint caught between two renames, and
         point `latest` at the newest."""
         if not self.root.is_dir():
             return
-        for entry in self.root.iterdir():
-            if entry.name.startswith(_REPLACED):
-                final = self.root / entry.name.removeprefix(_REPLACED)
-                if final.exists():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.rename(final)
-            elif entry.name.startswith(_TEMPORARY):
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
+        self._sweep()
         own, latest = list(self._own()), self.root / "latest"
         may_be_pointed = latest.is_symlink() or not latest.exists()
         if own and may_be_pointed and latest.resolve().name != own[0].name:
             self._point_latest(own[0].name)  # a kill came between a checkpoint's rename and this
+
+    def _sweep(self) -> None:
+        """Delete what kills, replacements and failed deletions have left; nothing is being filled now."""
+        for entry in list(self.root.iterdir()):
+            final = self.root / entry.name.removeprefix(_REPLACED)
+            if entry.name.startswith(_TEMPORARY):
+                self._delete(entry)
+            elif entry != final and final.exists():
+                self._condemn(entry)
+            elif entry != final:
+                try:
+                    entry.rename(final)
+                except OSError as error:
+                    self._warn(entry, f"cannot be put back as {final.name}: {error}")
+
+    def _delete(self, path: Path) -> bool:
+        """Delete ``path``; whether it is gone. Never raises: what stays is tried again at the next save."""
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)  # as much as can be
+                if path.exists():
+                    shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:  # immutable, busy, or NFS keeps a file that somebody has open
+            self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
+            return False
+        return True
+
+    def _warn(self, path: Path, words: str) -> None:
+        """Say once what is in the way of what is no part of a checkpoint."""
+        if path not in self._named:
+            self._named.add(path)
+            log.warning("%s %s", path, words)
 
     def directories(self) -> list[Path]:
         """Every real ``step_N`` directory (no link), lowest step first."""
@@ -353,7 +377,10 @@ class Store:
 
     @at_disk()
     def prune(self, retention: Retention) -> list[Path]:
-        """Delete what ``retention`` does not keep of this run's; returns it. Without a manifest it stays."""
+        """Delete what ``retention`` does not keep of this run's; returns what is gone.
+
+        What has no manifest stays.
+        """
         manifests = self._own()
         keep = set(list(manifests)[: retention.last])
         if retention.every is not None:
@@ -361,13 +388,23 @@ class Store:
         if retention.best is not None:
             best = _best(manifests, *retention.best)
             keep |= set() if best is None else {best}
-        doomed = [path for path in manifests if path not in keep]
-        for path in doomed:
-            # Renamed first, so that a kill half-way leaves a temporary and not a damaged checkpoint.
-            condemned = self.root / f"{_TEMPORARY}{path.name}"
-            path.rename(condemned)
-            shutil.rmtree(condemned)
-        return doomed
+        return [path for path in manifests if path not in keep and self._condemn(path)]
+
+    def _condemn(self, path: Path) -> bool:
+        """Delete a checkpoint; whether it is gone."""
+        condemned = _unused(self.root / f"{_TEMPORARY}{path.name}")
+        try:
+            path.rename(condemned)  # so that a kill half-way leaves a temporary and not a damaged checkpoint
+        except OSError as error:
+            self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
+            return False
+        return self._delete(condemned)
+
+
+def _unused(path: Path) -> Path:
+    """``path``, or a name beside it where that is taken."""
+    beside = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], beside) if not os.path.lexists(each))
 
 
 def _saved_at(directory: Path) -> float:

@@ -4,6 +4,7 @@ No torch in here: the launcher costs nothing to start, and each rank is a fresh 
 that has touched CUDA can launch too.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -59,7 +60,8 @@ def launch(config: Config, argv: Sequence[str]) -> int:
             _say(f"no restart: the same fault at the same step again ({message})")
             break
         seen.append(fault)
-        Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed next writes none
+        with contextlib.suppress(OSError):
+            Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed next writes none
         _say(f"restart {attempt + 1} of {settings.max_restarts}, from the newest checkpoint")
     return status
 

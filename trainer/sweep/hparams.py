@@ -4,6 +4,7 @@ In the trial's own folder: SummaryWriter.add_hparams makes an extra run of each.
 truth values, or words: a None among numbers would hide its trial, so such a column is words throughout.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         if not events.is_dir():
             continue
         for old in events.glob(f"*{_SUFFIX}"):
-            old.unlink()
+            with contextlib.suppress(OSError):  # it then shows an old figure beside
+                old.unlink()
         values = {key: columns[key][index] for key in keys}
         values.setdefault("seed", seeds[index])
         writer = EventFileWriter(str(events), filename_suffix=_SUFFIX)
