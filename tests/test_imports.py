@@ -69,7 +69,7 @@ MAY_USE = {
     "step": {"seeding"},
     "loop": {"errors", "evaluation", "job", "metrics", "optim", "report", "step"},
     "saved_settings": {"config", "errors", "overrides"},
-    "after_training": {"config", "errors", "launch", "saved_settings"},
+    "after_training": {"config", "errors", "faults", "launch", "saved_settings"},
     "result": {"errors", "untrusted", "whole_file"},
     "row_file": {"errors"},
     "generation": set(),

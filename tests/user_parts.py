@@ -2,12 +2,14 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,19 @@ def _act(how: str) -> str:
     if how == "loop in C":
         re.match(r"(a+)+$", "a" * 64 + "b")  # it holds the interpreter for years
     return how
+
+
+class LeavesRunning(Classification):
+    """A thread, or a process, that nobody ends."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        kinds = {"thread": threading.Thread, "process": multiprocessing.get_context("fork").Process}
+        kinds[what](target=self.send_for_ever, name="uploader").start()
+
+    def send_for_ever(self) -> None:
+        while True:
+            time.sleep(0.1)
 
 
 class SaysNoText(Classification):

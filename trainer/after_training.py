@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.errors import UserError
+from trainer.faults.left_running import ends_in_time
 from trainer.launch import local
 from trainer.launch.exits import exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by
@@ -51,6 +52,7 @@ def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+@ends_in_time()
 def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
     """Call `do` with the options and the run's settings; or have it called in processes of launch=local.
 

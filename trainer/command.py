@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer import config
 from trainer.errors import UserError
+from trainer.faults.left_running import ends_in_time
 from trainer.launch import local, slurm
 from trainer.launch.exits import exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by
@@ -22,6 +23,7 @@ from trainer.overrides import CONF, EACH_TRIAL_LAUNCHES, for_hydra, in_words
 LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
 
 
+@ends_in_time()
 def main() -> None:
     """Do what `sys.argv` says, as every Hydra program would, and end with the status of the run."""
     die_with_parent()

@@ -26,6 +26,7 @@ from omegaconf import OmegaConf
 from trainer.config import Config, ParameterServerConfig
 from trainer.data.batch import BatchSplit
 from trainer.errors import UserError
+from trainer.faults.left_running import ends_in_time
 from trainer.launch.exits import exits
 from trainer.launch.fresh import extend_path
 from trainer.library import composed
@@ -45,6 +46,7 @@ STRATEGIES = {
 }
 
 
+@ends_in_time()
 def main(argv: Sequence[str] | None = None) -> None:
     """Do what `argv` says; ends with status 2 for a mistake."""
     extend_path()
