@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.gloo import GlooLinks
 from trainer.comm.schedules.algorithms import build
 
 WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +36,7 @@ def measure(
     for name in names:
         algorithm, _, wire = name.partition("+")
         group, schedule = dist.new_group(backend="gloo"), build(algorithm, rank, hosts)
-        executor = CpuExecutor(group, schedule, hosts, WIRE_DTYPES[wire], segment_bytes, width)
+        executor = CpuExecutor(GlooLinks(group), schedule, hosts, WIRE_DTYPES[wire], segment_bytes, width)
         runs[name] = partial(executor.run, bucket, len(hosts))
     gloo = partial(dist.all_reduce, bucket)
     times: dict[str, list[float]] = {name: [] for name in [*names, "gloo"]}

@@ -27,6 +27,7 @@ from trainer.comm.exchange.layout import lay_out
 from trainer.comm.exchange.links import Link, Loopback, PeerLink
 from trainer.comm.exchange.server import Server
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.gloo import GlooLinks
 from trainer.comm.network import entries
 from trainer.comm.network.predict import Machine, measured, predict
 from trainer.comm.network.world import BUCKET_MB
@@ -89,7 +90,7 @@ def time_all_reduces(
     bucket, found = torch.zeros(num_bytes // 4), {}
     for name in names:
         group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        executor = CpuExecutor(group, build(name, rank, hosts), hosts)
+        executor = CpuExecutor(GlooLinks(group), build(name, rank, hosts), hosts)
         times = [timed(lambda run=executor: run.run(bucket)) for _ in range(repeat + 1)]
         found[name] = statistics.median(times[1:])
     return found

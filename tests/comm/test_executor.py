@@ -1,4 +1,4 @@
-"""Real processes: every algorithm gives every rank the same bits of the right sum, whatever the bucket."""
+"""Every algorithm gives every rank the same bits of the right sum, whatever the bucket."""
 
 import zlib
 from collections.abc import Sequence
@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.comm.threads import run_threads
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm.execution import mailbox
 from trainer.comm.execution.blame import PeerError
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.gloo import GlooLinks
 from trainer.comm.schedules.algorithms import ALGORITHMS, build
 
 SHAPES = [[0], [0, 0], [0, 0, 0], [0] * 4, [0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1, 1, 1]]
@@ -26,68 +28,69 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.sin(torch.arange(numel, dtype=torch.float32) * (0.37 + rank) + rank).to(dtype)
 
 
-def check(algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int], segment_bytes: int) -> int:
-    """All dtypes over all wires; the number of all-reduces that were right."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(backend="gloo")
+def check(
+    links: GlooLinks, algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int], segment_bytes: int
+) -> dict[str, int]:
+    """All dtypes over all wires: the hash of what this rank got, by case; rank 0 looks whether it is right."""
     executors = {
-        (algorithm, wire): CpuExecutor(
-            group, build(algorithm, rank, hosts), hosts, wire, segment_bytes, timeout_s=20.0
-        )
+        (algorithm, wire): CpuExecutor(links, build(algorithm, links.rank, hosts), hosts, wire, segment_bytes)
         for algorithm in algorithms
         for wire in WIRES
     }
-    num_right = 0
+    world_size, hashes = len(hosts), {}
     for numel, dtype in product(sizes, TOLERANCE):
-        parts = [values(r, numel, dtype) for r in range(world_size)]
-        mean = sum(part.double() / world_size for part in parts)
-        magnitude = sum(part.double().abs() / world_size for part in parts).clamp(min=1e-3)
-        hashes: dict[str, int] = {}
+        if links.rank == 0:
+            parts = [values(r, numel, dtype).double() / world_size for r in range(world_size)]
+            mean = torch.stack(parts).sum(0)
+            magnitude = torch.stack(parts).abs().sum(0).clamp(min=1e-3)
         for (algorithm, wire), executor in executors.items():
-            bucket = parts[rank].clone()
+            bucket = values(links.rank, numel, dtype)
             executor.run(bucket, divisor=world_size)
-            tolerance = max(TOLERANCE[dtype], TOLERANCE.get(wire, 0.0) if world_size > 1 else 0.0)
-            error = (bucket.double() - mean).abs() / magnitude
             case = f"{algorithm=} {wire=} {numel=} {dtype=}"
-            assert numel == 0 or error.max() <= tolerance, f"{case}: {error.max()} at {error.argmax()}"
+            if links.rank == 0:
+                tolerance = max(TOLERANCE[dtype], TOLERANCE.get(wire, 0.0) if world_size > 1 else 0.0)
+                error = (bucket.double() - mean).abs() / magnitude
+                assert numel == 0 or error.max() <= tolerance, f"{case}: {error.max()} at {error.argmax()}"
             hashes[case] = zlib.crc32(bucket.view(torch.uint8).numpy())
-            num_right += 1
-        of_all: list[dict[str, int]] = [{}] * world_size
-        dist.all_gather_object(of_all, hashes)
-        for case, mine in hashes.items():
-            assert {theirs[case] for theirs in of_all} == {mine}, f"{case}: ranks hold different bits"
     for executor in executors.values():
         executor.close()
-    return num_right
+    return hashes
 
 
-def check_small_and_large(hosts: list[int]) -> list[int]:
-    names = list(ALGORITHMS)
-    return [check(names, hosts, SIZES[:-1], 1 << 10), check(names, hosts, SIZES[-1:], 1 << 16)]
+def same_bits(hashes: list[dict[str, int]]) -> int:
+    """The number of all-reduces after which all ranks held the same bits, which is that of all."""
+    for case in hashes[0]:
+        assert {theirs[case] for theirs in hashes} == {hashes[0][case]}, f"{case}: ranks hold different bits"
+    return len(hashes[0])
 
 
-@pytest.mark.slow
+OF_A_SIZE = len(ALGORITHMS) * len(WIRES) * len(TOLERANCE)
+
+
 @pytest.mark.parametrize("hosts", SHAPES, ids=lambda hosts: "".join(map(str, hosts)))
 def test_small_and_large_buckets(hosts: list[int]) -> None:
-    of_a_size = len(ALGORITHMS) * len(WIRES) * len(TOLERANCE)
-    counts = run_ranks(check_small_and_large, len(hosts), hosts)
-    assert counts == [[4 * of_a_size, of_a_size]] * len(hosts)
+    small, large = SIZES[:-1], SIZES[-1:]
+    assert same_bits(run_threads(check, len(hosts), ALGORITHMS, hosts, small, 1 << 10)) == 4 * OF_A_SIZE
+    assert same_bits(run_threads(check, len(hosts), ALGORITHMS, hosts, large, 1 << 16)) == OF_A_SIZE
 
 
-def check_without_shared_memory(hosts: list[int]) -> int:
-    mailbox.AVAILABLE = False
-    return check(list(ALGORITHMS), hosts, [1000], 1 << 10)
+def check_by_gloo(hosts: list[int], sizes: list[int]) -> dict[str, int]:
+    return check(GlooLinks(dist.new_group(backend="gloo"), 20.0), list(ALGORITHMS), hosts, sizes, 1 << 16)
 
 
 @pytest.mark.slow
-def test_gloo_serves_within_the_host_where_there_is_no_shared_memory() -> None:
-    assert run_ranks(check_without_shared_memory, 3, [0, 0, 0]) == [len(ALGORITHMS) * len(WIRES) * 4] * 3
+def test_real_processes_on_two_hosts() -> None:
+    hosts = [0, 0, 1, 1]
+    assert same_bits(run_ranks(check_by_gloo, 4, hosts, [7, 200_003])) == 2 * OF_A_SIZE
 
 
-def average_large_numbers(hosts: list[int]) -> torch.Tensor:
-    executor = CpuExecutor(
-        dist.new_group(backend="gloo"), build("ring", dist.get_rank(), hosts), hosts, torch.float16
-    )
+def test_gloo_serves_within_the_host_where_there_is_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "AVAILABLE", False)
+    assert same_bits(run_threads(check, 3, ALGORITHMS, [0, 0, 0], [1000], 1 << 10)) == OF_A_SIZE
+
+
+def average_large_numbers(links: GlooLinks, hosts: list[int]) -> torch.Tensor:
+    executor = CpuExecutor(links, build("ring", links.rank, hosts), hosts, torch.float16)
     bucket = torch.full((100,), 30_000.0)
     executor.run(bucket, divisor=len(hosts))
     executor.close()
@@ -95,7 +98,7 @@ def average_large_numbers(hosts: list[int]) -> torch.Tensor:
 
 
 def test_sums_do_not_overflow_on_an_fp16_wire() -> None:
-    for mean in run_ranks(average_large_numbers, 4, [0, 0, 1, 1]):
+    for mean in run_threads(average_large_numbers, 4, [0, 0, 1, 1]):
         assert torch.equal(mean, torch.full((100,), 30_000.0))
 
 
@@ -103,7 +106,7 @@ def sum_without(deaf: int, hosts: list[int]) -> None:
     """Rank `deaf` forgets to add what it receives."""
     if dist.get_rank() == deaf:
         torch.Tensor.add_ = lambda self, other: self  # type: ignore[method-assign,assignment]
-    check(["ring"], hosts, [1000], 1 << 10)
+    check(GlooLinks(dist.new_group(backend="gloo"), 20.0), ["ring"], hosts, [1000], 1 << 10)
 
 
 def test_a_rank_that_does_not_add_is_caught() -> None:
@@ -115,7 +118,7 @@ def disagree(hosts: list[int]) -> str:
     """Rank 1 comes with one element less."""
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
-    executor = CpuExecutor(group, build("ring", rank, hosts), hosts, timeout_s=10.0)
+    executor = CpuExecutor(GlooLinks(group, 10.0), build("ring", rank, hosts), hosts)
     executor.run(torch.ones(100))
     try:
         executor.run(torch.ones(99 if rank == 1 else 98))
@@ -135,7 +138,7 @@ def disagree_on_known_layouts(hosts: list[int]) -> str:
     """Both lengths were used before; then rank 1 takes the wrong one."""
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
-    executor = CpuExecutor(group, build("ring", rank, hosts), hosts, timeout_s=6.0)
+    executor = CpuExecutor(GlooLinks(group, 6.0), build("ring", rank, hosts), hosts)
     for numel in (100, 200):
         executor.run(torch.ones(numel))
     try:
@@ -153,11 +156,11 @@ def test_no_garbage_is_added_where_lengths_are_mixed_up() -> None:
         assert "did not answer within 6 s" in text or "is gone" in text
 
 
-def refuse_integers() -> None:
-    executor = CpuExecutor(dist.new_group(backend="gloo"), build("ring", 0, [0]), [0])
+def refuse_integers(links: GlooLinks) -> None:
+    executor = CpuExecutor(links, build("ring", 0, [0]), [0])
     with pytest.raises(ValueError, match=r"int64.*fp32"):
         executor.run(torch.ones(3, dtype=torch.int64))
 
 
 def test_integers_are_refused() -> None:
-    run_ranks(refuse_integers, 1)
+    run_threads(refuse_integers, 1)

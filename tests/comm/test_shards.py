@@ -3,14 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.comm.test_schedules import EVEN, UNEVEN, without_each_op
+from tests.comm.threads import run_threads
 from tests.ranks import run_ranks
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.gloo import GlooLinks
 from trainer.comm.schedules.schedule import Collective, Kind, Schedule
 from trainer.comm.schedules.shards import ALL_GATHERS, all_gather, reduce_scatter
 from trainer.comm.schedules.simulate import ScheduleError, simulate
@@ -87,15 +90,14 @@ def test_traffic_counted_by_phase_equals_traffic_counted_by_round(hosts: list[in
 
 
 def gathered_and_scattered(
-    hosts: list[int], wires: list[torch.dtype | None], sizes: list[int], segment_bytes: int
+    links: GlooLinks, hosts: list[int], wires: list[torch.dtype | None], sizes: list[int], segment_bytes: int
 ) -> int:
-    """Every algorithm, dtype and wire by real processes; how many collectives were right."""
-    rank = dist.get_rank()
-    group, num_right = dist.new_group(backend="gloo"), 0
+    """Every algorithm, dtype and wire; how many collectives were right on this rank."""
+    rank, num_right = links.rank, 0
     for algorithm, wire in product(ALL_GATHERS, wires):
         executors = {
             collective: CpuExecutor(
-                group, build(algorithm, rank, hosts), hosts, wire, segment_bytes, 2, 20.0, collective
+                links, build(algorithm, rank, hosts), hosts, wire, segment_bytes, 2, collective
             )
             for collective, build in BUILDS.items()
         }
@@ -127,16 +129,18 @@ def gathered_and_scattered(
     return num_right
 
 
+def by_gloo(*args: Any) -> int:
+    return gathered_and_scattered(GlooLinks(dist.new_group(backend="gloo"), 20.0), *args)
+
+
 def test_real_processes_of_two_hosts() -> None:
-    counts = run_ranks(gathered_and_scattered, 3, [0, 1, 0], [torch.bfloat16], [400], 1 << 10)
-    assert counts == [5 * 5] * 3
+    assert run_ranks(by_gloo, 3, [0, 1, 0], [torch.bfloat16], [400], 1 << 10) == [5 * 5] * 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [[0] * 4, [0, 0, 0, 1, 1]], ids=lambda hosts: "".join(map(str, hosts)))
-def test_real_processes(hosts: list[int]) -> None:
+def test_every_algorithm_dtype_and_wire(hosts: list[int]) -> None:
     wires = [None, torch.bfloat16, torch.float16]
-    counts = run_ranks(gathered_and_scattered, len(hosts), hosts, wires, [0, 1, 7, 30_011], 1 << 14)
+    counts = run_threads(gathered_and_scattered, len(hosts), hosts, wires, [0, 1, 7, 30_011], 1 << 14)
     assert counts == [5 * 3 * 4 * 5] * len(hosts)
 
 

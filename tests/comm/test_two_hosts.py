@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.gloo import GlooLinks
 from trainer.comm.schedules.algorithms import build
 from trainer.comm.schedules.schedule import Collective
 from trainer.comm.schedules.shards import all_gather, reduce_scatter
@@ -43,7 +44,7 @@ def measure(cases: list[Case], interface: str) -> dict[Case, tuple[float, float]
     group = dist.new_group(backend="gloo")
     for collective, algorithm in cases:
         schedule = BUILDS[collective](algorithm, dist.get_rank(), HOSTS)
-        executor = CpuExecutor(group, schedule, HOSTS, collective=collective)
+        executor = CpuExecutor(GlooLinks(group), schedule, HOSTS, collective=collective)
         bucket = torch.ones(NUMEL)
         executor.run(bucket)  # layouts are compared once
         sent, received = quiet_link_bytes(interface)

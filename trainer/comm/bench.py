@@ -23,6 +23,7 @@ from torch import Tensor
 
 from trainer.comm.execution.blame import PeerError
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.gloo import GlooLinks
 from trainer.comm.execution.nccl import NcclReducer
 from trainer.comm.network.checks import Member
 from trainer.comm.network.costs import finish
@@ -160,6 +161,7 @@ def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[
     timeout = timedelta(seconds=options.timeout_s)
     group = dist.new_group(backend="gloo", timeout=timeout)  # one for all: only one of them runs at a time
     assert isinstance(group, dist.ProcessGroup)
+    links = GlooLinks(group, options.timeout_s)
 
     def native(bucket: Tensor) -> None:
         if wire is None:
@@ -173,9 +175,7 @@ def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[
         schedule = build(algorithm, me.rank, place.hosts)
         if not on_gpu:
             assert segment_bytes is not None
-            executor = CpuExecutor(
-                group, schedule, place.hosts, wire, segment_bytes, timeout_s=options.timeout_s
-            )
+            executor = CpuExecutor(links, schedule, place.hosts, wire, segment_bytes)
             return executor.run
         nccl = dist.new_group(backend="nccl", timeout=timeout)
         assert isinstance(nccl, dist.ProcessGroup)

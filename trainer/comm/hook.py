@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm import sparse
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.gloo import GlooLinks
 from trainer.comm.execution.nccl import NcclReducer
 from trainer.comm.execution.worker import Worker
 from trainer.comm.members import WIRE_DTYPES, Members, hosts_of_members, new_group
@@ -139,7 +140,7 @@ def attach(
             ).submit
         else:
             segment = int((SEGMENT_MB if segment_mb is None else segment_mb) * 2**20)
-            executor = CpuExecutor(group, schedule, hosts, wire, segment, timeout_s=timeout_s)
+            executor = CpuExecutor(GlooLinks(group, timeout_s), schedule, hosts, wire, segment)
             reduce = _scheduled(executor, algorithm, group, timeline)
     hook = CommHook(model.module, timeline, reduce, enter)
     model.register_comm_hook(None, hook.reduce)

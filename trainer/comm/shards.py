@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.comm.execution.executor import CpuExecutor
+from trainer.comm.execution.gloo import GlooLinks
 from trainer.comm.execution.nccl import NcclReducer
 from trainer.comm.members import WIRE_DTYPES, hosts_of_members, new_group
 from trainer.comm.schedules.pipeline import SEGMENT_MB
@@ -208,11 +209,9 @@ def attach(
         timeline = Timeline(own, hosts, clock)
         mover = OnGpu(on_gpu, group, clock)
     else:
-        cut = int((segment_mb or SEGMENT_MB) * 2**20)
+        cut, links = int((segment_mb or SEGMENT_MB) * 2**20), GlooLinks(own, timeout_s)
         on_cpu = {
-            collective: CpuExecutor(
-                own, schedule, hosts, wire, cut, timeout_s=timeout_s, collective=collective
-            )
+            collective: CpuExecutor(links, schedule, hosts, wire, cut, collective=collective)
             for collective, schedule in schedules.items()
         }
         timeline = Timeline(own, hosts)

@@ -21,7 +21,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from trainer.comm.execution.gloo import SENT, GlooLink
+from trainer.comm.execution.gloo import SENT, GlooLink, GlooLinks
 from trainer.comm.execution.inbox import Inbox
 from trainer.comm.execution.layout import Layout, agree
 from trainer.comm.execution.mailbox import Mailbox, Outbox, Slot, open_mailboxes
@@ -31,37 +31,33 @@ from trainer.comm.schedules.schedule import Collective, Kind, Schedule
 
 
 class CpuExecutor:
-    """Runs one schedule on buckets of a process group, one at a time and in the same order on every rank.
+    """Runs one schedule on buckets of all ranks, one at a time and in the same order on every rank.
 
     Args:
-        group: a gloo group of all ranks that nobody else uses meanwhile.
+        links: to the other ranks.
         schedule: this rank's part.
         hosts: host index of every rank; ranks that share one exchange data through shared memory.
         wire_dtype: what chunks travel as; None sends them in the dtype of the bucket.
         segment_bytes, width: see `trainer.comm.schedules.pipeline`.
-        timeout_s: the longest that one neighbour may keep this rank waiting.
         collective: what the schedule does.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        links: GlooLinks,
         schedule: Schedule,
         hosts: Sequence[int],
         wire_dtype: torch.dtype | None = None,
         segment_bytes: int = int(SEGMENT_MB * 2**20),
         width: int = WIDTH,
-        timeout_s: float = 600.0,
         collective: Collective = Collective.ALL_REDUCE,
     ) -> None:
-        self.rank = dist.get_rank(group)
+        self.rank = links.rank
         self._schedule, self._wire_dtype, self._collective = schedule, wire_dtype, collective
         self._segment_bytes, self._width = segment_bytes, width
         self._send_to = schedule.peers(Kind.SEND)
         self._receive_from = schedule.peers(Kind.ADD, Kind.COPY)
-        self._links = {
-            peer: GlooLink(group, peer, timeout_s) for peer in {*self._send_to, *self._receive_from}
-        }
+        self._links = {peer: links.to(peer) for peer in {*self._send_to, *self._receive_from}}
         # Uncompressed chunks for other hosts go straight from the bucket; all others from the outbox.
         self._outbox = Outbox(
             num_slots=chunks_in_flight(schedule, width),
@@ -72,19 +68,14 @@ class CpuExecutor:
         def here(peers: Sequence[int]) -> list[int]:
             return [peer for peer in peers if hosts[peer] == hosts[self.rank]]
 
-        def exchange(text: str) -> list[str]:
-            texts = [""] * len(hosts)
-            dist.all_gather_object(texts, text, group=group)
-            return texts
-
         self._mailboxes = open_mailboxes(
             self.rank,
             here(self._send_to),
             here(self._receive_from),
             self._outbox,
             messages_in_flight(schedule),
-            exchange,
-            timeout_s,
+            links.exchange,
+            links.timeout_s,
         )
         self._outbox.forget_file()
         self._inbox = Inbox({peer: link for peer, link in self._links.items() if peer not in self._mailboxes})
@@ -110,7 +101,7 @@ class CpuExecutor:
             The seconds waited for each neighbour.
 
         Raises:
-            PeerError: a neighbour is gone, silent for `timeout_s`, or has a bucket of another layout.
+            PeerError: a neighbour is gone, silent for `links.timeout_s`, or has a bucket of another layout.
             ValueError: a dtype that cannot be averaged.
         """
         layout = Layout.of(bucket, self._wire_dtype, self._collective, number)

@@ -58,3 +58,23 @@ class GlooLink:
         if "imed out" in str(error):  # gloo has no error class that would tell
             return PeerError.silent_for(self.peer, self._timeout.total_seconds(), due)
         return PeerError.hung_up(self.peer, f"is gone (gloo: {first_line(error)})", due, waited_s)
+
+
+class GlooLinks:
+    """The links of this rank over a gloo group of all ranks, which nobody else uses meanwhile.
+
+    Args:
+        timeout_s: the longest that one peer may keep this rank waiting.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float = 600.0) -> None:
+        self.rank, self.timeout_s, self._group = dist.get_rank(group), timeout_s, group
+
+    def to(self, peer: int) -> GlooLink:
+        return GlooLink(self._group, peer, self.timeout_s)
+
+    def exchange(self, text: str) -> list[str]:
+        """What each rank tells all, by rank (a collective)."""
+        texts = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(texts, text, group=self._group)
+        return texts
