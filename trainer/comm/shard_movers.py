@@ -36,7 +36,7 @@ class OnCpu:
         self._executors, self._group, self._algorithm = executors, group, algorithm
         self._members, self._timeline = Members(group), timeline
         self._worker = Worker(self._move, self._close)
-        self._scattering: _Pending | None = None
+        self._scattering: tuple[_Pending, torch.Tensor, int] | None = None
 
     def gather(self, number: int, buffer: torch.Tensor, record: BucketRecord) -> dist.Work:
         run = partial(self._executors[Collective.ALL_GATHER].run, _as_known(buffer), number=number)
@@ -46,20 +46,27 @@ class OnCpu:
         self, number: int, output: torch.Tensor, buffer: torch.Tensor, mean: bool, record: BucketRecord
     ) -> None:
         self.finish()  # the gradients of one unit at a time wait in memory, as with torch's own
-        divisor = len(self._members.ranks) if mean else 1
+        divisor, version = len(self._members.ranks) if mean else 1, output._version
 
         def run() -> dict[int, float]:
             waited_s = self._executors[Collective.REDUCE_SCATTER].run(buffer, divisor, number)
             output.copy_(own_block(buffer, self._group))
             return waited_s
 
-        self._scattering = self._submit(run, record)
+        self._scattering = self._submit(run, record), output, version + 1
 
     def finish(self) -> None:
-        """Wait for the last reduce-scatter."""
+        """Wait for the last reduce-scatter.
+
+        Raises:
+            RuntimeError: somebody wrote to its output meanwhile, as a hook of `set_all_reduce_hook` may.
+        """
         if self._scattering is not None:
-            self._scattering.wait()
+            pending, output, version = self._scattering
             self._scattering = None
+            pending.wait()
+            if output._version != version:
+                raise RuntimeError(f"the result of the {pending.label} was written to before it had come")
 
     def close(self) -> None:
         self._worker.close()
@@ -83,7 +90,7 @@ class _Pending(dist.Work):
 
     def __init__(self, future: Future[torch.Tensor], record: BucketRecord) -> None:
         super().__init__()
-        self._future, self._record = future, record
+        self._future, self._record, self.label = future, record, record.label
         record.blocked_s = 0.0
 
     def wait(self, timeout: object = None) -> bool:

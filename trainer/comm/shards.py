@@ -72,7 +72,8 @@ class ShardComm:
         """Leave in `output` the sum or mean of this rank's block in all `buffer`s, whose content is lost."""
         record = self._record(Collective.REDUCE_SCATTER, unit, buffer)
         self._mover.scatter(unit.number, output, buffer, mean, record)
-        if not (self._defers and unit.keeps(output)):
+        # A sum is divided by torch as soon as this returns: fp64's and fp16's are.
+        if not (mean and self._defers and unit.keeps(output)):
             self._mover.finish()
 
     def close(self) -> None:
@@ -104,12 +105,17 @@ class _Unit:
     def keeps(self, reduced: torch.Tensor) -> bool:
         """Whether `reduced` becomes the gradients as it is, and nobody reads it before the pass has ended.
 
-        Else it would be cast to their dtype, or added to those of an earlier pass, at once.
+        Else it would be cast to their dtype, added to those of an earlier pass, or given to hooks, at once.
         """
         parameters = [getattr(part, name) for part, name in self._places]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        return reduced.dtype in (torch.float32, torch.float64) and all(
-            isinstance(p, DTensor) and p.grad is None and p.dtype == reduced.dtype for p in trained
+        return all(
+            isinstance(p, DTensor)
+            and p.grad is None
+            and p.dtype == reduced.dtype
+            and p.grad_dtype in (None, reduced.dtype)
+            and not p._post_accumulate_grad_hooks  # torch has no public word for it
+            for p in parameters
+            if p.requires_grad
         )
 
 
