@@ -178,7 +178,8 @@ def _save_while_training(run_dir: Path, wait: bool) -> bool:
     tiny.train(state, 2)
     saved = tiny.everything(state)
     checkpointer = tiny.checkpointer(run_dir, async_=True)
-    checkpointer._stager = stager = _LateStager()  # type: ignore[assignment]
+    stager = _LateStager()
+    checkpointer._stage = stager.stage
     checkpointer.save(state)
 
     def before_update() -> None:
@@ -199,6 +200,26 @@ def test_an_async_save_holds_the_update_back_until_all_is_copied(tmp_path: Path)
     """Batch norm's buffers change even before the update."""
     assert run_ranks(_save_while_training, 1, tmp_path / "waited", True) == [True]
     assert run_ranks(_save_while_training, 1, tmp_path / "not", False) == [False]
+
+
+def _save_beside_an_idle_gpu(run_dir: Path) -> list[str]:
+    """What was asked of the accelerator of a machine that seems to have one."""
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        patch.setattr(torch, "Stream", lambda *args, **kwargs: asked.append("a stream"))
+        for async_ in (False, True):
+            state = tiny.train_state()
+            checkpointer = tiny.checkpointer(run_dir / str(async_), async_=async_)
+            checkpointer.save(state)
+            checkpointer.close()
+            assert tiny.restore(tiny.checkpointer(run_dir / str(async_)), tiny.train_state(seed=4), "auto")
+    return asked
+
+
+def test_a_save_on_cpus_touches_no_gpu(tmp_path: Path) -> None:
+    """A stream would be GPU 0's, and with it some hundred MB there for every rank."""
+    assert run_ranks(_save_beside_an_idle_gpu, 1, tmp_path) == [[]]
 
 
 @pytest.mark.cuda
@@ -233,7 +254,7 @@ def test_on_a_gpu_buffers_are_cloned_before_it_is_waited_for(monkeypatch: pytest
     said: list[str] = []
     saves = object.__new__(Checkpointer)
     saves._dist = SimpleNamespace(device=torch.device("cuda", 0))  # type: ignore[assignment]
-    saves._stager = SimpleNamespace(stage=lambda tensors: said.append("stage"))  # type: ignore[assignment]
+    saves._stage = lambda tensors: said.append("stage")  # type: ignore[assignment, return-value]
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: said.append("wait"))
     buffer = SimpleNamespace(clone=lambda: said.append("clone"))
     saves._start_copying({"buffer": buffer, "weight": torch.ones(1)}, {"buffer"})  # type: ignore[dict-item]

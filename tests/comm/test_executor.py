@@ -1,8 +1,12 @@
 """Every algorithm gives every rank the same bits of the right sum, whatever the bucket."""
 
+import os
+import socket
+import tempfile
 import zlib
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +91,39 @@ def test_real_processes_on_two_hosts() -> None:
 def test_gloo_serves_within_the_host_where_there_is_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mailbox, "AVAILABLE", False)
     assert same_bits(run_threads(check, 3, ALGORITHMS, [0, 0, 0], [1000], 1 << 10)) == OF_A_SIZE
+
+
+def first_messages(folder: str) -> tuple[int, list[int]]:
+    """What the other rank sends, where TMPDIR is longer than a socket's path can be; and how strangers fared."""
+    tempfile.tempdir = folder
+    rank, strangers = dist.get_rank(), list[int]()
+
+    def exchange(address: str) -> list[str]:
+        """Before the other rank can connect, somebody else's process has."""
+        if os.getuid() == 0:
+            if (pid := os.fork()) == 0:
+                os.setuid(65534)
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stranger.connect(address)
+                stranger.send(b"nobody")
+                os._exit(0)
+            strangers.append(os.waitpid(pid, 0)[1])
+        addresses = ["", ""]
+        dist.all_gather_object(addresses, address)
+        return addresses
+
+    outbox = mailbox.Outbox(1, 1)
+    box = mailbox.open_mailboxes(rank, [1 - rank], [1 - rank], outbox, 1, exchange, 20.0)[1 - rank]
+    slot, _ = outbox.put([torch.tensor([rank + 1])], torch.uint8)
+    box.send(slot, 1, tag=7)
+    return int(box.receive(1, tag=7)), strangers
+
+
+def test_a_long_tmpdir_and_strangers_are_in_nobodys_way(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    strangers = [0] if os.getuid() == 0 else []
+    assert run_ranks(first_messages, 2, str(folder)) == [(2, strangers), (1, strangers)]
 
 
 def average_large_numbers(links: GlooLinks, hosts: list[int]) -> torch.Tensor:

@@ -138,7 +138,9 @@ def read_at_once(hosts: list[int]) -> list[float]:
     assert comm is not None
     sums: dict[nn.Parameter, float] = {}
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: sums.update({p: float(p.grad.to_local().sum())}))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: sums.update({p: float(p.grad.to_local().sum())})
+        )
     with comm.one_pass():
         model(torch.randn(4, 30) + dist.get_rank()).square().mean().backward()
     comm.close()

@@ -5,10 +5,11 @@ import random
 import re
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import active_children
+from multiprocessing import active_children, current_process
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,19 @@ def _interrupted_epoch() -> tuple[int, int]:
 
 def test_workers_outlive_the_signals_that_stop_a_session() -> None:
     assert run_ranks(_interrupted_epoch, 1, init=False) == [(2, 8)]
+
+
+def _where_the_temporary_directory_has_a_long_path(folder: str) -> int:
+    tempfile.tempdir = folder
+    current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # inherited from pytest
+    return len(epoch(train_loader(Noisy(), 8, num_workers=1, timeout_s=20)))
+
+
+def test_workers_hand_over_their_batches_where_tmpdir_is_longer_than_a_sockets_path(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    assert run_ranks(_where_the_temporary_directory_has_a_long_path, 1, str(folder), init=False) == [3]
+    assert list(folder.iterdir()) == []
 
 
 class Stuck(Noisy):

@@ -2,25 +2,31 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 
-def host_stager(device: torch.device) -> DefaultStager:
-    """torch's stager: copies tensors to host memory, pinned under CUDA, that it keeps for the next copy.
+def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
+    """What copies tensors to host memory, pinned under CUDA, that it keeps for the next copy.
 
-    ``stage`` returns a Future at once, and copies in a thread of its own, under CUDA on a stream of its own.
+    It returns at once, and copies in a thread of its own, under CUDA on a stream of its own.
     """
     is_cuda = device.type == "cuda"
-    return DefaultStager(
+    stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=is_cuda,
             use_shared_memory=False,
-            use_async_staging=True,
+            use_async_staging=is_cuda,  # on a CPU, too, it would take a context on GPU 0, if there is one
             use_non_blocking_copy=is_cuda,
         )
     )
+    stage: Any = stager.stage  # of a Future or, without a thread of its own, of the copy
+    return stage if is_cuda else partial(ThreadPoolExecutor(1, "staging").submit, stage)
 
 
 class InBackground:

@@ -3,11 +3,11 @@
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +68,10 @@ class Checkpointer:
         self.restored_places: list[dict[str, Any]] = []
         self._in_flight: InBackground | None = None
         self._copied: Future[dict[str, Tensor]] | None = None
-        self._stager = host_stager(dist.device)
+
+    @cached_property
+    def _stage(self) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
+        return host_stager(self._dist.device)
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
         """Whether the settings ask for a checkpoint after this optimizer step, or at this end of an epoch."""
@@ -124,7 +127,7 @@ class Checkpointer:
         changing = {name: tensors[name].clone() for name in tensors if name in buffers}
         if self._dist.device.type == "cuda":
             torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
-        self._copied = cast(Future[dict[str, Tensor]], self._stager.stage(tensors | changing))
+        self._copied = self._stage(tensors | changing)
         return self._copied
 
     def wait_until_copied(self) -> None:

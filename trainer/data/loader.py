@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from trainer.data.worker import begin_worker
+from trainer.data.worker import begin_worker, keep_sockets_short
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 
@@ -127,6 +127,8 @@ def data_loader(
     reader: Reader, sampler: Sampler[Any], settings: LoaderSettings, share: Share
 ) -> DataLoader[Any]:
     in_workers = settings.num_workers > 0
+    if in_workers:
+        keep_sockets_short()
     first = reader.heartbeat.reserve(settings.num_workers)
     return DataLoader(
         reader,  # type: ignore[arg-type]  # __getitems__ is all that it asks for

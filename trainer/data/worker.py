@@ -1,18 +1,34 @@
 """How a data worker begins: known to the watch, deaf to a session's signals, never outliving its parent."""
 
+import contextlib
 import ctypes
+import multiprocessing.util
 import os
 import signal
+import tempfile
 import threading
 
 from trainer.faults.heartbeat import Heartbeat
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+_LONGEST_TMPDIR = 70  # the path of a socket holds 107 characters, and multiprocessing adds 32
 
 
 def begin_worker(heartbeat: Heartbeat, first: int, worker_id: int) -> None:
     heartbeat.become_worker(first + worker_id)
     _obey_the_main_process_alone()
+
+
+def keep_sockets_short() -> None:
+    """Have multiprocessing make its sockets in /tmp where TMPDIR is too long for them.
+
+    Called before workers are forked: each hands over its batches through a socket, and would wait for ever.
+    """
+    if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+        before, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        with contextlib.suppress(OSError):
+            multiprocessing.util.get_temp_dir()  # once for this process and those that it forks
+        tempfile.tempdir = before
 
 
 def _obey_the_main_process_alone() -> None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer import step
 from trainer.config import DdpConfig, SingleConfig
+from trainer.distributed import broadcast_tensors
 from trainer.errors import UserError, first_line
 from trainer.optim import after_step
 from trainer.state import TrainState
@@ -154,8 +154,7 @@ class Strategy:
         models.
         """
         if self.num_replicas > 1:
-            for buffer in self.unwrap(model).buffers():
-                dist.broadcast(buffer, src=0)
+            broadcast_tensors(self.unwrap(model).buffers(), src=0)
 
     def update(self, state: TrainState) -> None:
         """Update what this process owns, by its gradients."""

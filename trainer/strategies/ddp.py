@@ -13,7 +13,7 @@ from trainer.comm.hook import CommHook, attach
 from trainer.comm.timeline.report import draw, table
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.deferred.held import without_gradient_hooks
-from trainer.distributed import Dist
+from trainer.distributed import Dist, broadcast_tensors
 from trainer.errors import UserError
 from trainer.state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
@@ -26,6 +26,7 @@ _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _FORWARD_SENDS_NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
+_NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # by gloo or NCCL, nor any float8
 
 
 class Ddp(Strategy):
@@ -42,6 +43,7 @@ class Ddp(Strategy):
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
+        self._sends_buffers_of: nn.Module | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self._passes_missed = 0  # by the buckets of a resumed run
         if settings.sync_batchnorm and dist.device.type != "cuda":
@@ -67,13 +69,19 @@ class Ddp(Strategy):
             # The graph is cut at the bucket borders all the same, since torch compiles it when DDP calls.
             model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # alone there is nobody to average with
+            sends: dict[str, Any] = _FORWARD_SENDS_NO_BUFFERS if are_statistics(model) else {}
+            tensors = [*model.parameters(), *model.buffers()]
+            if any(t.dtype in _NOT_SENT or "float8" in str(t.dtype) for t in tensors):
+                broadcast_tensors(tensors, src=0)
+                self._sends_buffers_of = None if sends else model
+                sends = _FORWARD_SENDS_NO_BUFFERS | {"init_sync": False}
             model = DistributedDataParallel(
                 model,
                 device_ids=[self.device] if self.device.type == "cuda" and not self._split_over else None,
                 gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
                 static_graph=self.settings.static_graph,
                 find_unused_parameters=self.settings.find_unused_parameters,
-                **(_FORWARD_SENDS_NO_BUFFERS if are_statistics(model) else {}),
+                **sends,
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
             if (options := _options(self.comm)) is not None:
@@ -93,6 +101,10 @@ class Ddp(Strategy):
         # ranks, and so its last bit.
         passes = 2 if self.settings.static_graph else 0 if self.settings.find_unused_parameters else 1
         self._passes_missed = min(state.progress.step, passes)
+
+    def begin_step(self) -> None:
+        if self._sends_buffers_of is not None:
+            self.sync_buffers(self._sends_buffers_of)
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         if not isinstance(model, DistributedDataParallel):

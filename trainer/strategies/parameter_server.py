@@ -19,7 +19,7 @@ from trainer.comm.exchange.server import LayoutError, Mean, Server
 from trainer.comm.execution.blame import CommError, PeerError
 from trainer.comm.timeline.records import Timeline
 from trainer.config import ParameterServerConfig
-from trainer.distributed import Dist
+from trainer.distributed import Dist, broadcast_tensors
 from trainer.errors import NonFiniteLossError, UserError
 from trainer.state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
@@ -213,12 +213,11 @@ class ParameterServer(Strategy):
                 if self._shards.server == number:
                     message = self._shards.values[bucket.index]
                 if message.numel():
-                    dist.broadcast(message, src=server, group=self._group)
+                    dist.broadcast(message.view(torch.uint8), src=server, group=self._group)  # of any dtype
                 unpack(bucket, number, message, self._parameters)
 
     def collect(self, model: nn.Module) -> None:
-        for buffer in self.owned_model.buffers():
-            dist.broadcast(buffer, src=self.workers[0])
+        broadcast_tensors(self.owned_model.buffers(), src=self.workers[0])
 
     def evaluators(self, rank: int) -> tuple[int, int]:
         """Also ranks that only serve: they have nothing else to do meanwhile."""

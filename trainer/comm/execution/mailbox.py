@@ -14,15 +14,12 @@ at any number of ranks. Why no wait for an acknowledgement closes a circle: see 
 import errno
 import mmap
 import os
-import shutil
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -35,6 +32,7 @@ _HELLO = struct.Struct("=III")  # rank, slots, window
 _ALIGNMENT = 4096
 _PACKET_ROOM = 1024  # bytes that Linux books for a small packet (768), rounded up
 _TIMEVAL = struct.Struct("@ll")
+_CREDENTIALS = struct.Struct("@iII")  # process, user, group
 
 
 @dataclass
@@ -221,26 +219,31 @@ def open_mailboxes(
     if not AVAILABLE:
         return {}
     boxes = {peer: Mailbox(peer, timeout_s, window) for peer in {*send_to, *receive_from}}
-    folder = Path(tempfile.mkdtemp(prefix="ringmaster-"))
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.settimeout(timeout_s)
-            listener.bind(str(folder / "mailbox"))
-            listener.listen(max(1, len(receive_from)))
-            addresses = exchange(str(folder / "mailbox"))
-            for peer in send_to:
-                boxes[peer].connect(rank, addresses[peer], outbox)
-            missing = set(receive_from)
-            while missing:
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError as error:
-                    raise PeerError.silent_for(min(missing), timeout_s, "to connect") from error
-                hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-                peer, num_slots, its_window = _HELLO.unpack(hello)
-                boxes[peer].accept(connection, fds[0], num_slots, its_window)
-                os.close(fds[0])  # the mapping keeps the memory
-                missing.remove(peer)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(timeout_s)
+        listener.bind("")  # Linux finds a name that is no path: TMPDIR may be longer than a socket's can be
+        listener.listen(max(1, len(receive_from)))
+        addresses = exchange(listener.getsockname().decode())
+        for peer in send_to:
+            boxes[peer].connect(rank, addresses[peer], outbox)
+        missing = set(receive_from)
+        while missing:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError as error:
+                raise PeerError.silent_for(min(missing), timeout_s, "to connect") from error
+            if _user_of(connection) != os.getuid():  # such a name is open to all users of this host
+                connection.close()
+                continue
+            hello, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+            peer, num_slots, its_window = _HELLO.unpack(hello)
+            boxes[peer].accept(connection, fds[0], num_slots, its_window)
+            os.close(fds[0])  # the mapping keeps the memory
+            missing.remove(peer)
     return boxes
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user who connected, as the kernel noted."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
