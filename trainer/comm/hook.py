@@ -17,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm import sparse
 from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.execution.gloo import GlooLinks
-from trainer.comm.execution.nccl import NcclReducer
+from trainer.comm.execution.transport import Transport
 from trainer.comm.execution.worker import Worker
-from trainer.comm.members import WIRE_DTYPES, Members, hosts_of_members, new_group
+from trainer.comm.members import Members
 from trainer.comm.schedules.algorithms import build
-from trainer.comm.schedules.pipeline import SEGMENT_MB
+from trainer.comm.schedules.schedule import Collective
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord, Timeline
 
@@ -95,8 +94,8 @@ def attach(
     that only its members make, torch asks that they have made equally many groups before.
 
     Gradients become their mean over ranks: a schedule's owners divide the sum (with fp16 on the wire each
-    rank its own gradients, lest the sum overflow), `native` and `powersgd` divide before they add. Under
-    `model.join`, a rank that has run out of data goes on adding zeros and is counted.
+    rank divides its own gradients, so that the sum does not overflow), `native` and `powersgd` divide before
+    they add. Under `model.join`, a rank that has run out of data goes on adding zeros and is counted.
 
     Args:
         algorithm: a schedule by name; `native`, the backend's own; or `powersgd`, torch's hook (source:
@@ -105,8 +104,7 @@ def attach(
         wire_dtype: fp32 | bf16 | fp16. A schedule adds up in fp32 whatever the wire carries; `native` adds
             in the wire's dtype, as the backend does, and sends sparse gradients as they are. PowerSGD has
             no use for it.
-        segment_mb: MiB per segment of the pipeline; schedules only. None: 2 on a CPU, all of a bucket on a
-            GPU, where each segment costs the host more than it gains.
+        segment_mb: see `Transport`; schedules only.
         cuda_graph: on a GPU, record a schedule's launches once for each bucket, and play them back.
         timeout_s: the longest wait for a neighbour.
         powersgd: keyword arguments of torch's PowerSGDState.
@@ -116,33 +114,24 @@ def attach(
         ValueError: an unknown algorithm or wire dtype, hosts of another number of ranks, a model with
             sparse gradients under another algorithm than `native`, or a setting PowerSGD refuses.
     """
-    if wire_dtype not in WIRE_DTYPES:
-        raise ValueError(f"no wire dtype {wire_dtype!r}; there are {', '.join(WIRE_DTYPES)}")
     if algorithm != "native":
         sparse.refuse_sparse(model.module, algorithm, "native")
-    hosts = hosts_of_members(model.process_group, hosts)
     device = next(model.parameters()).device
-    gpu_clock = GpuClock(device) if device.type == "cuda" else None
-    group = new_group(model.process_group, "gloo", timeout_s)
-    timeline = Timeline(group, hosts, gpu_clock)
+    transport = Transport(model.process_group, hosts, device, wire_dtype, segment_mb, timeout_s)
     reduce: Reduce | Worker
     if algorithm == "native":
-        reduce = _native(model.process_group, WIRE_DTYPES[wire_dtype], gpu_clock)
+        reduce = _native(model.process_group, transport.wire, transport.clock)
     elif algorithm == "powersgd":
-        reduce = _powersgd(powersgd or {}, model.process_group, group, gpu_clock)
+        reduce = _powersgd(powersgd or {}, model.process_group, transport.group, transport.clock)
     else:
-        schedule, wire = build(algorithm, dist.get_rank(group), hosts), WIRE_DTYPES[wire_dtype]
-        if gpu_clock is not None:
-            nccl = new_group(model.process_group, "nccl", timeout_s)
-            segment = None if segment_mb is None else int(segment_mb * 2**20)
-            reduce = NcclReducer(
-                nccl, group, schedule, gpu_clock, wire, segment, timeout_s, len(hosts), cuda_graph
-            ).submit
+        all_reduce = Collective.ALL_REDUCE
+        schedules = {all_reduce: build(algorithm, transport.rank, transport.hosts)}
+        if transport.clock is not None:
+            reduce = transport.on_gpu(schedules, len(transport.hosts), cuda_graph)[all_reduce].submit
         else:
-            segment = int((SEGMENT_MB if segment_mb is None else segment_mb) * 2**20)
-            executor = CpuExecutor(GlooLinks(group, timeout_s), schedule, hosts, wire, segment)
-            reduce = _scheduled(executor, algorithm, group, timeline)
-    hook = CommHook(model.module, timeline, reduce, enter)
+            executor = transport.on_cpu(schedules)[all_reduce]
+            reduce = _scheduled(executor, algorithm, transport.group, transport.timeline)
+    hook = CommHook(model.module, transport.timeline, reduce, enter)
     model.register_comm_hook(None, hook.reduce)
     model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
     return hook

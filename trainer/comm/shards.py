@@ -19,15 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.execution.gloo import GlooLinks
-from trainer.comm.execution.nccl import NcclReducer
-from trainer.comm.members import WIRE_DTYPES, hosts_of_members, new_group
-from trainer.comm.schedules.pipeline import SEGMENT_MB
+from trainer.comm.execution.transport import Transport
 from trainer.comm.schedules.schedule import Collective
 from trainer.comm.schedules.shards import all_gather, reduce_scatter
 from trainer.comm.shard_movers import OnCpu, OnGpu, own_block
-from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord, Timeline
 
 Enter = Callable[[str, int], None]
@@ -188,38 +183,19 @@ def attach(
         wire_dtype: fp32 | bf16 | fp16, of gradients, added up in fp32 all the same, and of parameters, which
             are computed with as they arrived, also on the rank that owns them. Half precision is sent as
             it is.
-        segment_mb: MiB per segment of the pipeline. None: 2 on a CPU, all of a unit on a GPU.
+        segment_mb: see `Transport`; on a GPU a unit is what a bucket is there.
         timeout_s: the longest wait for a neighbour.
         enter: told `("all_reduce", unit)` of each collective before it is handed on.
 
     Raises:
         ValueError: an unknown algorithm or wire dtype, or hosts of another number of ranks.
     """
-    if wire_dtype not in WIRE_DTYPES:
-        raise ValueError(f"no wire dtype {wire_dtype!r}; there are {', '.join(WIRE_DTYPES)}")
-    hosts = hosts_of_members(group, hosts)
-    rank = dist.get_rank(group)
+    transport = Transport(group, hosts, device, wire_dtype, segment_mb, timeout_s)
+    rank, hosts = transport.rank, transport.hosts
     schedules = {collective: build(algorithm, rank, hosts) for collective, build in _BUILDS.items()}
-    wire, own = WIRE_DTYPES[wire_dtype], new_group(group, "gloo", timeout_s)
     mover: OnCpu | OnGpu
-    if device.type == "cuda":
-        clock, nccl = GpuClock(device), new_group(group, "nccl", timeout_s)
-        segment = None if segment_mb is None else int(segment_mb * 2**20)
-        stream = torch.cuda.Stream(device)
-        on_gpu = {
-            collective: NcclReducer(
-                nccl, own, schedule, clock, wire, segment, timeout_s, collective=collective, stream=stream
-            )
-            for collective, schedule in schedules.items()
-        }
-        timeline = Timeline(own, hosts, clock)
-        mover = OnGpu(on_gpu, group, clock)
+    if transport.clock is not None:
+        mover = OnGpu(transport.on_gpu(schedules), group, transport.clock)
     else:
-        cut, links = int((segment_mb or SEGMENT_MB) * 2**20), GlooLinks(own, timeout_s)
-        on_cpu = {
-            collective: CpuExecutor(links, schedule, hosts, wire, cut, collective=collective)
-            for collective, schedule in schedules.items()
-        }
-        timeline = Timeline(own, hosts)
-        mover = OnCpu(on_cpu, own, algorithm, timeline)
-    return ShardComm(model, timeline, mover, defers=not hybrid, enter=enter)
+        mover = OnCpu(transport.on_cpu(schedules), transport.group, algorithm, transport.timeline)
+    return ShardComm(model, transport.timeline, mover, defers=not hybrid, enter=enter)
