@@ -326,6 +326,7 @@ def ends_of(*runs: tuple[str, ...]) -> list[str]:
 @pytest.mark.slow
 def test_what_users_code_does_is_told_with_its_line_and_its_sample(tmp_path: Path) -> None:
     runs = {"exit": failing(0, 2, "exit"), "loop": stuck_at(7, "loop"), "killed": stuck_at(7, "SIGKILL")}
+    runs["worker exits"] = stuck_at(7, "exit")
     options = [(*overrides, f"run_dir={tmp_path}/{name}") for name, overrides in runs.items()]
     (ends,) = run_ranks(ends_of, 1, *options, init=False)
     said = {name: json.loads((tmp_path / name / "failure.json").read_text())["message"] for name in runs}
@@ -337,6 +338,10 @@ def test_what_users_code_does_is_told_with_its_line_and_its_sample(tmp_path: Pat
     assert re.search(stuck, said["loop"]), said
     assert re.search(
         r"its data worker \d+ (died of SIGKILL|is gone without a word) while it read sample 7", said["killed"]
+    ), said
+    assert re.search(
+        r"in data of step \d+, at tests/user_parts.py:\d+ in _act: .*a data worker raised SystemExit: 7$",
+        said["worker exits"],
     ), said
 
 

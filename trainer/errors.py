@@ -86,3 +86,9 @@ def first_line(error: BaseException | str) -> str:
     """The first line of what an error says, or its class's name if it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def in_a_line(error: BaseException) -> str:
+    """The name of its class, and the first line of what it says."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import RankFailure, run_ranks
 from trainer.data.digits import Digits
+from trainer.data.worker import WorkerError
 from trainer.errors import UserError
 
 
@@ -155,6 +156,64 @@ def test_a_mistake_in_code_is_not_taken_for_a_broken_sample() -> None:
 
     with pytest.raises(TypeError, match="a mistake"):
         list(train_loader(Mistaken(), 8, on_bad_sample="skip").epoch(0))
+
+
+def _ends() -> list[BaseException]:
+    """What torch loses a worker by, or its words, or the rest of an epoch; the last cannot be pickled."""
+
+    class OwnError(Exception):
+        def __init__(self, first: str, second: Any) -> None:
+            super().__init__(first)
+            self.second = second
+
+    return [SystemExit(7), KeyboardInterrupt(), StopIteration("no more"), OwnError("alas", threading.Lock())]
+
+
+class Ends(Noisy):
+    def __init__(self, end: BaseException) -> None:
+        super().__init__()
+        self.end = end
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 13:
+            raise self.end
+        return super().__getitem__(index)
+
+
+class EndsReadForward(IterableDataset[torch.Tensor]):
+    def __init__(self, end: BaseException) -> None:
+        self.end = end
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(8)
+
+    def decode(self, item: torch.Tensor) -> torch.Tensor:
+        if item == 5:
+            raise self.end
+        return item
+
+
+@pytest.mark.parametrize("dataset_class", [Ends, EndsReadForward])
+def test_what_ends_a_worker_is_told_in_its_own_words_with_its_line(dataset_class: Any) -> None:
+    said = ["SystemExit: 7", "KeyboardInterrupt", "StopIteration: no more", "OwnError: alas"]
+    for end, words in zip(_ends(), said, strict=True):
+        error, place = _error_of(train_loader(dataset_class(end), 8, num_workers=1))
+        assert error.startswith(f"a data worker raised {words}\nTraceback (most recent call last):\n")
+        assert re.fullmatch(r"tests/data/test_loader.py:\d+ in (__getitem__|decode)", place)
+
+
+def _error_of(loader: Any) -> tuple[str, str]:
+    try:
+        epoch(loader)
+    except WorkerError as error:
+        return str(error), str(error.where)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("dataset_class", [Ends, EndsReadForward])
+def test_stop_iteration_ends_no_epoch_in_the_main_process(dataset_class: Any) -> None:
+    with pytest.raises(RuntimeError, match="the dataset raised StopIteration"):
+        list(train_loader(dataset_class(StopIteration()), 8).epoch(0))
 
 
 @pytest.mark.parametrize("dataset_class", [Noisy, Digits])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from trainer.data.worker import begin_worker, keep_sockets_short
+from trainer.data.worker import WorkerError, begin_worker, keep_sockets_short
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 
@@ -155,15 +155,15 @@ def raise_errors(batches: DataLoader[Any]) -> Iterator[Any]:
     """What the workers read.
 
     Raises:
-        UserError: one that a worker met.
+        UserError, WorkerError: what reading raised.
         RuntimeError: a worker died, or kept us waiting too long.
     """
     try:
         for batch in batches:
-            if isinstance(batch, UserError):
+            if isinstance(batch, UserError | WorkerError):
                 # Not `raise batch`: this frame and its exception would hold each other, and DataLoader, when
                 # left to the garbage collector, waits 5 s for each of its workers.
-                raise UserError(str(batch))
+                raise type(batch)(*batch.args)
             yield batch
     except (ConnectionError, EOFError) as error:
         raise RuntimeError(

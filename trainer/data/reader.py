@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
+from trainer.data.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 
@@ -54,11 +55,9 @@ class BatchReader(Dataset[Any]):
         return self._num_skipped.value if self._num_skipped else 0
 
     def __getitems__(self, key: Any) -> Any:
-        """The batch, or the UserError: raised in a worker process it would come out as a traceback."""
+        """The batch, or an exception: see `answer`."""
         try:
-            return self._read_batch(key)
-        except UserError as error:
-            return error
+            return answer(self._read_batch, key)
         finally:
             self.heartbeat.rest()
 

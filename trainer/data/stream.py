@@ -16,6 +16,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from trainer.data.reader import BROKEN_DATA, generators_kept, seed_generators
+from trainer.data.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 
@@ -203,14 +204,12 @@ class StreamReader(Dataset[Any]):
         self._number = 0  # of the sample being read
 
     def __getitems__(self, request: Request) -> Any:
-        """The answer, or the UserError: raised in a worker process it would come out as a traceback."""
+        """The answer, or an exception: see `answer`."""
         try:
             with generators_kept():
                 if request.reading != self._reading:
                     self._reading, self._cursors = request.reading, {}
-                return self._answer(request)
-        except UserError as error:
-            return error
+                return answer(self._answer, request)
         finally:
             self.heartbeat.rest()
 

@@ -1,4 +1,5 @@
-"""How a data worker begins: known to the watch, deaf to a session's signals, never outliving its parent."""
+"""How a data worker begins and fails: known to the watch, deaf to a session's signals, never outliving its
+parent, and with words that reach it."""
 
 import contextlib
 import ctypes
@@ -7,11 +8,52 @@ import os
 import signal
 import tempfile
 import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
 
+from torch.utils.data import get_worker_info
+
+from trainer.errors import UserError, in_a_line
+from trainer.faults import stacks
 from trainer.faults.heartbeat import Heartbeat
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _LONGEST_TMPDIR = 70  # the path of a socket holds 107 characters, and multiprocessing adds 32
+
+
+class WorkerError(RuntimeError):
+    """What a data worker raised, in words; raised in the main process.
+
+    Attributes:
+        where: file, line and function in the worker.
+    """
+
+    def __init__(self, words: str, stack: str, where: str | None) -> None:
+        super().__init__(words, stack, where)
+        self.where = where
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n{self.args[1]}"
+
+
+def answer(read: Callable[[Any], Any], request: Any) -> Any:
+    """What `read` answers; or the exception for `raise_errors` to raise again, in the main process.
+
+    That is a UserError or, in a worker, a WorkerError. torch ends a worker at sys.exit, and an epoch at
+    StopIteration, without a word, and waits for ever for an exception that cannot be pickled.
+    """
+    try:
+        return read(request)
+    except UserError as error:
+        return error
+    except BaseException as error:
+        if get_worker_info() is None:
+            if isinstance(error, StopIteration):
+                raise RuntimeError("the dataset raised StopIteration") from error
+            raise
+        words, where = in_a_line(error), stacks.where(stacks.frames_of_exception(error))
+        return WorkerError(f"a data worker raised {words}", "".join(traceback.format_exception(error)), where)
 
 
 def begin_worker(heartbeat: Heartbeat, first: int, worker_id: int) -> None:

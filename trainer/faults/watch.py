@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import RunEndError, first_line
+from trainer.errors import RunEndError, in_a_line
 from trainer.faults import failure, last_words, processes, stacks
 from trainer.faults.heartbeat import Heartbeat, set_mine
 from trainer.faults.last_resort import LastResort
@@ -124,15 +124,17 @@ class Watch:
         With a `symptom`, an error that somebody else may have caused, this does not return, but for a fault
         of its own: the watch ends the process once it is known who it was.
         """
-        frames = stacks.frames_of_exception(error)
+        in_worker = getattr(error, "where", None)
         note: dict[str, Any] = {
             "status": _status(error),
             "error": _last_line(error),
-            "where": stacks.where(frames),
+            "where": in_worker or stacks.where(stacks.frames_of_exception(error)),
             "orderly": isinstance(error, RunEndError),
             "symptom": symptom and not self._alone,
             "peer": getattr(error, "peer", None),
-            "worker": self._here[self._rank].stuck_worker(self._memory_kills, str(error)),
+            "worker": None
+            if in_worker
+            else self._here[self._rank].stuck_worker(self._memory_kills, str(error)),
             "at_ns": time.monotonic_ns(),
         }
         self._heartbeat.note(note)
@@ -380,6 +382,4 @@ def _status(error: BaseException) -> int:
 
 
 def _last_line(error: BaseException) -> str:
-    name, line = type(error).__name__, first_line(error)
-    words = name if line == name else f"{name}: {line}"
-    return words.encode(errors="backslashreplace").decode()[:1000]
+    return in_a_line(error).encode(errors="backslashreplace").decode()[:1000]
