@@ -36,6 +36,9 @@ CHOICES: dict[str, tuple[dict[str, Any], bool]] = {
     ),
 }
 
+# Of two micro-batches: four groups before the forward pass, and three of them, all or none before the other.
+GATHERS = {"default": 14, "all freed": 16, "none freed": 8}
+
 
 def _model() -> nn.Module:
     torch.manual_seed(3)
@@ -48,7 +51,9 @@ def _config(**settings: Any) -> FsdpConfig:
     return FsdpConfig(**{**defaults, **settings})  # type: ignore[arg-type]
 
 
-def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, Tensor], Tensor, int, int]:
+def _accumulated(
+    settings: dict[str, Any] | None, rank: int, counts_gathers: bool = False
+) -> tuple[dict[str, Tensor], Tensor, int, int]:
     """The gradients of two micro-batches of each rank, whole; their norm, and its messages; the gathers."""
     model = _model()
     strategy = None
@@ -59,12 +64,13 @@ def _accumulated(settings: dict[str, Any] | None, rank: int) -> tuple[dict[str, 
         strategy = plain_fsdp(config)
         model = strategy.wrap(model)
     draw = torch.Generator().manual_seed(rank)
-    with CommDebugMode() as traffic:
+    traffic = CommDebugMode()  # it sees each operation of the model, and takes as long as all else
+    with traffic if counts_gathers else nullcontext():
         for micro in range(2):
             tokens = torch.randint(11, (2, 6), generator=draw)
             with strategy.gradient_sync(model, enabled=micro == 1) if strategy else nullcontext():
                 model(tokens).square().mean().backward()
-    gathers = traffic.get_comm_counts()[torch.ops.c10d._allgather_base_]
+    gathers = traffic.get_comm_counts()[torch.ops.c10d._allgather_base_] if counts_gathers else 0
     with CommDebugMode() as messages:
         if strategy is None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
@@ -83,7 +89,7 @@ def _differences() -> dict[str, tuple[float, float, int, int]]:
     default = _accumulated({}, tiny.facts().rank)[0]
     found = {}
     for name, (settings, other_order) in {"default": ({}, True), **CHOICES}.items():
-        ours, norm, messages, gathers = _accumulated(settings, tiny.facts().rank)
+        ours, norm, messages, gathers = _accumulated(settings, tiny.facts().rank, name in GATHERS)
         reference = plain if other_order else default
         far = max(float((ours[key] - value).abs().max()) for key, value in reference.items())
         true_norm = torch.stack([value.norm() for value in plain.values()]).norm()
@@ -140,9 +146,7 @@ def test_every_choice_gives_the_gradients_of_the_plain_model() -> None:
     differences, off, at_once = run_ranks(_all, 4)[0]
     assert at_once == [True, True]
     assert off < 1e-6, "a unit that was gathered ahead, and not called, keeps the weights of then"
-    gathers = {name: found[3] for name, found in differences.items()}
-    # Of each micro-batch: four groups before the forward pass, and three of them, all or none before the other.
-    assert [gathers[name] for name in ("default", "all freed", "none freed")] == [14, 16, 8], gathers
+    assert {name: differences[name][3] for name in GATHERS} == GATHERS
     for name, (far, norm_far, messages, _) in differences.items():
         exact = name in CHOICES and not CHOICES[name][1]
         assert far == 0 if exact else far < 1e-6, f"{name}: {far}"

@@ -23,13 +23,14 @@ from trainer.loop import fit
 from trainer.memory.rehearse import Rehearsal, World
 from trainer.strategies.replica import Replica
 
+STEPS = 10
 COMMON = (
     "data=digits",
     "model=mlp",
     "schedule=cosine",
-    "train.max_steps=20",
+    f"train.max_steps={STEPS}",
     "train.global_batch_size=48",
-    "train.log_every_steps=7",
+    "train.log_every_steps=4",
     "train.check_replicas_every=5",
     "checkpoint.every_epochs=null",
     "train.eval_every_epochs=0",
@@ -52,7 +53,8 @@ CASES = {
     ),
 }
 EXACT, REST = "frozen", "sgd adamw accumulated clipped bf16"  # running statistics follow the split
-ROLES = {"2 x 3": (5, "2"), "all x 4": (4, "all")}
+# Each case with several servers too, and what is a sum over servers with either kind of them.
+ROLES = {"2 x 3": (5, "2", "adamw clipped"), "all x 4": (4, "all", "sgd accumulated clipped bf16")}
 
 
 def train_each(root: str, strategy: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Tensor]]:
@@ -94,14 +96,15 @@ def test_one_server_gives_the_bits_of_master_worker(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("roles", ["2 x 3", "all x 4"])
+@pytest.mark.parametrize("roles", ROLES)
 def test_any_roles_give_the_model_of_ddp(
     tmp_path: Path, ddp: Callable[[str], dict[str, Any]], roles: str
 ) -> None:
-    world_size, servers = ROLES[roles]
+    world_size, servers, names = ROLES[roles]
     strategy = (*PS, f"strategy.servers={servers}")
-    ranks = run_ranks(train_each, world_size, str(tmp_path), strategy, REST.split(), init=False)
-    for name, wanted in ddp(REST).items():
+    ranks = run_ranks(train_each, world_size, str(tmp_path), strategy, names.split(), init=False)
+    for name in names.split():
+        wanted = ddp(REST)[name]
         print(roles, name, distance(ranks[0][name], wanted))
         if name == "bf16":  # rounds where sums differ in their last bit
             worst = max((ranks[0][name][k] - wanted[k]).abs().max().item() for k in wanted)
@@ -148,7 +151,7 @@ def test_a_gradient_that_comes_in_parts_is_refused() -> None:
 
 @pytest.mark.slow
 def test_evaluates_weights_and_their_averages(tmp_path: Path) -> None:
-    ran = (*COMMON, *CASES["sgd"], "ema.decay=0.9", "train.eval_every_epochs=1")
+    ran = (*COMMON, *CASES["sgd"], "train.max_steps=20", "ema.decay=0.9", "train.eval_every_epochs=1")
     ddp = run_ranks(train, 2, *ran, "strategy=ddp", f"run_dir={tmp_path}/ddp", init=False)[0]
     ps = run_ranks(train, 3, *ran, *PS, f"run_dir={tmp_path}/ps", init=False)[0]
     for name in ("train/loss", "eval/loss", "eval/ema/loss", "eval/accuracy"):
@@ -179,11 +182,11 @@ def train_and_replay(root: str, *overrides: str) -> list[dict[str, Any]]:
 )
 def test_a_replay_gives_the_same_bits(tmp_path: Path, world_size: int, overrides: tuple[str, ...]) -> None:
     first, again = run_ranks(train_and_replay, world_size, str(tmp_path), *overrides, init=False)[0]
-    assert first["steps"] == 20 and first["train/loss"] < 2
+    assert first["steps"] == STEPS and first["train/loss"] < 2.2  # of 2.3 at the start
     assert first["param_sha256"] == again["param_sha256"]
     arrivals = (tmp_path / "first" / "arrivals").read_text()
     assert arrivals == (tmp_path / "again" / "arrivals").read_text()
-    assert arrivals.count("push") == 20 * (world_size - 1 if world_size == 3 else 16)
+    assert arrivals.count("push") == STEPS * (world_size - 1 if world_size == 3 else 16)
 
 
 @pytest.mark.slow
