@@ -128,6 +128,8 @@ def chunked_cross_entropy(
     if len(weight) > num_classes:
         padding = weight.new_zeros(len(weight))
         padding[num_classes:] = -torch.inf
+    if reduction == "mean":  # over no label its gradient would be NaN times 0; any will do
+        targets = targets.where((targets != -100).any(), 0)
     loss = F.linear_cross_entropy(
         x.flatten(0, 1),
         weight,

@@ -1,5 +1,7 @@
 """Evaluation from rows gives the figures of the whole data at any world size; tasks show what they say they show."""
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,6 +73,10 @@ def test_multi_label_figures_leave_out_what_has_no_ranking() -> None:
     assert "| 2 | 0 | nan | nan | 0.0000 |" in shown
     with pytest.raises(UserError, match="one column for each label"):
         task.loss(Given(), (scores[:, :2], labels))
+    for act in (task.weight, partial(task.rows, Given())):
+        for unknown in (-100, math.nan):
+            with pytest.raises(UserError, match="but MultiLabel takes 0 to 1, and none that does not count"):
+                act((scores, labels.where(labels > 0, unknown)))
 
 
 @pytest.mark.parametrize("columns", [(), (1,), (3,)])

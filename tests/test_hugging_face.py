@@ -75,7 +75,7 @@ TASKS = {
     "logits": ("data=text", "data.dataset.block_size=8", "train.eval_every_epochs=1"),
     "loss": (
         "data.dataset={_target_:tests.test_hugging_face.Rows}",
-        "data.task={_target_:trainer.tasks.OwnLoss}",
+        "data.task={_target_:trainer.tasks.OwnLoss,shifted:true}",
         "~data.task.label_smoothing",
     ),
 }

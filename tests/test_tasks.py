@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainer.errors import UserError
-from trainer.tasks import Classification, LanguageModelling
+from trainer.tasks import Classification, LanguageModelling, OwnLoss
 from trainer.tasks.cross_entropy import logits_of
 
 
@@ -111,6 +112,97 @@ def test_labels_that_are_no_class_are_named(labels: list[int], words: str) -> No
 def test_labels_that_are_none_or_probabilities_are_taken() -> None:
     assert Classification().loss(Given(), (torch.zeros(2, 5), torch.tensor([-100, 1]))).isfinite()
     assert Classification().loss(Given(), (torch.zeros(2, 5), torch.full((2, 5), 0.2))).isfinite()
+
+
+@pytest.mark.parametrize("classes", [10, 4])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_labels_that_do_not_count(classes: int, dtype: torch.dtype) -> None:
+    """As bytes all count: 156 is none of torch's -100."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(17, classes), torch.randint(classes, (17,), dtype=dtype)
+    if dtype == torch.int64:
+        labels[[1, 6, 7, 8, 9, 16]] = -100
+    task, counts = Classification(label_smoothing=0.2), labels.long() != -100
+    assert task.weight((logits, labels)) == counts.sum()
+    found = task.summarise(summed(task, logits, labels))
+    of_counted = task.eval_sums(Given(), (logits[counts], labels[counts]))
+    assert found == pytest.approx(task.summarise(of_counted))
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item())
+    if dtype == torch.int64:
+        none = task.summarise(task.eval_sums(Given(), (logits[7:8], labels[7:8])))
+        assert math.isnan(none["loss"]) and math.isnan(none["accuracy"])
+
+
+@pytest.mark.parametrize("classes", [10, 4])
+def test_labels_may_be_shares_of_the_classes_or_one_hot(classes: int) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(17, classes), torch.randint(classes, (17,))
+    one_hot, task = F.one_hot(labels, classes), Classification()
+    by_class = task.summarise(summed(task, logits, labels))
+    assert 0 < by_class["accuracy"] < 1
+    for same in (one_hot, one_hot.bool(), one_hot.float()):
+        assert task.summarise(summed(task, logits, same)) == pytest.approx(by_class)
+        assert task.loss(Given(), (logits, same)) == pytest.approx(by_class["loss"])
+        assert torch.equal(task.predict(Given(), (logits, same))["label"], labels)
+    shares = torch.rand(17, classes).softmax(dim=1)
+    mixed = task.summarise(summed(task, logits, shares))
+    assert mixed["loss"] == pytest.approx(F.cross_entropy(logits.double(), shares.double()).item())
+    assert mixed["accuracy"] == pytest.approx((logits.argmax(1) == shares.argmax(1)).double().mean().item())
+    assert task.weight((logits, shares)) == 17
+    for act in (task.loss, task.eval_sums):
+        for wrong in (shares[:, 1:], labels.float(), one_hot[:, 1:]):
+            with pytest.raises(UserError, match=r"must be classes, integers \(17,\), or the share of each"):
+                act(Given(), (logits, wrong))
+
+
+def test_padding_of_sequences_does_not_count() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(17, 6, 256) * 3, torch.randint(256, (17, 6))
+    targets[torch.rand(17, 6) < 0.6] = -100
+    targets[3] = -100
+    counts, task = targets != -100, LanguageModelling()
+    loss = F.cross_entropy(logits[counts].double(), targets[counts]).item()
+    metrics = task.summarise(summed(task, logits, targets))
+    assert metrics["loss"] == pytest.approx(loss) and metrics["perplexity"] == pytest.approx(math.exp(loss))
+    assert task.weight((logits, targets)) == task.num_tokens((logits, targets)) == counts.sum()
+    rows = task.predict(Given(), (logits, targets))
+    assert rows["loss"][0].item() == pytest.approx(F.cross_entropy(logits[0], targets[0]).item())
+    right = logits[0].argmax(1) == targets[0]
+    assert rows["accuracy"][0] == right.sum() / counts[0].sum()
+    assert rows["loss"][3].isnan() and rows["accuracy"][3].isnan()
+
+
+class Loses(nn.Module):
+    """Its own loss, a mean over the labels that count; as a causal language model's if `shifted`."""
+
+    def __init__(self, shifted: bool) -> None:
+        super().__init__()
+        self.shifted = shifted
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        if self.shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, -2), labels.flatten()))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_loss_of_the_models_own_is_over_the_labels_that_count(shifted: bool) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(17, 6, 8), torch.randint(8, (17, 6))
+    labels[torch.rand(17, 6) < 0.6] = -100
+    labels[16] = -100  # a batch of its own
+    task, model = OwnLoss(shifted=shifted), Loses(shifted)
+    parts = [
+        {"logits": a, "labels": b}
+        for a, b in zip(logits.split([5, 11, 1]), labels.split([5, 11, 1]), strict=True)
+    ]
+    assert sum(map(task.weight, parts)) == (labels[:, int(shifted) :] != -100).sum()
+    found = task.summarise(torch.stack([task.eval_sums(model, part) for part in parts]).sum(0))
+    assert found["loss"] == pytest.approx(model(logits, labels).loss.item())
+    with pytest.raises(UserError, match=r"data\.task\.shifted=true for a causal language model"):
+        OwnLoss().weight(parts[0])
+    each = {"logits": logits[:5, 0], "labels": torch.tensor([1, -100, 2, 3, 4])}
+    assert OwnLoss().weight(each) == 4 and OwnLoss().weight({"logits": logits}) == 17
 
 
 @pytest.mark.cuda

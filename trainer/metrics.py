@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.distributed import Dist, sum_over_ranks
 from trainer.flops import ModelFlops
+from trainer.label_weights import Divisor, divided
 from trainer.tasks import Task
 
 
@@ -18,9 +19,7 @@ class Mark:
     """The totals of a meter at one moment."""
 
     steps: int
-    loss: Tensor
-    plain_loss: Tensor
-    tokens: int
+    sums: Tensor
     total_s: float
     data_s: float
     rest_s: float
@@ -41,9 +40,9 @@ class Meter:
         self.steps = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
-        self.tokens = 0  # of this rank
-        self._loss = torch.zeros((), device=dist.device, dtype=torch.float64)
-        self._plain_loss = torch.zeros_like(self._loss)  # as evaluation computes it
+        self._sums = torch.zeros(3, device=dist.device, dtype=torch.float64)  # of this rank
+        # plain: as evaluation computes it
+        self._loss, self._plain_loss, self._tokens = self._sums.unbind()
         self._has_plain = False
         self._total_s = 0.0
         self._running_since: float | None = None
@@ -57,14 +56,14 @@ class Meter:
         self._total_s = self._now_s()
         self._running_since = None
 
-    def count_batch(self, task: Task, batch: Any, share: float) -> None:
-        """Add what the task says of a micro-batch whose loss it has just computed: `share` of a step."""
+    def count_batch(self, task: Task, batch: Any, divisor: Divisor) -> None:
+        """Add what the task says of a micro-batch whose loss, over `divisor`, it has just computed."""
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
-            self._plain_loss.add_(plain, alpha=share)
+            self._plain_loss += divided(plain, divisor)
         if (num_tokens := getattr(task, "num_tokens", None)) is not None:
-            self.tokens += num_tokens(batch)
+            self._tokens += num_tokens(batch)
         if self._flops is not None:
             self._flops.see(batch)
 
@@ -75,32 +74,31 @@ class Meter:
 
     def mark(self) -> Mark:
         now = (self._now_s(), self.data_s, self.rest_s)
-        return Mark(self.steps, self._loss.clone(), self._plain_loss.clone(), self.tokens, *now)
+        return Mark(self.steps, self._sums.clone(), *now)
 
     def mean_loss(self, since: Mark) -> float:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""
-        return self._mean_losses(since)[0]
+        return self._per_step(since)[0] / self._num_replicas
 
     def figures(self, since: Mark, global_batch_size: int) -> dict[str, float]:
         """Losses and speed since a mark, by their names in the log (a collective)."""
-        loss, plain = self._mean_losses(since)  # waits for the device, so that the times are complete
+        loss, plain, tokens = self._per_step(since)  # waits for the device, so that the times are complete
         ms = self.ms_per_step(since)
         step_s = ms["step"] / 1e3
-        values = {"train/loss": loss, "speed/samples_per_second": global_batch_size / step_s}
+        values = {"train/loss": loss / self._num_replicas}
+        values["speed/samples_per_second"] = global_batch_size / step_s
         if self._has_plain:
-            values["train/plain_loss"] = plain
-        if tokens := self.tokens - since.tokens:
-            per_step = tokens * self._num_replicas / (self.steps - since.steps)
-            values["speed/tokens_per_second"] = per_step / step_s
+            values["train/plain_loss"] = plain / self._num_replicas
+        if tokens > 0:
+            values["speed/tokens_per_second"] = tokens / step_s
         if self._flops is not None and (mfu := self._flops.utilisation(step_s)) is not None:
             values["speed/mfu"] = mfu
         return values | {f"speed/ms_per_step/{part}": value for part, value in ms.items()}
 
-    def _mean_losses(self, since: Mark) -> list[float]:
-        own = torch.stack([self._loss - since.loss, self._plain_loss - since.plain_loss])
-        total = sum_over_ranks(own).tolist()
-        steps = self.steps - since.steps
-        return [loss / (steps * self._num_replicas) if steps else float("nan") for loss in total]
+    def _per_step(self, since: Mark) -> list[float]:
+        """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
+        total, steps = sum_over_ranks(self._sums - since.sums).tolist(), self.steps - since.steps
+        return [value / steps if steps else float("nan") for value in total]
 
     def ms_per_step(self, since: Mark) -> dict[str, float]:
         """Milliseconds per step, and the parts they are made of; NaN when no step was made."""

@@ -5,10 +5,13 @@ Called by `Strategy.train_step`, so it imports none of what it is called with.
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from trainer.label_weights import Divisor, divided, weight_of
 
 if TYPE_CHECKING:
     from trainer.data.loader import Batches
@@ -37,9 +40,12 @@ def train_step(job: "Job", batches: "Batches") -> StepResult:
     state, strategy, heartbeat = job.state, job.strategy, job.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
     loss = torch.zeros((), device=job.dist.device)
+    if not job.guard.knows_weights:
+        job.guard.weigh(weights_ahead(job, batches) if strategy.trains else ())
+    divisors = job.guard.divisors(strategy.num_replicas)
     strategy.begin_step()
     if strategy.trains:
-        compute_gradients(job, batches, loss, tell_others=True)
+        compute_gradients(job, batches, divisors, loss, tell_others=True)
     else:
         heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
         job.guard.launch(loss, job.stop_request.is_set, batches.more)
@@ -61,25 +67,39 @@ def train_step(job: "Job", batches: "Batches") -> StepResult:
     return StepResult(loss, grad_norm, stop, data_left)
 
 
-def compute_gradients(job: "Job", batches: "Batches", mean_loss: Tensor, *, tell_others: bool) -> None:
+def weights_ahead(job: "Job", batches: "Batches") -> list[float]:
+    """How much each micro-batch of this rank's next step counts: they are read here."""
+    begin = time.perf_counter()
+    weights = [weight_of(job.task, batch) for batch in batches.ahead()]
+    job.meter.data_s += time.perf_counter() - begin
+    return weights
+
+
+def compute_gradients(
+    job: "Job", batches: "Batches", divisors: Sequence[Divisor], mean_loss: Tensor, *, tell_others: bool
+) -> None:
     """Add up the gradients of `job.batch.accumulation` micro-batches, and their mean loss to `mean_loss`.
 
-    `tell_others`: whether the other ranks are told of the loss as soon as it is known (a collective).
+    Args:
+        divisors: by what the loss of each micro-batch is divided.
+        tell_others: whether the other ranks are told of the loss as soon as it is known (a collective).
     """
     strategy, heartbeat, meter = job.strategy, job.dist.heartbeat, job.meter
-    for micro_step in range(job.batch.accumulation):
+    goes_on = job.state.progress.step + 1 < job.total_steps
+    for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
         data_begin = time.perf_counter()
         batch = job.to_device(next(batches))
         meter.data_s += time.perf_counter() - data_begin
+        last = micro_step == len(divisors)
+        weights = weights_ahead(job, batches) if last and tell_others and goes_on else ()
         heartbeat.enter("forward")
-        last = micro_step == job.batch.accumulation - 1
         with strategy.gradient_sync(job.model, enabled=last):
             with strategy.autocast():
-                loss = job.task.loss(job.model, batch) / job.batch.accumulation
+                loss = divided(job.task.loss(job.model, batch), divisor)
             mean_loss += loss.detach()
-            meter.count_batch(job.task, batch, 1 / job.batch.accumulation)
+            meter.count_batch(job.task, batch, divisor)
             if last and tell_others:
-                job.guard.launch(mean_loss, job.stop_request.is_set, batches.more)
+                job.guard.launch(mean_loss, job.stop_request.is_set, batches.more, weights)
             heartbeat.enter("backward")
             job.state.scaler.scale(loss).backward()

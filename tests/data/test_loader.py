@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import active_children, current_process
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import RankFailure, run_ranks
 from trainer.data.digits import Digits
+from trainer.data.transforms import mirrored_at_random
 from trainer.data.worker import WorkerError
 from trainer.errors import UserError
 
@@ -147,6 +149,43 @@ def test_evaluation_leaves_a_skipped_sample_out() -> None:
 def test_nothing_but_broken_samples_is_an_error_not_a_loop() -> None:
     with pytest.raises(UserError, match="none of the 100 samples from index"):
         list(train_loader(Noisy(200, broken=tuple(range(200))), 8, on_bad_sample="skip").epoch(0))
+
+
+class Missing(Noisy):
+    """None at sample 13."""
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index == 13 else super().__getitem__(index)
+
+
+class MissingOfMany(Missing):
+    """Whole batches, as lists of samples: with a None in it, or without the sample."""
+
+    def __init__(self, leaves_out: bool) -> None:
+        super().__init__()
+        self.leaves_out = leaves_out
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices if not (self.leaves_out and index == 13)]
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, mirrored_at_random, partial(Subset, indices=range(24))])
+def test_none_is_no_sample(wrap: Callable[[Any], Any]) -> None:
+    none = "sample 13 of Missing cannot be read: it is None; mend it, or set data.on_bad_sample=skip"
+    in_list = "MissingOfMany gives None for sample 13; mend it"
+    fewer = r"MissingOfMany was asked for 8 samples at a time, \d+ the first of them, and gives 7; mend it"
+    for data, words in (
+        (Missing(), re.escape(none)),
+        (MissingOfMany(False), in_list),
+        (MissingOfMany(True), fewer),
+    ):
+        dataset = wrap(data)
+        if isinstance(dataset, Subset):
+            words = words.replace("MissingOfMany", "Subset").replace("Missing", "Subset")
+        assert re.fullmatch(words, message_of(train_loader(dataset, 8).epoch(0)))
+        assert re.fullmatch(words, message_of(iter(eval_loader(dataset, 8))))
+    loader = train_loader(wrap(Missing()), 8, on_bad_sample="skip")
+    assert len(list(loader.epoch(0))) == 3 and loader.num_skipped == 1
 
 
 def test_a_mistake_in_code_is_not_taken_for_a_broken_sample() -> None:

@@ -100,7 +100,7 @@ def test_more_says_whether_another_step_follows() -> None:
     """7 samples on two ranks in batches of 2: rank 0 alone has a fourth sample."""
     for rank, left in ((0, [True, True, True, False]), (1, [True, True, False])):
         batches = train_loader(Numbers(num_samples=7), 2, 2, rank).epoch(0)
-        assert ids(batches.peek()) == ids(next(batches)) == [rank]
+        assert ids(batches.ahead()[0]) == ids(next(batches)) == [rank]
         found = [batches.more]
         for _ in batches:
             found.append(batches.more)
@@ -131,6 +131,16 @@ def test_a_broken_sample_of_a_stream_is_one_message(workers: int) -> None:
         assert message_of(batches) == (
             "sample 13 of Broken cannot be read: part-0013: truncated; mend it, or have the stream leave it out"
         )
+
+
+def test_none_of_a_stream_is_no_sample() -> None:
+    class Decodes(Numbers):
+        def decode(self, item: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+            return None if numbers_of(item[0][None]) == [13] else item
+
+    for batches in (train_loader(Decodes(), 8).epoch(0), iter(eval_loader(Decodes(), 8))):
+        words = "sample 13 of Decodes cannot be read: it is None; mend it, or have the stream leave it out"
+        assert message_of(batches) == words
 
 
 def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:

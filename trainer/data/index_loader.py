@@ -1,5 +1,6 @@
 """Loaders of data that is read by index, in an order of the harness's own."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,7 @@ class IndexTrainLoader:
     def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
         """What lies before ``first_sample`` is not read."""
         self._sampler.epoch, self._sampler.first_sample, self._sampler.parts = epoch, first_sample, parts
-        return _Counted(raise_errors(self._loader), len(self._sampler))
+        return _Counted(raise_errors(self._loader), len(self._sampler), self._sampler.batch.accumulation)
 
     def place(self) -> dict[str, Any]:
         return {}
@@ -82,18 +83,20 @@ class IndexEvalLoader:
 class _Counted(Batches):
     """So many micro-batches as ``left`` says."""
 
-    def __init__(self, batches: Iterator[Any], left: int) -> None:
-        self._batches, self._left, self._peeked = batches, left, deque[Any]()
+    def __init__(self, batches: Iterator[Any], left: int, accumulation: int) -> None:
+        self._batches, self._left, self._accumulation = batches, left, accumulation
+        self._ahead = deque[Any]()
 
     @property
     def more(self) -> bool:  # type: ignore[override]
         return self._left > 0
 
-    def peek(self) -> Any:
-        self._peeked.append(next(self._batches))
-        return self._peeked[0]
+    def ahead(self) -> list[Any]:
+        if not self._ahead:
+            self._ahead.extend(itertools.islice(self._batches, self._accumulation))
+        return list(self._ahead)
 
     def __next__(self) -> Any:
-        batch = self._peeked.popleft() if self._peeked else next(self._batches)
+        batch = self._ahead.popleft() if self._ahead else next(self._batches)
         self._left -= 1
         return batch

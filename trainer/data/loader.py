@@ -61,8 +61,8 @@ class Batches(Iterator[Any]):
 
     more: bool
 
-    def peek(self) -> Any:
-        """The micro-batch that comes next."""
+    def ahead(self) -> list[Any]:
+        """The micro-batches of the next step, which are read now; to be called between steps."""
         raise NotImplementedError
 
 

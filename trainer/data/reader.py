@@ -69,9 +69,9 @@ class BatchReader(Dataset[Any]):
         self.heartbeat.read(index)
         seed_generators(self.seed, epoch, index)
         try:
-            return self.dataset[index]
+            return sample_of(self.dataset, index)
         except BROKEN_DATA as error:
-            reason = f"sample {index} of {type(self.dataset).__name__} cannot be read: {error}"
+            reason = f"sample {index} of {name_of(self.dataset)} cannot be read: {error}"
             if self._num_skipped is None:
                 raise UserError(f"{reason}; mend it, or set data.on_bad_sample=skip") from error
             with self._num_skipped.get_lock():
@@ -99,8 +99,10 @@ class TrainReader(BatchReader):
         if self.in_batches:
             self.heartbeat.read(indices[0])
             if hasattr(self.dataset, "draw"):
-                return collate(self.dataset.draw(indices, random_numbers(self.seed, epoch, indices)))
-            return collate(self.dataset.__getitems__(indices))  # type: ignore[attr-defined]
+                fetched = self.dataset.draw(indices, random_numbers(self.seed, epoch, indices))
+            else:
+                fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            return collate(fetched, self.dataset, indices)
         with generators_kept():
             return default_collate([self._read_or_next(epoch, index) for index in indices])
 
@@ -113,8 +115,10 @@ class EvalReader(BatchReader):
 
     def _read_batch(self, key: list[int]) -> tuple[Any, list[int]]:
         if self.in_batches:
-            self.heartbeat.read((key or [0])[0])
-            return collate(self.dataset.__getitems__(key or [0])), key  # type: ignore[attr-defined]
+            indices = key or [0]
+            self.heartbeat.read(indices[0])
+            fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            return collate(fetched, self.dataset, indices), key
         with generators_kept():
             read = [(index, sample) for index in key if (sample := self._read(0, index)) is not None]
             samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
@@ -128,9 +132,32 @@ def fetches_batches(dataset: Dataset[Any]) -> bool:
     return hasattr(dataset, "__getitems__")
 
 
-def collate(fetched: Any) -> Any:
-    """By torch's convention ``__getitems__`` returns a list of samples; anything else is a batch already."""
+def sample_of(dataset: Any, index: int) -> Any:
+    """Raises ValueError, as over broken data, where the sample is None: no batch could hold it."""
+    if (sample := dataset[index]) is None:
+        raise ValueError("it is None")
+    return sample
+
+
+def collate(fetched: Any, dataset: Any, indices: Sequence[int]) -> Any:
+    """By torch's convention whole batches may come as a list of samples; anything else is a batch already.
+
+    Raises:
+        UserError: there are fewer or more samples than `indices`, or one is None.
+    """
+    given = fetched if isinstance(fetched, list) else [fetched]
+    if isinstance(fetched, list) and len(given) != len(indices):
+        asked = f"{len(indices)} samples at a time, {indices[0]} the first of them"
+        raise UserError(f"{name_of(dataset)} was asked for {asked}, and gives {len(given)}; mend it")
+    for index, sample in zip(indices, given, strict=False):
+        if sample is None:
+            raise UserError(f"{name_of(dataset)} gives None for sample {index}; mend it")
     return default_collate(fetched) if isinstance(fetched, list) else fetched
+
+
+def name_of(dataset: Any) -> str:
+    """The name of its class, or of what the run's settings have put something round."""
+    return getattr(dataset, "told_as", type(dataset).__name__)
 
 
 def random_numbers(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:

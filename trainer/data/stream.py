@@ -228,7 +228,10 @@ class StreamReader(Dataset[Any]):
         return samples
 
     def _decode(self, item: Any) -> Any:
-        return self.stream.decode(item) if hasattr(self.stream, "decode") else item
+        sample = self.stream.decode(item) if hasattr(self.stream, "decode") else item
+        if sample is None:
+            raise ValueError("it is None")
+        return sample
 
     def _cursor(self, request: Request, shard: int) -> Cursor:
         if shard not in self._cursors:

@@ -133,8 +133,8 @@ class _StepAhead(Batches):
         self._ahead = deque(itertools.islice(self._batches, self._accumulation))
         self.more = len(self._ahead) == self._accumulation
 
-    def peek(self) -> Any:
-        return (self._now or self._ahead)[0][0]
+    def ahead(self) -> list[Any]:
+        return [batch for batch, _ in self._ahead]
 
     def __next__(self) -> Any:
         if not self._now:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.data.device import Mirrored
-from trainer.data.reader import collate, fetches_batches, generators_kept
+from trainer.data.reader import collate, fetches_batches, generators_kept, name_of, sample_of
 from trainer.errors import UserError
 
 
@@ -25,7 +25,7 @@ class _Upon(Dataset[Any]):
             raise UserError(
                 f"{setting} is for data that is read by index; a stream transforms its own samples"
             )
-        self.dataset = dataset
+        self.dataset, self.told_as = dataset, name_of(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -50,7 +50,7 @@ class Transformed(_Upon):
         self._transform, self._setting = v2.Compose(transforms), setting
 
     def __getitem__(self, index: int) -> Any:
-        return self._transform(self.dataset[index])
+        return self._transform(sample_of(self.dataset, index))
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def _leaves(sample: Any) -> Iterator[Any]:
 
 class _EachMirrored(_Upon):
     def __getitem__(self, index: int) -> Mirrored:
-        return Mirrored(self.dataset[index], torch.rand(()) < 0.5)
+        return Mirrored(sample_of(self.dataset, index), torch.rand(()) < 0.5)
 
 
 class _BatchesMirrored(_Upon):
@@ -85,7 +85,7 @@ class _BatchesMirrored(_Upon):
 
     def draw(self, indices: Sequence[int], numbers: np.ndarray) -> Mirrored:
         own = getattr(self.dataset, "draw", None)
-        batch = own(indices, numbers) if own else collate(self.dataset.__getitems__(indices))
+        batch = own(indices, numbers) if own else collate(self.__getitems__(indices), self, indices)
         return Mirrored(batch, torch.from_numpy(numbers >> np.uint64(63) == 1))
 
     def __getitems__(self, indices: Sequence[int]) -> Any:

@@ -87,7 +87,7 @@ class Rehearsal:
         self.to_device = lambda device: build_to_device(config, device, train_set)
         data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
         loader = train_loader(train_set, data, BatchSplit(1, 1, 1, 1), Share(0, config.seed, CPU))
-        self.sample = loader.epoch(0).peek()
+        self.sample = loader.epoch(0).ahead()[0]
         self._seed = config.seed
         self.num_parameters = parameter_count(self._model(config).module.parameters())
 

@@ -19,9 +19,10 @@ from trainer.comm.timeline.report import draw_staleness
 from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist
 from trainer.errors import UserError, writing
+from trainer.label_weights import divisors
 from trainer.optim import after_step
 from trainer.state import Progress, TrainState
-from trainer.step import StepResult, compute_gradients
+from trainer.step import StepResult, compute_gradients, weights_ahead
 from trainer.strategies.base import Computing
 from trainer.strategies.parameter_server import ParameterServer
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 class StaleParameterServer(ParameterServer):
     """Each push is an update of its own, of gradients / workers; all ranks meet after a round of steps.
 
+    A push's loss is the mean over its own labels that count, be they more or fewer than those of others.
     A round goes to the next step at which the loop looks at the run as a whole: logs, saves, evaluates.
     A push whose gradients are not finite is applied by no server, and ends the run once the pushes that are
     under way have been applied; nothing of that round is saved.
@@ -111,7 +113,9 @@ class StaleParameterServer(ParameterServer):
             job.learning.before_update(last)
         with heartbeat.in_any_order():
             for _ in self._turns(steps, lambda: job.stop_request.is_set):
-                compute_gradients(job, batches, loss, tell_others=False)
+                heartbeat.enter("data")
+                own = weights_ahead(job, batches)
+                compute_gradients(job, batches, divisors(own, math.fsum(own)), loss, tell_others=False)
             if not self.trains:
                 heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
         heartbeat.enter("optimizer")

@@ -44,13 +44,24 @@ class Task(Protocol):
     """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Mean over the micro-batch, a scalar to differentiate."""
+        """Mean over the labels of the micro-batch that count, a scalar to differentiate.
+
+        Where none counts it may be NaN, but its gradient must be 0, as that of torch's cross entropy is.
+        """
+
+    def weight(self, batch: Any) -> float | Tensor:
+        """How many labels of the micro-batch count, or their weights' sum: what `loss` is the mean over.
+
+        Called once for each training batch, while it is still on the host. A step divides by the sum over
+        all ranks and micro-batches: its loss is the mean over all labels that count, and 0 where none does.
+        Without this method each micro-batch counts the same.
+        """
 
     def compile(self) -> None:
         """Compile what `loss` computes besides the model; called once, with train.compile=true."""
 
-    def num_tokens(self, batch: Any) -> int:
-        """How many tokens the batch holds, for speed/tokens_per_second."""
+    def num_tokens(self, batch: Any) -> int | Tensor:
+        """How many tokens of the batch count, for speed/tokens_per_second; may be a tensor."""
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
         """float64 sums over the batch, of the same length for every batch, on the model's device."""

@@ -4,7 +4,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.tasks.base import Evaluation, Shown
-from trainer.tasks.cross_entropy import CrossEntropy, logits_as_made, logits_of
+from trainer.tasks.cross_entropy import (
+    CrossEntropy,
+    classes_of,
+    counted,
+    logits_as_made,
+    logits_of,
+    num_counted,
+)
 
 _CONFUSIONS_OF = 100  # classes at most: their square is counted
 _TABLE_OF = 20  # classes at most: more are a list of what is confused most
@@ -12,6 +19,9 @@ _TABLE_OF = 20  # classes at most: more are a list of what is confused most
 
 class Classification:
     """One class for each input: batches are (inputs (B, ...), labels (B,)), the model returns (B, classes).
+
+    A label of -100 does not count. Labels may be the share of each class, (B, classes), or one-hot: the
+    class with the largest is then the right one.
 
     Evaluation: mean cross entropy (without smoothing, so that runs compare), accuracy and, where there are
     more than five classes, top5_accuracy. To see: the first held-out images with the classes they are taken
@@ -37,39 +47,45 @@ class Classification:
             self.plain_loss = self._cross_entropy(logits.detach(), labels)
         return self._cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
+    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        return num_counted(batch[1])
+
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """[loss, right, samples, right among the top five, samples with more than five classes, confusions]
+        """[loss, right, labels, right among the top five, labels with more than five classes, confusions]
 
         The confusions are the samples of class i taken for class j, at i * classes + j.
         """
         inputs, labels = batch
         logits = logits_of(model(inputs))
         has_top5 = logits.shape[1] > 5
-        likeliest = _likeliest(logits)
-        hits = likeliest == labels.unsqueeze(1)
         loss = self._cross_entropy(logits, labels, reduction="sum")
-        count = torch.full_like(loss, len(labels), dtype=torch.float64)
+        likeliest, labels = _likeliest(logits), classes_of(labels, logits)
+        hits, count = likeliest == labels.unsqueeze(1), counted(labels).sum()
         sums = [loss.double(), hits[:, 0].sum(), count, hits.sum() * has_top5, count * has_top5]
         return torch.cat([torch.stack(sums), _confusions(likeliest[:, 0], labels, logits.shape[1])])
 
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """label (B,), prediction (B,), the class that is likeliest, and probabilities (B, classes)."""
+        """label (B,), prediction (B,), the class that is likeliest, and probabilities (B, classes).
+
+        A label that does not count is -100, as it came.
+        """
         inputs, labels = batch
         logits = logits_of(model(inputs))
-        prediction = _likeliest(logits)[:, 0]
-        return {"label": labels, "prediction": prediction, "probabilities": logits.softmax(dim=1)}
+        label, prediction = classes_of(labels, logits), _likeliest(logits)[:, 0]
+        return {"label": label, "prediction": prediction, "probabilities": logits.softmax(dim=1)}
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        loss, top1, count, top5, count_top5 = sums[:5].tolist()
-        metrics = {"loss": loss / count, "accuracy": top1 / count}
-        return metrics | {"top5_accuracy": top5 / count_top5} if count_top5 else metrics
+        loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN where no label counts
+        metrics = {"loss": loss, "accuracy": accuracy}
+        return metrics | {"top5_accuracy": float(sums[3] / sums[4])} if sums[4] else metrics
 
     def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
         assert evaluation.sums is not None
         confusions = evaluation.sums[5:]
         texts = {"eval/confusion": _in_words(confusions)} if len(confusions) else {}
         inputs, labels = (values[:32] for values in evaluation.batch)
-        taken_for = _likeliest(logits_of(model(inputs)))[:, 0].tolist()
+        logits = logits_of(model(inputs))
+        taken_for, labels = _likeliest(logits)[:, 0].tolist(), classes_of(labels, logits)
         if inputs.ndim != 4 or inputs.shape[1] not in (1, 3) or labels.ndim != 1:
             return Shown(texts)
         from trainer.tasks.pictures import captioned  # which imports Pillow
@@ -80,10 +96,10 @@ class Classification:
 
 
 def _confusions(taken_for: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """How many samples of each class are taken for each; none for many classes, or labels that are shares."""
+    """How many samples of each class are taken for each; none for many classes, or labels by the pixel."""
     if classes > _CONFUSIONS_OF or labels.ndim != 1:
         return torch.zeros(0, dtype=torch.float64, device=labels.device)
-    is_class = labels >= 0  # -100 is none
+    is_class = counted(labels)
     where = torch.where(is_class, labels * classes + taken_for, 0)
     counts = torch.zeros(classes**2, dtype=torch.float64, device=labels.device)
     return counts.index_add_(0, where, is_class.double())

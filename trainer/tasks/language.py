@@ -8,13 +8,15 @@ from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.tasks.base import Evaluation, Shown
-from trainer.tasks.cross_entropy import CrossEntropy, logits_as_made, logits_of
+from trainer.tasks.cross_entropy import CrossEntropy, counted, logits_as_made, logits_of, num_counted
 
 _TEMPERATURE = 0.8
 
 
 class LanguageModelling:
     """The next token at each position: batches are (tokens, targets), (B, T) each; logits are (B, T, vocab).
+
+    A target of -100, as of padding, does not count.
 
     Evaluation: mean cross entropy in nats per token, its exponential the perplexity, and bits_per_byte.
 
@@ -54,25 +56,30 @@ class LanguageModelling:
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return self._loss(model, batch, "mean")
 
-    def num_tokens(self, batch: tuple[Tensor, Tensor]) -> int:
-        return batch[1].numel()
+    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        return num_counted(batch[1])
+
+    def num_tokens(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return counted(batch[1]).sum()
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """[loss, tokens]"""
         loss = self._loss(model, batch, "sum").double()
-        return torch.stack([loss, torch.full_like(loss, batch[1].numel())])
+        return torch.stack([loss, self.num_tokens(batch).to(loss)])
 
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Of each sequence: loss (B,), in nats per token, and accuracy (B,), the share of tokens foreseen."""
+        """Of each sequence: loss (B,), in nats per token, and accuracy (B,), the share of tokens foreseen.
+
+        NaN where none of its tokens counts.
+        """
         tokens, targets = batch
         logits = logits_of(model(tokens))
         loss = self._cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        right = logits.argmax(dim=2) == targets
-        return {"loss": loss.view_as(targets).mean(dim=1), "accuracy": right.float().mean(dim=1)}
+        right, count = logits.argmax(dim=2) == targets, counted(targets).sum(dim=1)
+        return {"loss": loss.view_as(targets).sum(dim=1) / count, "accuracy": right.sum(dim=1) / count}
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        total, tokens = sums.tolist()
-        loss = total / tokens
+        loss = float(sums[0] / sums[1])  # NaN where no token counts
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
         if self.bytes_per_token is not None:
             metrics["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token

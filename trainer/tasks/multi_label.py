@@ -13,7 +13,9 @@ from trainer.tasks.ranking import auc, average_precision, f1
 
 
 class MultiLabel:
-    """Batches are (inputs (B, ...), labels (B, L) of 0 and 1); the model returns a logit for each label.
+    """Batches are (inputs (B, ...), labels (B, L) from 0 to 1); the model returns a logit for each label.
+
+    Other labels are refused: there is none that does not count.
 
     Evaluation, from the scores of all samples: loss, the mean binary cross entropy; auc and
     mean_average_precision, means over those labels that some samples have and others lack; f1 of all
@@ -35,9 +37,14 @@ class MultiLabel:
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.binary_cross_entropy_with_logits(*self._scores(model, batch))
 
+    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        _refuse_others(batch[1])
+        return batch[1].numel()
+
     def rows(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """loss (B,), scores (B, L) float32, labels (B, L) bool."""
         scores, labels = self._scores(model, batch)
+        _refuse_others(labels)
         loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="none").mean(dim=1)
         return {"loss": loss, "scores": scores, "labels": labels > 0.5}
 
@@ -87,6 +94,16 @@ class MultiLabel:
                 f"{tuple(scores.shape)}; the two must be equal: set model.num_classes to the number of labels"
             )
         return scores, labels.float()
+
+
+def _refuse_others(labels: Tensor) -> None:
+    """Raise UserError where a label is not from 0 to 1: torch computes a loss of any number."""
+    least, largest = (extreme.item() for extreme in labels.float().aminmax())
+    if not 0 <= least <= largest <= 1:
+        raise UserError(
+            f"the smallest label is {least:g} and the largest {largest:g}, but MultiLabel takes 0 to 1, and "
+            "none that does not count; look at the data, or name as data.task one of yours"
+        )
 
 
 def _mean(values: list[float]) -> float:

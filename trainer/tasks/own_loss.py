@@ -5,29 +5,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import UserError
+from trainer.tasks.cross_entropy import counted
+
 
 class OwnLoss:
     """Batches are dicts of tensors (B, ...), the model's keywords; it returns an object with ``loss``.
 
-    Evaluation: the mean of the loss over batches, each weighing as many as its samples. That is the mean over
-    samples, whatever the batches, for a loss that is one; a mean over tokens depends on who is batched with
-    whom where sequences are not equally long.
+    That is taken to be the mean over the batch's ``labels`` that count: integers other than -100. Of a batch
+    without labels, or with floats, each sample counts.
+
+    Evaluation: the mean of the loss over all labels that count.
+
+    Args:
+        shifted: whether the model leaves out the first label of each sequence, as causal language models of
+            Hugging Face do, since no token comes before it. Must be said where labels are sequences.
     """
 
     figures = ("loss",)
+
+    def __init__(self, shifted: bool | None = None) -> None:
+        self.shifted = shifted
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         loss: Tensor = model(**batch).loss
         return loss
 
+    def weight(self, batch: dict[str, Tensor]) -> int | Tensor:
+        labels = batch.get("labels")
+        if labels is None or labels.is_floating_point():
+            return _num_samples(batch)
+        if labels.ndim > 1 and self.shifted is None:
+            raise UserError(
+                f"the labels are sequences, {tuple(labels.shape)}; set data.task.shifted=true for a causal "
+                "language model, which leaves the first of each sequence out of its loss, or "
+                "data.task.shifted=false for another"
+            )
+        return counted(labels[:, 1:] if labels.ndim > 1 and self.shifted else labels).sum()
+
     def eval_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[loss, samples]"""
-        loss, num_samples = self.loss(model, batch).double(), _num_samples(batch)
-        return torch.stack([loss * num_samples, torch.full_like(loss, num_samples)])
+        """[loss, labels that count]"""
+        loss = self.loss(model, batch).double()
+        count = torch.as_tensor(self.weight(batch)).to(loss)
+        return torch.stack([torch.where(count > 0, loss * count, 0.0), count])  # a mean over none is NaN
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        total, num_samples = sums.tolist()
-        return {"loss": total / num_samples}
+        return {"loss": float(sums[0] / sums[1])}
 
 
 def _num_samples(batch: dict[str, Any]) -> int:
