@@ -37,6 +37,7 @@ MAY_USE = {
     "data": {"errors", "faults"},
     "fingerprint": {"data", "faults", "pieces"},
     "label_weights": {"data", "errors", "tasks"},
+    "gradients": {"distributed", "errors", "local_shard", "state"},
     "guard": {"distributed", "errors", "label_weights"},
     "flops": {"config", "data", "distributed", "errors", "seeding", "tasks"},
     "metrics": {"distributed", "flops", "label_weights", "tasks"},
@@ -64,8 +65,8 @@ MAY_USE = {
     | {"strategies", "tasks"},
     "rows": {"distributed", "errors"},
     "evaluation": {"data", "distributed", "errors", "loggers", "rows", "seeding", "strategies", "tasks"},
-    "job": {"checkpoint", "config", "data", "evaluation", "guard", "learning", "loggers", "metrics"}
-    | {"profiling", "replicas", "signals", "state"},
+    "job": {"checkpoint", "config", "data", "evaluation", "gradients", "guard", "learning", "loggers"}
+    | {"metrics", "profiling", "replicas", "signals", "state"},
     "report": {"groups", "job", "metrics"},
     "step": {"label_weights"},
     "loop": {"errors", "evaluation", "job", "metrics", "optim", "report", "step"},

@@ -188,7 +188,8 @@ class NanInItsLastRow(nn.Module):
 
 
 class FailsAt(Classification):
-    """At the given call of `loss` on the given rank: a loss of that value, a signal to itself, a loop, an exit."""
+    """At the given call of `loss` on the given rank: a loss of that value, or one whose slope alone is NaN or huge,
+    a signal to itself, a loop, an exit."""
 
     def __init__(self, rank: int, call: int, how: str) -> None:
         super().__init__()
@@ -198,6 +199,10 @@ class FailsAt(Classification):
         loss = super().loss(model, batch)
         self.call -= 1
         if self.here and self.call == 0:
+            if self.how == "slope":
+                return loss + (0 * loss).sqrt()
+            if self.how == "steep":
+                return loss + 1e25 * (loss - loss.detach())
             return loss + float(_act(self.how))
         return loss
 

@@ -29,7 +29,7 @@ class UserError(RunEndError, ValueError):
 
 
 class NonFiniteLossError(RunEndError, ArithmeticError):
-    """The loss, or a gradient for parameter servers, was NaN or Inf on some rank; no rank applied it."""
+    """The loss or a gradient was NaN or Inf on some rank, and no update was made of that gradient."""
 
     exit_code = 3
 

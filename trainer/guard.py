@@ -58,10 +58,16 @@ class StepGuard:
                 self._done.record()
             loss.record_stream(self._stream)
         else:
-            self._write(loss, stop_requested, data_left, weights)
+            bad = 0.0 if math.isfinite(loss) else self._dist.rank + 1.0
+            self._flags = torch.tensor([bad, stop_requested, not data_left, *_extremes(weights)])
+            self._send()
 
-    def settle(self, step: int) -> tuple[bool, bool]:
+    def settle(self, where: str, then: str = "no rank applied that step") -> tuple[bool, bool]:
         """Return whether any rank asked to stop, and whether all have data for another step of this epoch.
+
+        Args:
+            where: whose loss it was, such as `step 3`.
+            then: what became of the gradients of a loss that is not finite.
 
         Raises:
             NonFiniteLossError: on every rank alike, when the loss of any was NaN or Inf.
@@ -75,8 +81,8 @@ class StepGuard:
             bad, stop, ended, most, minus_least = self._flags.tolist()
         if bad:
             raise NonFiniteLossError(
-                f"the loss of step {step} is NaN or Inf on {self._dist.place(int(bad) - 1)}; no rank applied "
-                "that step. Lower optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+                f"the loss of {where} is NaN or Inf on {self._dist.place(int(bad) - 1)}; {then}. Lower "
+                "optim.lr, set train.clip_grad_norm, or look at the data of that rank",
                 ranks=(int(bad) - 1,),
             )
         self._even = most == -minus_least
@@ -126,6 +132,9 @@ class StepGuard:
         self._ended.fill_(not data_left)
         for flag, extreme in zip(self._weighed, _extremes(weights), strict=True):
             flag.fill_(extreme)
+        self._send()
+
+    def _send(self) -> None:
         if self._dist.world_size > 1:
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
 

@@ -9,6 +9,7 @@ from trainer.config import EmaConfig, TrainConfig
 from trainer.data.batch import BatchSplit
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.evaluation import Forward
+from trainer.gradients import GradientCheck
 from trainer.guard import StepGuard
 from trainer.learning import Learning
 from trainer.loggers import RunLog
@@ -36,6 +37,7 @@ class Job(Forward):
     run_log: RunLog
     learning: Learning
     guard: StepGuard
+    gradients: GradientCheck
     meter: Meter
     profile: Profile
     stop_request: StopRequest

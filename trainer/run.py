@@ -24,6 +24,7 @@ from trainer.errors import UserError, writing
 from trainer.faults import failure
 from trainer.faults.rehearsal import Rehearsal
 from trainer.flops import model_flops
+from trainer.gradients import GradientCheck
 from trainer.groups import build_optimizer, described, freeze, keep_frozen_statistics
 from trainer.guard import StepGuard
 from trainer.job import Job
@@ -161,6 +162,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         learning=Learning(state.model, dist, train.histograms_every),
         guard=StepGuard(dist),
+        gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame),
         meter=Meter(dist, flops, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,

@@ -3,13 +3,12 @@
 Called by `Strategy.train_step`, so it imports none of what it is called with.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.label_weights import Divisor, divided, weight_of
 
@@ -35,7 +34,7 @@ def train_step(job: "Job", batches: "Batches") -> StepResult:
     """Make the step after `job.state.progress` (a collective).
 
     Raises:
-        NonFiniteLossError: on all ranks, before the update.
+        NonFiniteLossError: on all ranks, for a loss or a gradient; no parameter has changed.
     """
     state, strategy, heartbeat = job.state, job.strategy, job.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
@@ -50,18 +49,19 @@ def train_step(job: "Job", batches: "Batches") -> StepResult:
         heartbeat.skip(("data", "forward", "backward"), job.batch.accumulation)
         job.guard.launch(loss, job.stop_request.is_set, batches.more)
     heartbeat.enter("optimizer")
-    stop, data_left = job.guard.settle(step)
+    stop, data_left = job.guard.settle(f"step {step}")
     strategy.aggregate(job.model)
 
-    grad_norm = None
-    log_now = job.settings.logs(step)
+    max_norm, log_now = job.settings.clip_grad_norm, job.settings.logs(step)
     state.scaler.unscale_(state.optimizer)  # here, as a fused step would ask no other rank for an overflow
-    if job.settings.clip_grad_norm is not None or log_now:
+    grad_norm = strategy.grad_norm(job.model) if log_now or max_norm is not None else None
+    with job.gradients.all_finite(step, state, grad_norm if max_norm is not None else None):
         if log_now:
             job.learning.before_update(step)
-        grad_norm = strategy.clip_grad_norm(job.model, job.settings.clip_grad_norm or math.inf)
-    job.checkpointer.wait_until_copied()
-    strategy.update(state)
+        if max_norm is not None and grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(state.model.parameters(), max_norm, grad_norm)
+        job.checkpointer.wait_until_copied()
+        strategy.update(state)
     if log_now:
         job.learning.after_update()
     return StepResult(loss, grad_norm, stop, data_left)

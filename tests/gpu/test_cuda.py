@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from trainer.comm.timeline.records import BucketRecord
 from trainer.data.device import Normalise, ToDevice
 from trainer.distributed import Dist
 from trainer.errors import NonFiniteLossError
+from trainer.gradients import GradientCheck
 from trainer.groups import build_optimizer
 from trainer.guard import StepGuard
 from trainer.strategies.base import Computing
@@ -68,18 +70,42 @@ def test_the_guard_waits_for_the_forward_pass_and_no_longer() -> None:
     def step() -> None:
         guard.launch(loss, stop_requested=True, data_left=True)
         torch.cuda._sleep(4 * _LONG)  # the backward pass
-        assert guard.settle(1) == (True, True)
+        assert guard.settle("step 1") == (True, True)
 
     called, busy = host_seconds(step)
     assert called < busy / 2, "settle must come back while the backward pass goes on"
     guard.launch(torch.tensor(torch.nan, device=GPU), stop_requested=False, data_left=True)
     with pytest.raises(NonFiniteLossError):
-        guard.settle(2)
+        guard.settle("step 2")
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(GPU)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_bad_update_is_left_out_by_the_gpu_and_the_host_does_not_wait_for_good_ones() -> None:
+    model = network()
+    optimizer = build_optimizer(model, {"_target_": "torch.optim.AdamW", "lr": 0.1})
+    off = torch.amp.GradScaler("cuda", enabled=False)
+    state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=off)
+    check = GradientCheck(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"), False, lambda: True)
+
+    def step(gradient: float) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        with check.all_finite(1, state, None):
+            optimizer.step()
+            torch.cuda._sleep(4 * _LONG)  # what comes after the update
+
+    step(1.0)  # loads kernels
+    called, busy = host_seconds(lambda: step(1.0))
+    assert called < busy / 2, "the host waits for the gradients, and no longer"
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(NonFiniteLossError, match=r"the gradient of 0.weight \(and of 15 more\)"):
+        step(torch.nan)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -185,10 +185,10 @@ def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.Monke
     seen: list[str] = []
     guard = StepGuard(SimpleNamespace(device=CPU, rank=0, world_size=1))  # type: ignore[arg-type]
     with Operations():
-        guard.launch(torch.zeros(()), stop_requested=True, data_left=False)
+        guard._write(torch.zeros(()), stop_requested=True, data_left=False, weights=())
     assert seen.count("fill_") == 4
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
-    assert guard.settle(1) == (True, False)
+    assert guard.settle("step 1") == (True, False)
 
 
 def test_only_buffers_that_training_reads_are_sent_at_each_forward_pass() -> None:

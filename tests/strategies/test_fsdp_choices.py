@@ -73,9 +73,9 @@ def _accumulated(
     gathers = traffic.get_comm_counts()[torch.ops.c10d._allgather_base_] if counts_gathers else 0
     with CommDebugMode() as messages:
         if strategy is None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), torch.inf)
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         else:
-            norm = strategy.clip_grad_norm(model, torch.inf)
+            norm = strategy.grad_norm(model)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     whole = {name: grad.full_tensor() if strategy else grad for name, grad in found.items()}  # type: ignore
     return whole, norm, messages.get_total_counts(), gathers

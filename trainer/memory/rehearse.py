@@ -5,7 +5,6 @@ without numbers), and so are the other ranks. Nothing is computed.
 """
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,7 +206,7 @@ class Stage:
         strategy.aggregate(module)
         self._name_gradients(self._owned)
         if self._config.train.clip_grad_norm is not None:
-            strategy.clip_grad_norm(module, math.inf)
+            strategy.grad_norm(module)
         state.optimizer.step()
         states = [value for each in state.optimizer.state.values() for value in each.values()]
         self._ledger.name("optimizer", [value for value in states if isinstance(value, Tensor)])

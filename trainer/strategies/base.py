@@ -49,12 +49,14 @@ class Strategy:
         replica: which of the parts is this process's.
         trains: whether this process computes gradients; one that does not takes part in all else.
         devices: the devices that this process keeps busy.
+        gradients_differ: whether ranks update other parameters than each other, or parts of them.
         notes: what a person should know about how the request was met.
     """
 
     num_replicas = 1
     replica = 0
     trains = True
+    gradients_differ = False
 
     def __init__(
         self, device: torch.device, computing: Computing, split_over: Sequence[torch.device] = ()
@@ -129,7 +131,7 @@ class Strategy:
         all but the last by `job.count_step`.
 
         Raises:
-            NonFiniteLossError: on all ranks, before the update.
+            NonFiniteLossError: on all ranks; no parameter has changed.
         """
         return step.train_step(job, batches)
 
@@ -143,9 +145,13 @@ class Strategy:
     def aggregate(self, model: nn.Module) -> None:
         """Wait until the parameters that this process updates have the mean of all replicas' gradients."""
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale the gradients down to `max_norm` if theirs is larger; return the norm they had (a scalar)."""
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    def grad_norm(self, model: nn.Module) -> Tensor:
+        """The norm of all gradients, a scalar, the same on every rank (a collective)."""
+        return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+    def is_to_blame(self) -> bool:
+        """Whether this rank is known to have made a gradient that is not finite; asked once there is one."""
+        return self.num_replicas == 1
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0, as DDP does before each forward pass (a collective).

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 
 class Fsdp(Strategy):
+    gradients_differ = True
+
     def __init__(
         self,
         settings: FsdpConfig,
@@ -195,8 +197,8 @@ class Fsdp(Strategy):
         with self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext():
             yield
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
-        norm = super().clip_grad_norm(model, max_norm)
+    def grad_norm(self, model: nn.Module) -> Tensor:
+        norm = super().grad_norm(model)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _note_call(self, *_: object) -> None:

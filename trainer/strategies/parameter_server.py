@@ -20,7 +20,7 @@ from trainer.comm.execution.blame import CommError, PeerError
 from trainer.comm.timeline.records import Timeline
 from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist, broadcast_tensors
-from trainer.errors import NonFiniteLossError, UserError
+from trainer.errors import UserError
 from trainer.state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.owned import Shards, named_alike
@@ -39,6 +39,8 @@ class ParameterServer(Strategy):
     A server keeps its shard in host memory and its optimizer state beside it; the ways between ranks are
     gloo's, also where workers compute on GPUs.
     """
+
+    gradients_differ = True
 
     def __init__(
         self, settings: ParameterServerConfig, dist_: Dist, computing: Computing, timeout_s: float
@@ -128,38 +130,17 @@ class ParameterServer(Strategy):
         self._pulled = False
         if self._server is not None:
             self._finish_serving()
-        self._agree()
-        if self.trains:
-            for parameter in model.parameters():
-                parameter.grad = None
-        if self._server is not None:
             self._give_gradients(self._mean.gradients, self._mean.there)
             self._mean.there.zero_()
 
-    def _agree(self) -> None:
-        """Have all servers apply the step, or none: each sees only its rows of a gradient (a collective).
+    def is_to_blame(self) -> bool:
+        own = (parameter.grad for parameter in self._parameters.values() if self.trains)
+        return not all(bool(gradient.isfinite().all()) for gradient in own if gradient is not None)
 
-        Raises:
-            NonFiniteLossError: on all ranks, where the gradients of one are not finite.
-        """
-        bad = torch.zeros((), device=self.device)
-        if self.trains and not self._norm().isfinite():
-            bad.fill_(self.dist.rank + 1)
-        dist.all_reduce(bad, dist.ReduceOp.MAX)
-        if bad:
-            raise self._refused(int(bad) - 1)
-
-    def _norm(self) -> Tensor:
-        """Of this worker's own gradients."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        return nn.utils.get_total_norm(gradients)
-
-    def _refused(self, rank: int) -> NonFiniteLossError:
-        return NonFiniteLossError(
-            f"the norm of the gradients of {self.dist.place(rank)} is NaN or Inf; no server applied them. "
-            "Lower optim.lr, set train.clip_grad_norm, or look at the data of that rank",
-            ranks=(rank,),
-        )
+    def update(self, state: TrainState) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None  # a worker's own, of its data alone
+        super().update(state)
 
     def _give_gradients(self, gradients: Mapping[int, Tensor], there: Tensor) -> None:
         """Make `gradients`, by bucket, those of the shard; of parameters that had any."""
@@ -170,10 +151,10 @@ class ParameterServer(Strategy):
             if parameter.requires_grad and next(had):
                 parameter.grad = sharded[name]
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float) -> Tensor:
+    def grad_norm(self, model: nn.Module) -> Tensor:
         norm = torch.zeros((), device=self.device)
         if self.serves:
-            sharded = super().clip_grad_norm(self.owned_model, max_norm)
+            sharded = super().grad_norm(self.owned_model)
             norm = (sharded.full_tensor() if isinstance(sharded, DTensor) else sharded).to(self.device)
         dist.broadcast(norm, src=self.servers[0])
         return norm

@@ -18,7 +18,7 @@ from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.report import draw_staleness
 from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist
-from trainer.errors import UserError, writing
+from trainer.errors import NonFiniteLossError, UserError, writing
 from trainer.label_weights import divisors
 from trainer.optim import after_step
 from trainer.state import Progress, TrainState
@@ -100,7 +100,7 @@ class StaleParameterServer(ParameterServer):
         Parameters change with each part of a step that a rank is done with, in an order nobody knows before.
 
         Raises:
-            NonFiniteLossError: on all ranks, before that update.
+            NonFiniteLossError: on all ranks; gradients that are not finite were not applied.
         """
         progress, heartbeat = job.state.progress, job.dist.heartbeat
         steps = steps_until_all_meet(job)
@@ -122,7 +122,10 @@ class StaleParameterServer(ParameterServer):
         # However long a round is: no collective may wait for it, and whoever is done is ahead of who is not.
         made = self._end_round()
         job.guard.launch(loss, job.stop_request.is_set, batches.more)
-        stop, _ = job.guard.settle(last)
+        stop, _ = job.guard.settle(
+            f"a step up to {last}",
+            "servers had applied what came before, and nothing was saved",
+        )
         grad_norm = self._mean_norm() if job.settings.clip_grad_norm is not None or log_now else None
         if not self.serves:
             for _ in range(made):
@@ -176,6 +179,11 @@ class StaleParameterServer(ParameterServer):
         if enabled:
             self._pulled = False
 
+    def _norm(self) -> Tensor:
+        """Of this worker's own gradients."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return nn.utils.get_total_norm(gradients)
+
     def _commit(self) -> None:
         """The worker's last word on a push; a gradient alone is clipped alone."""
         assert self._guest is not None
@@ -214,6 +222,13 @@ class StaleParameterServer(ParameterServer):
                 first = self._state.progress.step
                 arrivals.append(self._run_dir / "arrivals", self._roles, first, made, events)
         return made
+
+    def _refused(self, rank: int) -> NonFiniteLossError:
+        return NonFiniteLossError(
+            f"the norm of the gradients of {self.dist.place(rank)} is NaN or Inf; no server applied them. "
+            "Lower optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+            ranks=(rank,),
+        )
 
     def _mean_norm(self) -> Tensor:
         """Of the round's gradients, each of which was clipped alone (a collective)."""
