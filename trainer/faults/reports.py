@@ -1,25 +1,35 @@
 """What hosts tell each other through the store: reports now and then, and one verdict.
 
-All of it in a thread of its own: a store whose host is gone or cut off may hold a call for minutes.
+All of it in a thread of its own: a store whose host is gone or cut off may hold a call for minutes. Anybody
+who reaches the store may write there: what is no report, or no verdict, is passed over, and said once.
 """
 
 import dataclasses
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer.errors import UserError
+from trainer.faults import last_words
 from trainer.faults.verdict import Observed, Verdict
+from trainer.untrusted import Fields, printable, read_json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+_T = TypeVar("_T")
 
 _EVERY_S, _EAGER_EVERY_S, _OTHERS_EVERY_S = 1.0, 0.2, 5.0
 _ENDED_S = 5.0  # for the store to take the last word of a host
 _HEARD_S = 2.0  # for the other hosts to hear it
 _VERDICT = "verdict"
+_MAX_BYTES = 1 << 22
+_FACTS = {"rank", "host", "phase", "where", "step", "silent_s"}
 
 
 class Reports:
@@ -28,15 +38,22 @@ class Reports:
     Args:
         connect: opens a connection of one's own to the store, where the keys of this attempt are.
         first: what is known of the ranks of other hosts before they have reported.
+        num_ranks: of the run.
 
     Attributes:
         verdict: that of the run, once somebody has given one.
         counts: how many reports have been read, by host.
     """
 
-    def __init__(self, connect: Callable[[], "Store"], host: int, first: Iterable[Observed]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], "Store"],
+        host: int,
+        first: Iterable[Observed],
+        num_ranks: int = sys.maxsize,
+    ) -> None:
         self.verdict: Verdict | None = None
-        self._connect, self._host = connect, host
+        self._connect, self._host, self._num_ranks = connect, host, num_ranks
         self._known: dict[int, list[Observed]] = {}
         for rank in first:
             self._known.setdefault(rank.host, []).append(rank)
@@ -54,6 +71,7 @@ class Reports:
         self._last_word: list[Observed] = []
         self._awaited = list[str]()
         self._ended = set[int]()
+        self._passed_over = set[str]()
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
         self._thread.start()
 
@@ -134,26 +152,61 @@ class Reports:
     def _settle(self, store: "Store") -> None:
         if self._proposed is not None:
             text = json.dumps(dataclasses.asdict(self._proposed))
-            self.verdict = _verdict(store.compare_set(_VERDICT, "", text))
+            self.verdict = self._read(_VERDICT, store.compare_set(_VERDICT, "", text), self._verdict_of)
             self._agreed.set()
         elif self.verdict is None and store.check([_VERDICT]):
-            self.verdict = _verdict(store.get(_VERDICT))
+            self.verdict = self._read(_VERDICT, store.get(_VERDICT), self._verdict_of)
 
     def _read_others(self, store: "Store") -> None:
         for host in self._hosts:
-            if host not in self._ended and store.check([f"ended/{host}"]):
+            if host in self._ended:
+                continue
+            if store.check([f"ended/{host}"]) and self._hear(host, f"ended/{host}", store):
                 self._ended.add(host)
-                self._hear(host, store.get(f"ended/{host}"))
-            elif host not in self._ended and store.check([f"report/{host}"]):
-                self._hear(host, store.get(f"report/{host}"))
+            elif store.check([f"report/{host}"]):
+                self._hear(host, f"report/{host}", store)
 
-    def _hear(self, host: int, text: bytes) -> None:
-        report = json.loads(text)
-        if report["id"] != self._last_read.get(host):
-            self._last_read[host] = report["id"]
+    def _hear(self, host: int, key: str, store: "Store") -> bool:
+        """Whether there is a report of the host under `key`; it is taken, if it is a new one."""
+        name, ranks = self._read(key, store.get(key), lambda report: self._report_of(host, report)) or (
+            "",
+            [],
+        )
+        if ranks and name != self._last_read.get(host):
+            self._last_read[host] = name
             self.counts[host] += 1
             self._heard_at[host] = time.monotonic()
-            self._known[host] = [Observed(**rank) for rank in report["ranks"]]
+            self._known[host] = ranks
+        return bool(ranks)
+
+    def _read(self, key: str, text: bytes, take: Callable[[Fields], _T]) -> _T | None:
+        """What `take` makes of what is under `key`; None where that is nothing of ours."""
+        try:
+            if len(text) > _MAX_BYTES:
+                raise UserError(f"{key} has {len(text):,} bytes, but must have at most {_MAX_BYTES:,}")
+            return take(Fields(key, read_json(Path(key), text)))
+        except UserError as error:
+            if key not in self._passed_over:
+                self._passed_over.add(key)
+                last_words.print_line(f"[host {self._host}] no rank wrote {key} in the store: {error}")
+            return None
+
+    def _report_of(self, host: int, report: Fields) -> tuple[str, list[Observed]]:
+        own = {rank.rank for rank in self._known[host]}
+        ranks = [_observed(rank) for rank in report.sequence("ranks", dict)]
+        if not ranks or not {rank.rank for rank in ranks} <= own or any(rank.host != host for rank in ranks):
+            report.refuse("ranks", f"of ranks {sorted(own)}")
+        return report.text("id"), ranks
+
+    def _verdict_of(self, verdict: Fields) -> Verdict:
+        ranks, status = verdict.sequence("ranks", int), verdict.count("status")
+        if not ranks or not all(0 <= rank < self._num_ranks for rank in ranks):
+            verdict.refuse("ranks", f"some below {self._num_ranks}")
+        if not 0 < status < 256:
+            verdict.refuse("status", "that of a run that ended badly, 1 to 255")
+        facts = verdict.mapping("facts").values
+        known = {name: value for name, value in facts.items() if name in _FACTS}
+        return Verdict(tuple(ranks), verdict.text("kind"), status, verdict.text("message"), known)
 
     def _tell_that_it_knows(self, store: "Store") -> None:
         """Let those leave that wait until this host knows of their end: its leader, that is."""
@@ -175,6 +228,17 @@ def _report(name: str, ranks: Sequence[Observed]) -> str:
     return json.dumps({"id": name, "ranks": [dataclasses.asdict(rank) for rank in ranks]})
 
 
-def _verdict(text: bytes) -> Verdict:
-    values = json.loads(text)
-    return Verdict(**{**values, "ranks": tuple(values["ranks"])})
+def _observed(values: dict[str, Any]) -> Observed:
+    """
+    Raises:
+        UserError: a field too many, too few, or of another type.
+    """
+    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Observed)}
+    for name, value in values.items():
+        kind = kinds.get(name, ())
+        if not isinstance(value, (kind, int) if isinstance(0.0, kind) else kind):
+            raise UserError(f"a rank's {printable(name)} is {printable(repr(value))}, which it cannot be")
+    try:
+        return Observed(**values)
+    except TypeError as error:
+        raise UserError(f"a rank's report lacks something: {error}") from error

@@ -267,7 +267,7 @@ class Watch:
                 Observed(member.rank, member.host, member.hostname, member.pid, position=-1)
                 for member in others
             ]
-            self._reports = Reports(self._connect, self._own.host, first)
+            self._reports = Reports(self._connect, self._own.host, first, len(self._members))
         return self._reports
 
     def _take_stacks(self) -> bool:
