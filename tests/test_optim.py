@@ -1,6 +1,7 @@
 """Which of torch's optimizers and schedules fit: ReduceLROnPlateau does, others are refused before a step."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ def _model(sparse: bool) -> nn.Module:
             r"SparseAdam takes sparse gradients only, and 1\.weight has dense ones",
         ),
         (torch.optim.AdamW, True, r"AdamW takes no sparse gradients, and 0\.weight has them"),
+        (
+            partial(torch.optim.AdamW, capturable=True),
+            False,
+            r"capturable=true is for steps that a GPU records; 0\.weight is on the CPU",
+        ),
+        (partial(torch.optim.SGD, differentiable=True), False, "differentiable=true is for gradients"),
+        (partial(torch.optim.SGD, fused=True), False, None),
         (torch.optim.SGD, True, None),
         (torch.optim.AdamW, False, None),
         (torch.optim.Adafactor, False, None),

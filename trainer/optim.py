@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor, Adagrad, Optimizer, SparseAdam
+from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer.build import build
@@ -227,11 +227,31 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"optim: {name} takes no sparse gradients, and {found[0]} has them; build its embedding with "
             "sparse=False, or take optim=sgd optim.momentum=0 optim.weight_decay=0"
         )
-    if isinstance(optimizer, Adafactor) and any(isinstance(parameter, DTensor) for parameter in optimized):
+    _check_choices(optimizer, names, optimized)
+
+
+def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], optimized: set[Tensor]) -> None:
+    """Raise UserError for what `optimizer` is to keep or how it is to step, where torch cannot do so."""
+    name, sharded = type(optimizer).__name__, any(isinstance(parameter, DTensor) for parameter in optimized)
+    chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
+    on_cpu = [names[parameter] for parameter in names if parameter in optimized and parameter.is_cpu]
+    if sharded and isinstance(optimizer, Adafactor):
         raise UserError(
             "optim: Adafactor keeps sums over rows and columns, which torch cannot compute of sharded "
             "parameters; take strategy=ddp, or optim=adamw"
         )
+    unsharded = {"fused": isinstance(optimizer, SGD | Adagrad), "foreach": isinstance(optimizer, Rprop)}
+    if found := [key for key in unsharded if sharded and unsharded[key] and key in chosen]:
+        raise UserError(
+            f"optim.{found[0]}=true: torch has no such step of {name} for sharded parameters; leave it out, "
+            "or take strategy=ddp, or optim=adamw"
+        )
+    if "capturable" in chosen and on_cpu:
+        raise UserError(
+            f"optim.capturable=true is for steps that a GPU records; {on_cpu[0]} is on the CPU: leave it out"
+        )
+    if "differentiable" in chosen:
+        raise UserError("optim.differentiable=true is for gradients through a step; leave it out")
 
 
 def sparse_weights(model: nn.Module) -> set[Tensor]:

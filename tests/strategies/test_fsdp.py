@@ -190,6 +190,7 @@ def _refusals() -> list[str]:
         lambda: named(lambda model: [model]),
         lambda: named(lambda model: [model.blocks]),
         hooked,
+        lambda: nn.Sequential(nn.Embedding(16, 16, sparse=True)),
         scripted,
         lambda: nn.Sequential(nn.Embedding(16, 16, max_norm=1.0)),
     ):
@@ -204,9 +205,17 @@ def _refusals() -> list[str]:
         gradients(Scaled, fsdp("bf16", min_params=10**6))
     messages.append(str(refusal.value))
     model = fsdp().wrap(nn.Linear(16, 16))
-    with pytest.raises(UserError) as refusal:
-        check_optimizer(torch.optim.Adafactor(model.parameters()), model)
-    return [*messages, str(refusal.value)]
+    for optimizer, choices in (
+        (torch.optim.Adafactor, {}),
+        (torch.optim.SGD, {"fused": True}),
+        (torch.optim.Adagrad, {"fused": True}),
+        (torch.optim.Rprop, {"foreach": True}),
+    ):
+        with pytest.raises(UserError) as refusal:
+            check_optimizer(optimizer(model.parameters(), **choices), model)
+        messages.append(str(refusal.value))
+    check_optimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
+    return messages
 
 
 class Scaled(nn.Module):
@@ -265,12 +274,14 @@ def test_units_of_any_model() -> None:
     expected += ["odd: parameters with complex numbers"]
     expected += ["torch.float32 in whole.weight beside torch.bfloat16 in short.weight"]
     expected += ["holds Sequential, no submodule", "holds blocks, a ModuleList: never called"]
-    expected += ["cannot shard weight: parameters with a hook on the gradient", "shard 0, a ScriptModule"]
+    expected += ["cannot shard weight: parameters with a hook on the gradient"]
+    expected += ["cannot shard 0.weight: parameters with a sparse gradient", "shard 0, a ScriptModule"]
     expected += ["0 has max_norm=1.0"]
     expected += ["(return self.blocks[0](x) @ embed[0].weight) uses a parameter of a unit"]
     expected += ["uses embed.0.weight by a reference kept in a list"]
     expected += ["(return self.last(self.first(x) * self.scale)) mixes dtypes: "]
     expected += ["Adafactor keeps sums over rows and columns"]
+    expected += [f"torch has no such step of {name}" for name in ("SGD", "Adagrad", "Rprop")]
     for message, words in zip(messages, expected, strict=True):
         assert words in message
 

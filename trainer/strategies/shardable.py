@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.deferred.held import has_gradient_hook
 from trainer.errors import UserError
+from trainer.optim import sparse_weights
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -88,6 +89,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
         ),
         "complex numbers, of which torch's fully_shard would sum the real parts alone": torch.is_complex,
         "a hook on the gradient, which comes in shards": has_gradient_hook,
+        "a sparse gradient; build the embedding with sparse=False": sparse_weights(model).__contains__,
     }
     for reason, applies in reasons.items():
         if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
