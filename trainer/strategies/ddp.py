@@ -69,6 +69,7 @@ class Ddp(Strategy):
             # The graph is cut at the bucket borders all the same, since torch compiles it when DDP calls.
             model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # alone there is nobody to average with
+            self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             sends: dict[str, Any] = _FORWARD_SENDS_NO_BUFFERS if are_statistics(model) else {}
             tensors = [*model.parameters(), *model.buffers()]
             if any(t.dtype in _NOT_SENT or "float8" in str(t.dtype) for t in tensors):
@@ -109,11 +110,16 @@ class Ddp(Strategy):
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         if not isinstance(model, DistributedDataParallel):
             return nullcontext()
+        if self.settings.static_graph and not enabled:
+            raise UserError(
+                "strategy.static_graph=true, but a step has several micro-batches, which DDP then cannot add "
+                "up; set strategy.static_graph=false, or train.micro_batch_size=null"
+            )
         return self._reduced(model) if enabled else model.no_sync()
 
     @contextmanager
     def _reduced(self, model: DistributedDataParallel) -> Iterator[None]:
-        with self.hook.plain_errors() if self.hook is not None else nullcontext():
+        with self.hook.plain_errors() if self.hook is not None else nullcontext(), self._all_used(model):
             if not self._passes_missed:
                 yield
                 return
@@ -122,6 +128,26 @@ class Ddp(Strategy):
             for _ in range(self._passes_missed):
                 _reduce_again(model, gradients)
             self._passes_missed = 0
+
+    @contextmanager
+    def _all_used(self, model: DistributedDataParallel) -> Iterator[None]:
+        """Around a backward pass: a parameter that gets no gradient holds up its bucket, and those after it.
+
+        Raises:
+            UserError: on this rank alone, where others may wait for its buckets.
+        """
+        if self.settings.static_graph or self.settings.find_unused_parameters:
+            yield
+            return
+        before = [_written(parameter) for _, parameter in self._trained]
+        yield
+        if idle := [name for (name, p), was in zip(self._trained, before, strict=True) if _written(p) == was]:
+            more = f" and {len(idle) - 3} more" if idle[3:] else ""
+            raise UserError(
+                f"strategy=ddp: the loss of rank {self.replica} used no {', '.join(idle[:3])}{more}, and DDP "
+                "waits for the gradient of each parameter; set strategy.find_unused_parameters=true, or take "
+                "out of the model, or freeze (model.freeze), what is never used"
+            )
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
@@ -146,6 +172,14 @@ class Ddp(Strategy):
     def close(self) -> None:
         if self.hook is not None:
             self.hook.close()
+
+
+def _written(parameter: nn.Parameter) -> Any:
+    """What differs once a backward pass has added to the gradient of `parameter`; None without one."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    return object() if gradient.is_sparse else (gradient.data_ptr(), gradient._version)
 
 
 @contextmanager

@@ -1,0 +1,61 @@
+"""What DDP cannot reduce is told by name, before an update is made of it."""
+
+import os
+import re
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from tests.programs import finish_ranks
+from tests.ranks import run_ranks
+from tests.test_ends import TINY, refusals
+
+QUICK = (*TINY[:1], *TINY[2:], "train.max_steps=3", "train.eval_every_epochs=0")
+WAY_OUT = r"DDP waits for the gradient of each parameter; set strategy\.find_unused_parameters=true"
+
+
+class Idle(nn.Module):
+    """From its fourth pass on, on the ranks of `ranks`, a layer is left out; another is in no pass."""
+
+    def __init__(self, ranks: str = "01", spare: bool = False) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 2)
+        self.ranks, self.spare = ranks, nn.Linear(6, 6) if spare else None
+        self.passes = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.passes += self.training
+        leaves_out = self.passes > 3 and os.environ["RANK"] in self.ranks
+        for layer in self.layers[leaves_out:]:
+            rows = layer(rows)
+        return self.head(rows)
+
+
+def idle(*options: str) -> tuple[str, ...]:
+    return (*QUICK, "model._target_=tests.strategies.test_ddp.Idle", *options)
+
+
+def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
+    spare = "used no spare.weight, spare.bias, and " + WAY_OUT
+    layer = r"used no layers\.0\.weight, layers\.0\.bias, and " + WAY_OUT
+    expected = {
+        # The last step, of which DDP says nothing; and the second of two micro-batches.
+        idle("+model.spare=true", "train.max_steps=1"): spare,
+        idle("+model.spare=true", "comm.timeline=false"): spare,
+        idle("train.micro_batch_size=6"): layer,
+        idle("train.micro_batch_size=6", "strategy.gradient_as_bucket_view=false"): layer,
+        idle("train.micro_batch_size=6", "strategy.static_graph=true"): "a step has several micro-batches",
+        idle("+model.spare=true", "strategy.find_unused_parameters=true"): "accepted",
+    }
+    mistakes = [(*options, f"run_dir={tmp_path}/{number}") for number, options in enumerate(expected)]
+    for rank, messages in enumerate(run_ranks(refusals, 2, *mistakes, init=False)):
+        for message, words in zip(messages, expected.values(), strict=True):
+            assert re.search(words, message), message
+            assert words not in (spare, layer) or f"the loss of rank {rank} " in message
+
+
+def test_where_one_rank_alone_leaves_it_out_all_end(tmp_path: Path) -> None:
+    ended = finish_ranks(2, "train.py", *idle("train.max_steps=5", "+model.ranks='1'", f"run_dir={tmp_path}"))
+    assert [rank.code for rank in ended] == [2, 2]
+    output = "".join(rank.output for rank in ended)
+    assert re.search(r"the loss of rank 1 used no layers\.0\.weight, layers\.0\.bias, and " + WAY_OUT, output)
