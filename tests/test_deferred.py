@@ -3,6 +3,7 @@
 import functools
 import gc
 import resource
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -119,6 +120,34 @@ def test_torchvisions_models() -> None:
             ours = model.state_dict()[key]
             if value.numel() > 5000 and value.is_floating_point():
                 assert ours.std().item() == pytest.approx(value.std().item(), rel=0.05), key
+
+
+def _layers_of(kind: Callable[[int, int], nn.Module], number: int) -> Deferred:
+    return deferred(lambda: nn.ModuleList(kind(2, 2) for _ in range(number)), 0)
+
+
+def test_filling_takes_as_many_calls_for_each_tensor_of_many_as_of_few() -> None:
+    calls = {}
+    for number in (25, 100):
+        model, events = _layers_of(nn.Linear, number), list[str]()
+        sys.setprofile(lambda frame, event, argument, events=events: events.append(event))  # type: ignore[misc]
+        model.fill(model.module)
+        sys.setprofile(None)
+        calls[number] = sum(event.endswith("call") for event in events)
+    assert calls[100] < 4.5 * calls[25]
+
+
+def test_all_objects_are_searched_once_for_all_weights_of_rnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[str] = []
+    for name in ("get_objects", "get_referrers"):
+        search = getattr(gc, name)
+        monkeypatch.setattr(gc, name, lambda *args, search=search: searches.append("") or search(*args))
+    numbers = []
+    for number in (1, 8):
+        searches.clear()
+        assert not _layers_of(nn.LSTM, number).notes
+        numbers.append(len(searches))
+    assert 0 < numbers[0] == numbers[1]
 
 
 class View(nn.Module):

@@ -3,7 +3,7 @@
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,17 +41,34 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{key}" if prefix else key, tensor
 
 
-def has_other_holders(model: nn.Module, part: nn.Module, name: str) -> bool:
-    """Whether a parameter that cannot be swapped, for its weak references, is more than modules' attributes.
+def held_elsewhere(model: nn.Module) -> str | None:
+    """A parameter that cannot be swapped, for its weak references, and has other holders than attributes.
 
     nn.RNNBase, which makes such references, lists its weights once more, and learns of others by setattr.
     """
-    if part._parameters[name] is None or not weakref.getweakrefs(part._parameters[name]):
-        return False
-    attributes = [(each._parameters, each._buffers, vars(each)) for each in model.modules()]
-    known = {id(held) for of_one in attributes for held in of_one}
-    known |= {id(own.get("_flat_weights")) for *_, own in attributes}
-    return any(id(holder) not in known for holder in gc.get_referrers(part._parameters[name]))
+    parts = list(model.modules())
+    unswappable = {
+        id(parameter): f"{name} of a {type(part).__name__}"
+        for part in parts
+        for name, parameter in part._parameters.items()
+        if parameter is not None and weakref.getweakrefs(parameter)
+    }
+    known = {id(held) for part in parts for held in (part._parameters, part._buffers, vars(part))}
+    known |= {id(vars(part).get("_flat_weights")) for part in parts}
+    others = {id(held) for holder, held in holders(unswappable) if id(holder) not in known}
+    return next((words for key, words in unswappable.items() if key in others), None)
+
+
+def holders(sought: Collection[int]) -> list[tuple[object, Any]]:
+    """What refers to the objects with these ids, and to which of them: one search for all of them."""
+    found: list[tuple[object, Any]] = []
+    everything = gc.get_objects() if sought else []
+    for begin in range(0, len(everything), 256):  # most refer to none, which is told faster of many at once
+        block = everything[begin : begin + 256]
+        if any(id(held) in sought for held in gc.get_referents(*block)):
+            for holder in block:
+                found += [(holder, held) for held in gc.get_referents(holder) if id(held) in sought]
+    return found
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -66,22 +83,23 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def replace_all(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
     """Put what `make` returns in the place of each tensor of `module`; what it returns as it is stays."""
-    for tensor in {id(tensor): tensor for _, tensor in named_tensors(module)}.values():
-        if (new := make(tensor)) is not tensor:
-            replace(module, tensor, new)
+    tensors = {id(tensor): tensor for _, tensor in named_tensors(module)}
+    replace(module, ((old, new) for old in tensors.values() if (new := make(old)) is not old))
 
 
-def replace(module: nn.Module, old: Tensor, real: Tensor) -> None:
-    """Make `old` a real tensor: the same object where it can be, so that all who hold it see it."""
-    new = like(old, real)
-    if not weakref.getweakrefs(old):
-        with contextlib.suppress(RuntimeError):  # part of an autograd graph, as old-style weight_norm leaves
+def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Make the first of each pair the second: the same object where it can be, so that all holders see it."""
+    others: dict[int, tuple[Tensor, Tensor]] = {}
+    for old, real in pairs:
+        new = like(old, real)
+        try:
             torch.utils.swap_tensors(old, new)
-            return
-    for part in module.modules():  # nn.LSTM and its like keep weak references, and learn of it by setattr
+        except RuntimeError:  # it has weak references, or is part of an autograd graph, as of old weight_norm
+            others[id(old)] = old, new
+    for part in module.modules() if others else ():  # nn.LSTM makes weak references, and learns by setattr
         for name, tensor in [*part._parameters.items(), *part._buffers.items(), *vars(part).items()]:
-            if tensor is old:
-                setattr(part, name, new)
+            if id(tensor) in others:
+                setattr(part, name, others[id(tensor)][1])
 
 
 def like(old: Tensor, real: Tensor) -> Tensor:

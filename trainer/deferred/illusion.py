@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainer.deferred.tape import NotRecordable, Tape, mapped
+from trainer.deferred.operations import mapped
+from trainer.deferred.tape import NotRecordable, Tape
 
 # Asked for a value, not for a tensor: computed at once.
 _READS = {

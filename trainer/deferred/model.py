@@ -8,16 +8,16 @@ however little of the rest. (torchdistX's deferred_init does the same in C++, wi
 """
 
 import contextlib
-import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from trainer.deferred.held import has_gradient_hook, has_other_holders, like, named_tensors, replace
+from trainer.deferred.held import has_gradient_hook, held_elsewhere, holders, like, named_tensors, replace
 from trainer.deferred.illusion import Illusion
+from trainer.deferred.operations import storage_of
 from trainer.deferred.tape import KINDS, NotRecordable, Tape, new_objects_alone
 from trainer.deferred.unwritten import is_unwritten
 from trainer.errors import UserError, first_line
@@ -48,16 +48,8 @@ class Deferred:
         """
         if self._tape is None:
             return
-        waiting = {id(t): t for _, t in named_tensors(module) if t.is_meta}
-        by_storage: dict[int, list[Tensor]] = {}
-        for tensor in waiting.values():
-            by_storage.setdefault(self._tape.place(tensor).storage, []).append(tensor)
-        for number, tensors in by_storage.items():
-            storage = self._tape.replay({number})[number]
-            for tensor in tensors:
-                real = self._tape.place(tensor).on(storage)
-                self._check(real, tensor)
-                replace(module, tensor, real)
+        waiting = {id(tensor): tensor for _, tensor in named_tensors(module) if tensor.is_meta}
+        replace(module, map(self._checked, self._tape.operations.real(waiting.values())))
 
     def fill_hidden(self, alive: list[Tensor]) -> None:
         """Give their values to those tensors that no module holds: of closures, caches, objects of any kind.
@@ -66,10 +58,11 @@ class Deferred:
         """
         assert self._tape is not None
         named = [tensor for _, tensor in named_tensors(self.module) if self._tape.holds(tensor)]
-        bases = {id(tensor._base) for tensor in named}
         # What a view is of lives as long as the view, though nobody may hold it but `alive`.
-        hidden = [each for each in alive if id(each) not in bases or len(gc.get_referrers(each)) > 1]
-        if not _storages(self._tape, named).isdisjoint(_storages(self._tape, hidden)):
+        bases = {id(tensor._base) for tensor in named} & {id(each) for each in alive}
+        bases -= {id(each) for holder, each in holders(bases) if holder is not alive}
+        hidden = [each for each in alive if id(each) not in bases]
+        if not set(map(storage_of, named)).isdisjoint(map(storage_of, hidden)):
             raise NotRecordable("it holds, where nobody finds it, a part of a tensor that a module holds")
         _make_real(self._tape, hidden)
 
@@ -82,13 +75,14 @@ class Deferred:
         with Illusion(self._tape), self._tape:
             self.module.load_state_dict(tensors, strict=False)
 
-    def _check(self, real: Tensor, tensor: Tensor) -> None:
+    def _checked(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         assert self._tape is not None
+        tensor, real = pair
         unwritten = is_unwritten(real, isinstance(tensor, nn.Parameter))
         if unwritten is None:
-            unwritten = torch.full(real.shape, not self._tape.is_written(tensor))
+            unwritten = torch.full(real.shape, not self._tape.operations.is_written(tensor))
         if not unwritten.any():
-            return
+            return pair
         name = self._names[id(tensor)]
         if isinstance(tensor, nn.Parameter):
             raise UserError(
@@ -98,6 +92,7 @@ class Deferred:
             )
         real[unwritten] = 0
         log.warning("model: %s is not initialised; its %d numbers begin as 0", name, int(unwritten.sum()))
+        return pair
 
 
 def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
@@ -139,26 +134,17 @@ def _recorded(build: Callable[[], nn.Module], tape: Tape) -> Deferred:
             raise NotRecordable(f"{name} lies on the meta device")
         if has_gradient_hook(tensor):  # it would stay with the tensor that a real one replaces
             raise NotRecordable(f"{name} has a hook on its gradient")
-    for part in model.modules():
-        for name in part._parameters:
-            if has_other_holders(model, part, name):
-                raise NotRecordable(f"{name} of a {type(part).__name__} is held elsewhere, too")
+    if elsewhere := held_elsewhere(model):
+        raise NotRecordable(f"{elsewhere} is held elsewhere, too")
     found = Deferred(model, tape)
     found.fill_hidden(alive)
     return found
 
 
-def _storages(tape: Tape, tensors: Iterable[Tensor]) -> set[int]:
-    return {tape.place(tensor).storage for tensor in tensors}
-
-
 def _make_real(tape: Tape, tensors: Sequence[Tensor]) -> None:
     """Give their values to tensors that anybody may hold: they stay the same objects."""
-    for number in _storages(tape, tensors):
-        storage = tape.replay({number})[number]
-        for tensor in tensors:
-            if (place := tape.place(tensor)).storage == number:
-                if weakref.getweakrefs(tensor):
-                    raise NotRecordable("it holds, where nobody finds it, a tensor with weak references")
-                with contextlib.suppress(RuntimeError):  # kept by a graph alone, or a gradient
-                    torch.utils.swap_tensors(tensor, like(tensor, place.on(storage)))
+    for tensor, real in tape.operations.real(tensors):
+        if weakref.getweakrefs(tensor):
+            raise NotRecordable("it holds, where nobody finds it, a tensor with weak references")
+        with contextlib.suppress(RuntimeError):  # kept by a graph alone, or a gradient
+            torch.utils.swap_tensors(tensor, like(tensor, real))
