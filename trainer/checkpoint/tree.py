@@ -28,7 +28,8 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if isinstance(tree, Tensor):
-        tensors[prefix] = tree
+        # torch.save would write attributes of the user's, too, for which no reader asks.
+        tensors[prefix] = tree.detach() if type(tree) is Tensor else tree
         return {"$tensor": prefix}
     if isinstance(tree, list | tuple):
         items = [_take_apart(item, f"{prefix}.{i}", tensors) for i, item in enumerate(tree)]
