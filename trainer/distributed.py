@@ -19,6 +19,7 @@ from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.neighbour import Member, introduction
 from trainer.faults.stacks import Stacks
 from trainer.faults.watch import Watch
+from trainer.interfaces import address_towards, choose_interface, store_host
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import Place, place
 from trainer.rendezvous import leave, meet, on_this_host
@@ -74,6 +75,7 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
     timeout = timedelta(seconds=settings.timeout_s)
     heartbeat, stacks = Heartbeat(), Stacks()
     told = introduction(rank, heartbeat, stacks)
+    told["address"] = address_towards(store_host(here.init_method)) if world_size > 1 else None
     store, hosts, members = (
         meet(here, told, timeout) if settings.backend != "mpi" else (None, [here.host or 0], [told])
     )
@@ -95,6 +97,7 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
         if device.type == "cuda":
             # Before anything touches a GPU: otherwise every rank opens a context on GPU 0.
             torch.cuda.set_device(device)
+        choose_interface(rank, hosts, [member["address"] for member in members])
         if backend == "mpi":  # mpirun starts the ranks and knows them; it takes no store
             dist.init_process_group("mpi")
             rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -29,6 +29,7 @@ class Member:
     heartbeat_fd: int
     stacks_fd: int
     attempt: int  # how often its launcher says that it has restarted the run
+    address: str | None = None  # of its host, on the way to the store
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""Which network interface other hosts reach this one by, where its name leads back to itself.
+
+gloo listens where the name of its host leads. Debian's /etc/hosts has it at 127.0.1.1, which no other host
+reaches, and a container's may not know it at all: then the way to the store of rank 0 shows the interface.
+"""
+
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+log = logging.getLogger(__name__)
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
+
+
+def address_towards(host: str | None) -> str | None:
+    """This host's address on the way to `host`; None where there is no way. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as way:
+                way.connect(address)
+                return str(way.getsockname()[0])
+    return None
+
+
+def store_host(init_method: str | None) -> str | None:
+    """The host of rank 0, as others find it; None where they meet in a file."""
+    url = urlsplit(init_method or "")
+    return os.environ.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
+
+
+def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | None]) -> None:
+    """Have gloo listen where other hosts reach it, unless it does by itself or was told where to.
+
+    Args:
+        addresses: of each rank, what `address_towards` the store gave there.
+    """
+    known = [address for address in addresses if address is not None and not _is_loopback(address)]
+    if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not _name_leads_to_itself():
+        return  # without an address but loopback's, the hosts are one machine
+    own = addresses[rank]
+    if own is None or _is_loopback(own):  # the store is here: towards any other host
+        own = address_towards(known[0])
+    if name := _interface_of(own):
+        os.environ[_VARIABLE] = name
+        return
+    log.warning(
+        "rank %s: the name of its host, %s, leads to no address that other hosts reach; name the interface "
+        "that they do: %s=eth0, say, in the environment of every rank",
+        rank,
+        socket.gethostname(),
+        _VARIABLE,
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _name_leads_to_itself() -> bool:
+    """As gloo looks: whether the first of its addresses that is this host's is loopback's, or none is."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(
+            socket.gethostname(), 0, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as own:
+                own.bind(address)
+                return _is_loopback(str(address[0]))
+    return True
+
+
+def _interface_of(address: str | None) -> str | None:
+    """The name of the interface that has this address, which must be its first."""
+    for _, name in socket.if_nameindex() if address is not None else ():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
+            answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    with contextlib.suppress(OSError, ValueError):
+        wanted = ipaddress.ip_address(str(address).partition("%")[0]).packed.hex()
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            if line.split()[0] == wanted:
+                return line.split()[-1]
+    return None
