@@ -16,6 +16,7 @@ from trainer.errors import UserError
 from trainer.groups import build_optimizer, freeze, keep_frozen_statistics, learning_rates, parameter_sets
 from trainer.loop import fit, train_epoch
 from trainer.optim import ScheduleFacts, build_schedule
+from trainer.scalars import read_scalars
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5}
 UNDECAYED = {"below_dims": 2, "match": "position"}
@@ -173,7 +174,7 @@ def test_any_schedule_scales_each_group_and_goes_on(name: str) -> None:
     optimizer, schedule = fresh()
     for _ in range(4):
         schedule.step()
-    rates = learning_rates(optimizer)
+    rates = learning_rates(optimizer, [group["lr"] for group in optimizer.param_groups])
     if name not in ("CyclicLR", "OneCycleLR"):  # they are told rates, not factors
         assert rates["train/lr/bias"] == pytest.approx(rates["train/lr"] / 10)
     again, resumed = fresh()
@@ -183,7 +184,7 @@ def test_any_schedule_scales_each_group_and_goes_on(name: str) -> None:
     resumed.load_state_dict(saved["schedule"])
     for _ in range(5):
         schedule.step(), resumed.step()
-        assert learning_rates(optimizer) == learning_rates(again)
+        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in again.param_groups]
 
 
 def test_shapes_of_wsd_and_one_cycle() -> None:
@@ -231,6 +232,30 @@ COMMON = (
     "checkpoint.every_steps=5",
 )
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2}
+
+
+def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], dict[int, float]]:
+    """Those that each update used, and those that were logged."""
+    options = (f"strategy={strategy}", *overrides, "train.max_steps=6", "train.log_every_steps=2")
+    options += ("schedule=one_cycle", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
+    used: list[float] = []
+    with runs.job_of(*options, f"run_dir={run_dir}") as job:
+        optimizer = job.state.optimizer
+        optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
+        fit(job)
+    return used, read_scalars(run_dir)["train/lr"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("single",), ("fsdp",), ("parameter_server", "strategy.servers=1", "strategy.max_staleness=inf")],
+    ids=lambda settings: settings[0],
+)
+def test_the_rate_that_a_step_used_is_logged_with_it(settings: tuple[str, ...], tmp_path: Path) -> None:
+    world_size = 1 if settings[0] == "single" else 2
+    used, logged = run_ranks(_rates, world_size, tmp_path, *settings, init=False)[0]
+    assert len(set(used)) == 6
+    assert logged == {step: used[step - 1] for step in (2, 4, 6)}
 
 
 def _whole(job: Any) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ MAY_USE = {
     "pieces": {"local_shard"},
     "whole_file": {"errors"},
     "scalars": {"whole_file"},
-    "state": {"ema"},
+    "state": {"ema", "optim"},
     "untrusted": {"errors"},
     "tasks": {"errors"},
     "config": {"errors", "overrides"},

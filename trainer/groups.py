@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -167,11 +167,11 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
     return options
 
 
-def learning_rates(optimizer: Optimizer) -> dict[str, float]:
-    """Those of the next step, by the names of their curves: train/lr, and train/lr/<group>."""
-    groups = optimizer.param_groups
-    named = {f"train/lr/{group['name']}": float(group["lr"]) for group in groups if "name" in group}
-    return {"train/lr": float(groups[0]["lr"]), **named}
+def learning_rates(optimizer: Optimizer, rates: Sequence[Any]) -> dict[str, float]:
+    """`rates`, one for each parameter group, by the names of their curves: train/lr, and train/lr/<group>."""
+    both = list(zip(optimizer.param_groups, map(float, rates), strict=True))
+    named = {f"train/lr/{group['name']}": rate for group, rate in both if "name" in group}
+    return {"train/lr": both[0][1], **named}
 
 
 def described(optimizer: Optimizer) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer.build import build
@@ -232,13 +232,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], optimized: set[Tensor]) -> None:
     """Raise UserError for what `optimizer` is to keep or how it is to step, where torch cannot do so."""
-    name, sharded = type(optimizer).__name__, any(isinstance(parameter, DTensor) for parameter in optimized)
+    name, sharded = type(optimizer).__name__, [p for p in optimized if isinstance(p, DTensor)]
     chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
     on_cpu = [names[parameter] for parameter in names if parameter in optimized and parameter.is_cpu]
     if sharded and isinstance(optimizer, Adafactor):
         raise UserError(
             "optim: Adafactor keeps sums over rows and columns, which torch cannot compute of sharded "
             "parameters; take strategy=ddp, or optim=adamw"
+        )
+    if isinstance(optimizer, Muon) and any(parameter.device_mesh.size(-1) > 1 for parameter in sharded):
+        raise UserError(
+            "optim: Muon multiplies whole matrices in bf16, and shards of them round so differently that its "
+            "updates are percents off those of one process; take strategy=ddp, or optim=adamw"
         )
     unsharded = {"fused": isinstance(optimizer, SGD | Adagrad), "foreach": isinstance(optimizer, Rprop)}
     if found := [key for key in unsharded if sharded and unsharded[key] and key in chosen]:

@@ -12,7 +12,7 @@ def report(job: Job, meter: Meter, window: Mark, grad_norm: Tensor | None) -> No
     progress, devices = job.state.progress, job.strategy.devices
     values: dict[str, float] = {
         **meter.figures(window, job.settings.global_batch_size),
-        **learning_rates(job.state.optimizer),
+        **learning_rates(job.state.optimizer, job.state.rates),
         "train/epoch": progress.epochs(job.train_loader.num_samples),
         "train/update_to_weight": job.learning.update_to_weight(),
         **{f"memory/peak_mib/{device}": size / 2**20 for device, size in peak_memory_bytes(devices).items()},

@@ -1,7 +1,7 @@
 """What a run is at a step boundary: its progress, and everything that training changes."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from trainer.ema import MovingAverage
+from trainer.optim import after_step
 
 # What torch.compile and activation checkpointing put into parameter names.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -75,6 +76,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     progress: Progress
     average: MovingAverage | None = None
+    rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
 
     def keep_average(self, decay: float, warmup: bool) -> None:
         """Begin a moving average of the parameters that are trained, and of floating-point buffers."""
@@ -87,8 +89,14 @@ class TrainState:
         }
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
+    def end_update(self) -> None:
+        """Count an update: note the rates that it used, move the schedule on, and count the weights in."""
+        self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # a tensor's own will change
+        after_step(self.schedule)
+        self.update_average()
+
     def update_average(self) -> None:
-        """Count the weights in, if an average is kept; to be called after each step."""
+        """Count the weights in, if an average is kept."""
         if self.average is not None:
             self.average.update()
 

@@ -16,7 +16,6 @@ from trainer import step
 from trainer.config import DdpConfig, SingleConfig
 from trainer.distributed import broadcast_tensors
 from trainer.errors import UserError, first_line
-from trainer.optim import after_step
 from trainer.state import TrainState
 from trainer.step import StepResult
 from trainer.strategies.split import Split
@@ -166,8 +165,7 @@ class Strategy:
         """Update what this process owns, by its gradients."""
         state.scaler.step(state.optimizer)
         state.scaler.update()
-        after_step(state.schedule)
-        state.update_average()
+        state.end_update()
         state.optimizer.zero_grad(set_to_none=True)
 
     def collect(self, model: nn.Module) -> None:

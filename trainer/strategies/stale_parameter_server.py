@@ -20,7 +20,6 @@ from trainer.config import ParameterServerConfig
 from trainer.distributed import Dist
 from trainer.errors import NonFiniteLossError, UserError, writing
 from trainer.label_weights import divisors
-from trainer.optim import after_step
 from trainer.state import Progress, TrainState
 from trainer.step import StepResult, compute_gradients, weights_ahead
 from trainer.strategies.base import Computing
@@ -129,8 +128,7 @@ class StaleParameterServer(ParameterServer):
         grad_norm = self._mean_norm() if job.settings.clip_grad_norm is not None or log_now else None
         if not self.serves:
             for _ in range(made):
-                after_step(job.state.schedule)
-                job.state.update_average()
+                job.state.end_update()
         if log_now:
             job.learning.after_update()
         for _ in range(made - 1):
@@ -201,8 +199,7 @@ class StaleParameterServer(ParameterServer):
         self._state.optimizer.zero_grad(set_to_none=True)
         self._num_updates += 1
         if self._num_updates % self.num_replicas == 0:
-            after_step(self._state.schedule)
-            self._state.update_average()
+            self._state.end_update()
 
     def _end_round(self) -> int:
         """Wait for the end of the round; return how many steps it made (a collective)."""
