@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ranks import run_ranks
 from tests.runs import job_of, train
@@ -21,6 +22,7 @@ from trainer.metrics import Meter
 from trainer.scalars import read_scalars
 from trainer.tasks import Classification, LanguageModelling
 
+CPU = torch.device("cpu")
 SHORT = ("train.max_steps=6", "train.log_every_steps=3", "model.hidden=[300]", "checkpoint.every_epochs=null")
 SHORT += ("train.global_batch_size=64", "optim.momentum=0", "logger=jsonl")
 
@@ -138,7 +140,7 @@ class Conv(nn.Module):
 
 
 def test_flops_are_those_of_the_products() -> None:
-    flops = ModelFlops(Conv(), Classification(), micro_batches=2, peak=1e9)
+    flops = ModelFlops(Conv(), Classification(), micro_batches=2, peak=1e9, device=CPU)
     flops.see((torch.zeros(5, 3, 18, 18), torch.zeros(5, dtype=torch.long)))
     conv = 2 * 5 * 8 * 16 * 16 * 3 * 9
     head = 2 * 5 * 8 * 10
@@ -151,12 +153,15 @@ def test_flops_of_a_gpt() -> None:
 
     model = GPT(vocab_size=64, block_size=32)
     tokens = torch.zeros(4, 32, dtype=torch.long)
-    flops = ModelFlops(model, LanguageModelling(), 1, peak=1.0)
+    flops = ModelFlops(model, LanguageModelling(), 1, 1.0, CPU)
     drawn = torch.random.get_rng_state()
     flops.see((tokens, tokens))
     assert torch.equal(drawn, torch.random.get_rng_state())
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
     assert flops.utilisation(1.0) == pytest.approx(6 * matrices * tokens.numel(), rel=0.2)
+    with FlopCounterMode(display=False) as computed:
+        LanguageModelling().loss(model.train(), (tokens, tokens)).backward()
+    assert flops.utilisation(1.0) == computed.get_total_flops(), "fused attention, too"
 
 
 class Asks(Conv):
@@ -165,7 +170,7 @@ class Asks(Conv):
 
 
 def test_what_cannot_be_counted_leaves_training_alone() -> None:
-    flops = ModelFlops(Asks(), Classification(), 1, 1.0)
+    flops = ModelFlops(Asks(), Classification(), 1, 1.0, CPU)
     flops.see((torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.long)))
     assert flops.utilisation(1.0) is None
 

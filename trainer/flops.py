@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from trainer.config import TrainConfig
 from trainer.data.batch import BatchSplit
@@ -68,11 +69,14 @@ def model_flops(
     if tflops is None or not dist.is_main:
         return None
     peak = tflops * 1e12 * dist.world_size * len(devices)
-    return ModelFlops(model, task, batch.accumulation * batch.num_replicas, peak)
+    return ModelFlops(model, task, batch.accumulation * batch.num_replicas, peak, devices[0])
 
 
 class ModelFlops:
-    """Counts the FLOPs of a micro-batch once, on the meta device: nothing is computed.
+    """Counts the FLOPs of a micro-batch once, as torch's FlopCounterMode does: nothing is computed.
+
+    Tensors are fake and seem to be on `device`, so that attention is by the kernel that is chosen there: a
+    fused one computes its scores again for the gradient, and that counts.
 
     Args:
         model: before it is wrapped, on the CPU or the meta device; copied without its data.
@@ -80,13 +84,19 @@ class ModelFlops:
         peak: FLOP/s of all devices together.
     """
 
-    def __init__(self, model: nn.Module, task: Task, micro_batches: int, peak: float) -> None:
+    def __init__(
+        self, model: nn.Module, task: Task, micro_batches: int, peak: float, device: torch.device
+    ) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._fakes, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
         memo: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
-            empty = torch.empty_like(tensor.detach(), device="meta")
-            memo[id(tensor)] = (
-                nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-            )
+            with self._fakes:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                memo[id(tensor)] = (
+                    nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                )
         self._model: nn.Module | None = copy.deepcopy(model, memo)
         self._task, self._micro_batches, self._peak = task, micro_batches, peak
         self._per_step: float | None = None
@@ -100,8 +110,8 @@ class ModelFlops:
 
         generators = rng_state()
         try:
-            with FlopCounterMode(display=False) as counter:
-                self._task.loss(model.train(), _on_meta(batch)).backward()
+            with self._fakes, FlopCounterMode(display=False) as counter:
+                self._task.loss(model.train(), _faked(batch, self._device)).backward()
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # whatever a forward pass may do that needs values
             reason = first_line(error)
@@ -113,11 +123,8 @@ class ModelFlops:
         return None if self._per_step is None else self._per_step / step_s / self._peak
 
 
-def _on_meta(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to("meta")
-    if isinstance(batch, dict):
-        return {key: _on_meta(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_on_meta(value) for value in batch)
-    return batch
+def _faked(batch: Any, device: torch.device) -> Any:
+    def fake(value: Any) -> Any:
+        return torch.empty_like(value, device=device) if isinstance(value, Tensor) else value
+
+    return tree_map(fake, batch)
