@@ -24,7 +24,7 @@ def main() -> None:
                 file=sys.stderr,
             )
             sys.exit(2)
-    from trainer.cli import main
+    from trainer.command import main
 
     main()
 

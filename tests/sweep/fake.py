@@ -92,7 +92,7 @@ class Sweep:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """The trial log, whole."""
+        """The ledger, whole."""
         return [json.loads(line) for line in (self.folder / "trials.jsonl").read_text().splitlines()]
 
     def states(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.checkpoint.reading import FilePart, PlainFile
 from trainer.errors import UserError
-from trainer.files.untrusted import printable, reason
+from trainer.untrusted import printable, reason
 
 # What torch.save asks for when it writes a dict of plain tensors: v3 for dtypes that have no storage of their
 # own, as float8 and uint16.
@@ -84,7 +84,7 @@ def check_tensors(tensors: Mapping[str, Tensor], part: FilePart) -> None:
     """
     storages, views = {}, {}
     for name, tensor in tensors.items():
-        problem = _unusual(tensor)
+        problem = unusual(tensor)
         if problem is None:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
@@ -97,7 +97,8 @@ def check_tensors(tensors: Mapping[str, Tensor], part: FilePart) -> None:
         raise UserError(f"{printable(part.file.path)} claims tensors of more bytes than its {part.length:,}")
 
 
-def _unusual(tensor: Tensor) -> str | None:
+def unusual(tensor: Tensor) -> str | None:
+    """Why a checkpoint cannot hold ``tensor``, in words; None where it can."""
     if tensor.layout != torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
     if tensor.is_meta:

@@ -12,20 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer import seeding
 from trainer.checkpoint import full, sharded
 from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
+from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, write_text
-from trainer.checkpoint.matching import begins_average, first_five, fitting, other_buffers, targets_for
-from trainer.checkpoint.source import PLACES, RNG, STATE, Source, whole
+from trainer.checkpoint.matching import (
+    begins_average,
+    first_five,
+    fitting,
+    of_modules_own,
+    other_buffers,
+    targets_for,
+)
+from trainer.checkpoint.source import PLACES, RNG, STATE, Source, check_size, whole
 from trainer.checkpoint.store import Retention, Store
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
-from trainer.distributed import seeding
-from trainer.distributed.process_group import Dist
-from trainer.errors import UserError
-from trainer.files.untrusted import printable, reason
-from trainer.optim.train_state import Progress, TrainState, buffer_names
+from trainer.distributed import Dist
+from trainer.errors import NonFiniteLossError, UserError
+from trainer.state import Progress, TrainState, buffer_names
+from trainer.untrusted import printable, reason
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +72,8 @@ class Checkpointer:
         self._agreement = Agreement(dist, settings.timeout_s)
         dist.heartbeat.disk_may_take(settings.timeout_s)
         self._last_saved: int | None = None
+        self._expected: Expected | None = None
+        self._checked = False
         self.restored_metrics: dict[str, float] = {}
         self.restored_places: list[dict[str, Any]] = []
         self._in_flight: InBackground | None = None
@@ -72,6 +82,34 @@ class Checkpointer:
     @cached_property
     def _stage(self) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
         return host_stager(self._dist.device)
+
+    def begin(self, state: TrainState) -> None:
+        """Learn what saves will hold, from ``state`` as built, before it is restored or trained.
+
+        Raises:
+            UserError: on every rank alike: the model's state is not what a checkpoint can hold, by name.
+        """
+        expected = self._agreement.everywhere(lambda: Expected(state))
+        for theirs in self._agreement.gather(expected.not_finite):  # each looks at its own shards
+            for name, kinds in theirs.items():
+                expected.not_finite.setdefault(name, set()).update(kinds)
+        self._expected = expected
+
+    def check_once(self, state: TrainState) -> None:
+        """Called after each step; after the first, look whether a resume would take what a save would hold.
+
+        Raises:
+            UserError: on every rank alike: a forward pass has made or resized a buffer.
+        """
+        if not self._checked:
+            self._agreement.everywhere(lambda: self._taken_apart(state))
+            self._checked = True
+
+    def _taken_apart(self, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, plain = take_apart(state.state_dict())
+        if self._expected is not None:
+            self._expected.check(tensors)
+        return tensors, plain
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
         """Whether the settings ask for a checkpoint after this optimizer step, or at this end of an epoch."""
@@ -96,6 +134,7 @@ class Checkpointer:
 
         Raises:
             UserError: on every rank alike, with the rank that failed and why; nothing of the attempt remains.
+            NonFiniteLossError: on every rank alike: a number is NaN or Inf; nothing of this step is saved.
         """
         step, metrics = state.progress.step, dict(metrics or {})
         if self._last_saved == step:
@@ -105,22 +144,37 @@ class Checkpointer:
         if metrics and best is not None and best.metric not in metrics:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
         self._finish()
-        tensors, plain = take_apart(state.state_dict())
+        tensors, plain = self._agreement.everywhere(lambda: self._taken_apart(state))
+        of_rank_0 = buffer_names(state.model) | {name for name in tensors if of_modules_own(name)}
         if self._settings.format == "full":
             tensors = full.part_of(tensors, self._dist.rank)
         elif self._dist.rank != 0:
             # Running statistics follow each rank's own data; those of rank 0 are the model's.
-            of_rank_0 = buffer_names(state.model)
             tensors = {name: tensor for name, tensor in tensors.items() if name not in of_rank_0}
+        self._refuse_not_finite(tensors, step)
         rng = self._gather_rng(dict(place or {}))
         self._last_saved = step
         if self._settings.async_:
-            copied = self._start_copying(tensors, buffer_names(state.model))
+            copied = self._start_copying(tensors, of_rank_0)
             self._in_flight = InBackground(
                 lambda: self._write(step, copied.result(), plain, rng, metrics), self._dist.device
             )
         else:
             self._write(step, tensors, plain, rng, metrics)
+
+    def _refuse_not_finite(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Raise NonFiniteLossError on every rank alike where any has a NaN or Inf that was not built in."""
+        found = self._agreement.gather({} if self._expected is None else self._expected.new_in(tensors))
+        for rank, theirs in enumerate(found):
+            for name, kinds in theirs.items():
+                more = f" (and {len(theirs) - 1} more)" if len(theirs) > 1 else ""
+                kind, place = " and ".join(sorted(kinds)), self._dist.place(rank)
+                raise NonFiniteLossError(
+                    f"{name.removeprefix('model.')}{more} holds {kind} after step {step} on {place}; nothing "
+                    "of that step is saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto goes on "
+                    "from the checkpoint before",
+                    ranks=(rank,),
+                )
 
     def _start_copying(self, tensors: dict[str, Tensor], buffers: set[str]) -> Future[dict[str, Tensor]]:
         """Copy what the optimizer changes in the background; buffers, which a forward pass changes, now."""
@@ -239,6 +293,7 @@ class Checkpointer:
             files = {
                 name: digest for part in self._agreement.gather(digests) for name, digest in part.items()
             }
+            check_size(files[STATE].bytes, sum(file.bytes for file in files.values()))
             self._agreement.on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
         except UserError as error:
             self._last_saved = None
@@ -280,6 +335,7 @@ class Checkpointer:
                 "config": self._config,
                 "state": plain,
                 "rng": rng_plain,
+                "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
             }
             digests[STATE] = write_text(directory / STATE, json.dumps(facts, indent=1))
         return digests

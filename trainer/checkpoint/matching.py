@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError
-from trainer.files.untrusted import printable
-from trainer.optim.train_state import TrainState, parameter_names
+from trainer.state import TrainState, parameter_names
+from trainer.untrusted import printable
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -27,9 +27,7 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
         kind.
     """
     ours = state.state_dict()
-    targets = {f"model.{name}": value for name, value in ours["model"].items() if isinstance(value, Tensor)}
-    saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
-    compare_shapes(saved, {name: (target.shape, target.dtype) for name, target in targets.items()})
+    targets = model_targets(ours["model"], shapes)
     _compare_optimizers(ours["optimizer"], plain["optimizer"])
     targets |= {
         f"buffers.{name}": value for name, value in ours["buffers"].items() if _fits(name, value, shapes)
@@ -40,6 +38,30 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
         if name not in targets and not name.startswith(("buffers.", "ema.")):
             targets[name] = _new_target(name, shape, dtype, parameters)
     return targets
+
+
+def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
+    """The tensors to read the model's part of a checkpoint into, by their saved names.
+
+    They are those in ``ours``, its own state dict; and new memory for what its modules keep as they like.
+
+    Raises:
+        UserError: the checkpoint is of another model.
+    """
+    named = {f"model.{name}": value for name, value in ours.items() if isinstance(value, Tensor)}
+    own = {name: value for name, value in named.items() if not of_modules_own(name)}
+    saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+    kept = {name: shapes[name] for name in saved if of_modules_own(name)}
+    compare_shapes(
+        {name: shape for name, shape in saved.items() if name not in kept},
+        {name: (target.shape, target.dtype) for name, target in own.items()},
+    )
+    return own | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kept.items()}
+
+
+def of_modules_own(name: str) -> bool:
+    """Whether a tensor of this name is part of what ``get_extra_state`` returned: of any size and kind."""
+    return "_extra_state" in name.split(".")
 
 
 def other_buffers(state: TrainState, shapes: Shapes) -> str:
@@ -160,7 +182,13 @@ def _compare_kinds(saved: Any, ours: Any, where: str, required: Iterable[str] = 
         raise UserError(f"the checkpoint's {printable(where)} is {theirs}, this run's {own}")
 
 
-def compare_shapes(saved: Shapes, wanted: Shapes) -> None:
+def compare_shapes(
+    saved: Shapes,
+    wanted: Shapes,
+    words: str = "the checkpoint is of another model",
+    sides: tuple[str, str] = ("there", "here"),
+    way_out: str = "",
+) -> None:
     """UserError unless both hold the same names, shapes and dtypes; shows the first five differences."""
     problems = []
     if missing := sorted(set(wanted) - set(saved)):
@@ -169,11 +197,12 @@ def compare_shapes(saved: Shapes, wanted: Shapes) -> None:
         problems.append(f"it also holds {first_five(unexpected)}")
     if different := [name for name in wanted if name in saved and saved[name] != wanted[name]]:
         pairs = [
-            f"{name} ({_describe(*saved[name])} there, {_describe(*wanted[name])} here)" for name in different
+            f"{name} ({_describe(*saved[name])} {sides[0]}, {_describe(*wanted[name])} {sides[1]})"
+            for name in different
         ]
         problems.append(f"these differ: {first_five(pairs)}")
     if problems:
-        raise UserError("the checkpoint is of another model: " + "; ".join(problems))
+        raise UserError(f"{words}: {'; '.join(problems)}{way_out}")
 
 
 def first_five(items: list[str]) -> str:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from trainer.checkpoint.agreement import Agreement
-from trainer.checkpoint.matching import compare_shapes
+from trainer.checkpoint.matching import model_targets
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import Store, best_checkpoint
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.errors import UserError
-from trainer.optim.train_state import buffers_outside
+from trainer.state import buffers_outside
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +114,7 @@ def read_averages(model: nn.Module, source: Source, agreement: Agreement) -> Non
 
 def _read(model: nn.Module, source: Source, agreement: Agreement) -> None:
     held = get_model_state_dict(model)
-    targets = {f"model.{name}": value for name, value in held.items() if isinstance(value, Tensor)}
-    saved = {name: shape for name, shape in source.shapes.items() if name.startswith("model.")}
-    compare_shapes(saved, {name: (target.shape, target.dtype) for name, target in targets.items()})
+    targets = model_targets(held, source.shapes)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}
     targets |= {
         name: buffer

@@ -6,7 +6,7 @@ import operator
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from trainer.checkpoint.matching import Shapes
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.store import Manifest, open_listed
 from trainer.errors import UserError
-from trainer.files.untrusted import printable, reason
+from trainer.untrusted import printable, reason
 
 METADATA = ".metadata"
 _METADATA_BYTES = 1 << 24  # that much is read however little the shards hold
@@ -147,10 +147,10 @@ def _portions(shapes: Shapes, max_bytes: int) -> list[list[str]]:
     return portions
 
 
-class _ShardReader(dcp.StorageReader):
+class _Reader(dcp.StorageReader):
     """Reads through the one door what torch's reader would read without a question."""
 
-    def __init__(self, shards: "ShardedCheckpoint") -> None:
+    def __init__(self, shards: "Shards") -> None:
         self._shards = shards
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -195,7 +195,7 @@ class _ShardReader(dcp.StorageReader):
 
 
 @dataclass(frozen=True)
-class ShardedCheckpoint:
+class Shards:
     """What ``open`` found in a directory of this format.
 
     Attributes:
@@ -209,7 +209,7 @@ class ShardedCheckpoint:
     shapes: Shapes
 
     @classmethod
-    def open(cls, directory: Path, manifest: Manifest) -> "ShardedCheckpoint":
+    def open(cls, directory: Path, manifest: Manifest) -> "Shards":
         """Read the metadata; a pickle that asks for anything else is refused, and not run.
 
         Raises:
@@ -244,22 +244,26 @@ class ShardedCheckpoint:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # None says so
                 dcp.load(
                     cast(dict[str, Any], targets),
-                    storage_reader=_ShardReader(self),
+                    storage_reader=_Reader(self),
                     process_group=group,
                     no_dist=group is None,
                 )
         except dcp.CheckpointException as error:
             raise _first_failure(error) from error
 
-    def check(self, part: int, parts: int) -> None:
-        """Read every ``parts``-th shard, from ``part`` on. UserError if a chunk is not what it should be."""
+    def parts(self, part: int, parts: int) -> Iterator[tuple[str, Tensor]]:
+        """The chunks in every ``parts``-th shard, from ``part`` on, by the names of what they are of.
+
+        Raises:
+            UserError: one is not what it should be.
+        """
         by_file: dict[str, list[MetadataIndex]] = {}
         for index in self.chunk_sizes:
             by_file.setdefault(self.file_of(index), []).append(index)
         for name in sorted(by_file)[part::parts]:
             with self.open_file(name) as file:
                 for index in by_file[name]:
-                    self.read_chunk(file, index)
+                    yield index.fqn, self.read_chunk(file, index)
 
     def file_of(self, index: MetadataIndex) -> str:
         return self.metadata.storage_data[index].relative_path

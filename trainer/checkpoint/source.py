@@ -9,19 +9,21 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from trainer.checkpoint import full, sharded
+from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.hashing import digest_of
-from trainer.checkpoint.matching import Shapes, first_five
+from trainer.checkpoint.matching import Shapes, first_five, of_modules_own
 from trainer.checkpoint.store import Manifest, open_listed, read_manifest, step_in_name, verify
 from trainer.checkpoint.tree import put_together, tensor_names
 from trainer.errors import UserError
-from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
-from trainer.optim.train_state import Progress
+from trainer.state import Progress
+from trainer.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
 
 STATE, RNG = "state.json", "rng.pt"
+_OF_TRAINED = ("model.", "ema.weights.")
 PLACES = "places"  # beside the generators of each rank: where its data stood
-_FORMATS: dict[str, tuple[str, Callable[[Path, Manifest], full.TensorFile | sharded.ShardedCheckpoint]]] = {
+_FORMATS: dict[str, tuple[str, Callable[[Path, Manifest], full.TensorFile | sharded.Shards]]] = {
     "full": (full.TENSORS, full.TensorFile.open),
-    "sharded": (sharded.METADATA, sharded.ShardedCheckpoint.open),
+    "sharded": (sharded.METADATA, sharded.Shards.open),
 }
 
 
@@ -38,7 +40,7 @@ class Source:
     manifest: Manifest
     facts: dict[str, Any]
     shapes: Shapes
-    _tensors: full.TensorFile | sharded.ShardedCheckpoint
+    _tensors: full.TensorFile | sharded.Shards
 
     @classmethod
     def open(cls, directory: Path) -> "Source":
@@ -69,8 +71,15 @@ class Source:
         return Fields(f"{self.directory / STATE}: config", self.facts["config"]).count("seed")
 
     def check(self, part: int, parts: int) -> None:
-        """Read this part of so many, to find out whether all can be read. UserError if not."""
-        self._tensors.check(part, parts)
+        """Read this part of so many. UserError where it cannot be read, or training would go on from NaN."""
+        groups = self.facts["state"]["optimizer"]["param_groups"]
+        trained = {f"{of}{name}" for group in groups for name in group["params"] for of in _OF_TRAINED}
+        begun = set(self.facts.get("not_finite", ()))
+        for name, tensor in self._tensors.parts(part, parts):
+            checked = name in trained or name.startswith("optimizer.")
+            if checked and name not in begun and (kinds := not_finite({name: tensor})):
+                held = " and ".join(sorted(kinds[name]))
+                raise UserError(f"{printable(self.directory)}: {printable(name)} holds {held}")
         self.rng(part % self.facts["world_size"])
 
     @property
@@ -111,7 +120,8 @@ class Source:
         averages = self.read("ema.weights.") if averaged else {}
         if averaged and not averages:
             raise UserError(f"{printable(self.directory)} holds no averages: its run had ema.decay=null")
-        return self.read("model.") | averages
+        weights = self.read("model.")
+        return {name: weights[name] for name in weights if not of_modules_own(name)} | averages
 
 
 def whole(directory: Path, part: int = 0, parts: int = 1) -> Source:
@@ -128,11 +138,22 @@ def whole(directory: Path, part: int = 0, parts: int = 1) -> Source:
     return source
 
 
+def check_size(state_bytes: int, num_bytes: int) -> None:
+    """UserError where STATE is larger than is read, of a checkpoint of ``num_bytes``."""
+    limit = max(MAX_JSON_BYTES, num_bytes // 64)
+    if state_bytes > limit:
+        raise UserError(
+            f"{STATE} has {state_bytes:,} bytes, and more than {limit:,} are not read: keep what is large of "
+            "a module's extra state in tensors, or bytes"
+        )
+
+
 def _read_facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
     """What state.json says, each part of the type it has to be."""
     path = directory / STATE
     with open_listed(directory, manifest, STATE) as file:
-        data = file.read(max(MAX_JSON_BYTES, manifest.num_bytes // 64))
+        check_size(file.size, manifest.num_bytes)
+        data = file.read(file.size)
         if digest_of(file) != manifest.files[STATE]:
             raise UserError(f"{printable(directory)} is damaged: the sha256 of {STATE} is not the manifest's")
     facts = Fields(str(path), read_json(path, data))
@@ -147,6 +168,8 @@ def _read_facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
     progress = _progress(state.mapping("progress"), facts.mapping("config"))
     if facts.values.get("num_samples") is not None:  # None: a stream
         facts.count("num_samples")
+    if facts.has("not_finite"):
+        facts.sequence("not_finite", of=str)
     if facts.count("world_size") < 1:
         raise UserError(f"{printable(path)} has world_size 0")
     for rank in range(facts.values["world_size"]):

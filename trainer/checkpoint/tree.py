@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.files.untrusted import printable
+from trainer.untrusted import printable
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -42,6 +42,10 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
             for key, value in tree.items()
         ]
         return {"$counter" if isinstance(tree, Counter) else "$dict": pairs}
+    if isinstance(tree, bytes | bytearray):  # of any size, which text is not to be
+        # Of some length: torch.frombuffer takes no empty one.
+        tensors[prefix] = torch.frombuffer(bytearray(tree) + b"\0", dtype=torch.uint8)[:-1].clone()
+        return {"$bytes": {"$tensor": prefix}}
     if isinstance(tree, torch.dtype):
         return {"$dtype": str(tree).removeprefix("torch.")}
     if hasattr(tree, "item") and getattr(tree, "shape", None) == ():  # a NumPy scalar
@@ -77,6 +81,8 @@ def put_together(plain: Any, tensors: Mapping[str, Tensor], path: str = "") -> A
             return dict(_pairs(value, tensors, path))
         case "$counter", list():
             return Counter(dict(_pairs(value, tensors, path)))
+        case "$bytes", {"$tensor": str()}:
+            return put_together(value, tensors, path).numpy().tobytes()
         case "$dtype", str() if isinstance(getattr(torch, value, None), torch.dtype):
             return getattr(torch, value)
     raise UserError(

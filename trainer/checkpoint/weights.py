@@ -8,13 +8,13 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from trainer.checkpoint.archive import check_tensors, load_named
-from trainer.checkpoint.matching import first_five
+from trainer.checkpoint.matching import first_five, of_modules_own
 from trainer.checkpoint.reading import MissingFileError, PlainFile
 from trainer.checkpoint.safetensors_files import read_safetensors
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
-from trainer.files.untrusted import printable
+from trainer.untrusted import printable
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ def weights_for(model: nn.Module, path: str | Path, ignore: str | Sequence[str] 
         UserError: unreadable; no name in common; or other shapes (the first five, both shapes each).
     """
     path, ignore = Path(path), [ignore] if isinstance(ignore, str) else ignore
-    wanted = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    state = model.state_dict().items()
+    wanted = {n: tensor for n, tensor in state if isinstance(tensor, Tensor) and not of_modules_own(n)}
     found = _without_prefixes(_read(path), wanted)
     ignored = {name for name in wanted | found if _lies_under(name, ignore)}
     if unknown := [prefix for prefix in ignore if not any(_lies_under(name, [prefix]) for name in wanted)]:

@@ -1,1 +1,0 @@
-"""Communication in the open: all-reduce algorithms, what runs them, what they cost, the network below."""

@@ -1,1 +1,0 @@
-"""Datasets, and how their samples come to each rank."""

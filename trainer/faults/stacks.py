@@ -24,9 +24,9 @@ _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "distributed"),
     ("torch", "autograd"),
     ("torch", "futures"),
-    ("trainer", "training", "step_agreement.py"),
+    ("trainer", "guard.py"),
     ("trainer", "comm"),
-    ("trainer", "distributed", "process_group.py"),
+    ("trainer", "distributed.py"),
     ("trainer", "checkpoint", "agreement.py"),
 )
 # The watch and whom it asks to wait look the same in every process: they tell nothing.

@@ -1,0 +1,126 @@
+"""Models whose state is more, or other, than their parameters and the buffers that they are built with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.user_parts import Tiny
+
+# By kind: what `get_extra_state` makes of a count, and what makes the count of it again.
+EXTRA: dict[str, tuple[Any, Any]] = {
+    "int": (lambda n: n, lambda state: state),
+    "dict": (lambda n: {"passes": n, "seen": [n, None, ("a", 0.5)], 3: "$x"}, lambda state: state["passes"]),
+    "bytes": (lambda n: b"\0\xff" * n, lambda state: len(state) // 2),
+    "tensor": (lambda n: torch.ones(n), lambda state: len(state)),
+    "tensors": (lambda n: {"of": [torch.ones(n, 2)], "n": n}, lambda state: state["of"][0].shape[0]),
+}
+
+
+class Counting(Tiny):
+    """Its output depends on how often it was called, which it keeps as extra state."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.passes = kind, 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(rows) * (1 + self.passes / 10)
+
+    def get_extra_state(self) -> Any:
+        return EXTRA[self.kind][0](self.passes)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passes = EXTRA[self.kind][1](state)
+
+
+class Renamed(Tiny):
+    """Writes the name of a weight otherwise, and does not read it so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_rename)
+
+
+class RenamedWithin(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Renamed())
+
+
+def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}layers.0.weight")
+
+
+def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    state[f"{prefix}layers.0.weight"] = state.pop(f"{prefix}kernel")
+
+
+class Rounded(Tiny):
+    """Writes a weight in half its bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_round)
+
+
+def _round(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}layers.0.weight"] = state[f"{prefix}layers.0.weight"].half()
+
+
+class Fails(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_fail)
+
+
+def _fail(*_: Any) -> None:
+    raise KeyError("lost")
+
+
+class OneWay(Tiny):
+    """Gives extra state and takes none."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+
+class Keeps(Tiny):
+    """Extra state of a kind that no checkpoint holds."""
+
+    def get_extra_state(self) -> Any:
+        return {"seen": {1, 2}}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class Late(Tiny):
+    """Makes a buffer in its first forward pass in training, or lets one grow."""
+
+    def __init__(self, grows: bool, persistent: bool) -> None:
+        super().__init__()
+        self.grows, self.persistent = grows, persistent
+        if grows:
+            self.register_buffer("cache", torch.zeros(1), persistent)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training and self.grows:
+            self.cache = torch.zeros(len(self.cache) + 1)
+        elif self.training:
+            self.register_buffer("cache", torch.zeros(3), self.persistent)
+        return super().forward(rows)
+
+
+class AllThatIsRight(nn.Module):
+    """One of each kind that a checkpoint holds; a weight is called otherwise in it, in both directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        late = [Late(grows, persistent=False) for grows in (False, True)]
+        self.parts = nn.ModuleList([*(Counting(kind) for kind in EXTRA), *late])
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+        self.register_state_dict_post_hook(_rename)
+        self.register_load_state_dict_pre_hook(_rename_back)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layers[0](sum(part(rows) for part in self.parts))

@@ -1,0 +1,90 @@
+"""What a save holds is known before the first step: a resume takes it, or the run is refused by name."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.test_ends import TINY
+from trainer.errors import UserError
+
+QUICK = (*TINY, "schedule=constant", "train.log_every_steps=1", "train.eval_every_epochs=0")
+
+
+def model(name: str, **options: object) -> tuple[str, ...]:
+    settings = (f"+model.{key}={value}" for key, value in options.items())
+    return (f"model._target_=tests.checkpoint.odd.{name}", *settings)
+
+
+def hashes(run_dir: Path, *overrides: str) -> tuple[str, str]:
+    """The models of three steps in one go, and of two and then one."""
+    options = [*QUICK, *model("AllThatIsRight"), *overrides]
+    whole, halves = f"run_dir={run_dir}/whole", f"run_dir={run_dir}/halves"
+    begun = train(*options, "train.max_steps=3", whole)["param_sha256"]
+    train(*options, "checkpoint.every_steps=1", "train.max_steps=2", halves)
+    return begun, train(*options, "train.max_steps=3", halves, "resume=auto")["param_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, ["strategy=single"]),
+        pytest.param(1, ["strategy=dp", "checkpoint=sharded"], marks=pytest.mark.slow),
+        pytest.param(2, ["strategy=ddp"], marks=pytest.mark.slow),
+        (2, ["strategy=ddp", "checkpoint=sharded", "checkpoint.async=true"]),
+        (2, ["strategy=fsdp"]),
+        pytest.param(2, ["strategy=fsdp", "checkpoint=sharded"], marks=pytest.mark.slow),
+    ],
+)
+def test_what_modules_keep_is_resumed(tmp_path: Path, world_size: int, overrides: list[str]) -> None:
+    whole, halves = run_ranks(hashes, world_size, tmp_path, *overrides, init=False)[0]
+    assert whole == halves
+
+
+def refusals(run_dir: Path, *mistakes: tuple[str, ...]) -> list[str]:
+    messages = []
+    for number, mistake in enumerate(mistakes):
+        try:
+            train(*QUICK, "train.max_steps=3", f"run_dir={run_dir}/{number}", *mistake)
+        except UserError as error:
+            if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
+                dist.destroy_process_group()
+            messages.append(str(error))
+        else:
+            messages.append("accepted")
+    return messages
+
+
+BEFORE = {
+    model("Renamed"): r"not what its load_state_dict.. takes.*Missing key.* .layers.0.weight",
+    model("RenamedWithin"): r"cannot be saved: AttributeError: 'Renamed' object has no attribute 'kernel'",
+    model("Rounded"): "other values come back of layers.0.weight",
+    model("Fails"): r"the model's state_dict.. cannot be saved: KeyError: 'lost'; look at its hooks",
+    model("OneWay"): r"the model, a \w*OneWay, has get_extra_state without set_extra_state",
+    model("Keeps"): "a checkpoint cannot hold model._extra_state.seen, a set",
+}
+MADE = r"no longer what it was before the first step, .*: {}; make buffers in __init__"
+AFTER = {
+    model("Late", grows="false", persistent="true"): MADE.format("it also holds model.cache"),
+    model("Late", grows="true", persistent="true"): MADE.format(
+        r"these differ: model.cache \(\[2\] float32 now, \[1\] float32 then\)"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"), [(1, "single"), (2, "fsdp"), pytest.param(2, "ddp", marks=pytest.mark.slow)]
+)
+def test_what_no_resume_would_take_is_refused_by_name(tmp_path: Path, world_size: int, strategy: str) -> None:
+    """At the latest after the first step, though nothing would be saved before the third."""
+    words = [*BEFORE.values(), *AFTER.values()]
+    mistakes = [(*mistake, f"strategy={strategy}") for mistake in (*BEFORE, *AFTER)]
+    ranks = run_ranks(refusals, world_size, tmp_path, *mistakes, init=False)
+    assert all(rank == ranks[0] for rank in ranks)
+    for number, (message, pattern) in enumerate(zip(ranks[0], words, strict=True)):
+        assert re.search(pattern, message), message
+        metrics = tmp_path / str(number) / "metrics.jsonl"
+        assert not metrics.exists() or not metrics.read_text(), "refused before a step was logged"

@@ -1,0 +1,184 @@
+"""No checkpoint holds a NaN or Inf that the model did not begin with, and no resume=auto goes on from one."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from tests.checkpoint import tiny
+from tests.programs import finish
+from tests.ranks import run_ranks
+from tests.test_ends import TINY
+from trainer.checkpoint import checkpointer as checkpointer_module
+from trainer.checkpoint.expected import not_finite
+from trainer.checkpoint.store import read_manifest
+from trainer.checkpoint.tree import take_apart
+from trainer.errors import NonFiniteLossError, UserError
+from trainer.local_shard import to_local
+from trainer.state import TrainState
+
+NAN, INF = float("nan"), float("inf")
+
+
+def _state(sharded: bool, seed: int = 0, masked: bool = True) -> TrainState:
+    """With averages, and masks of -inf from the beginning, one of which trains."""
+    state = tiny.train_state(sharded, seed=seed)
+    state.keep_average(0.9, warmup=True)
+    if not masked:
+        return state
+    state.model.register_buffer("mask", torch.full((2, 2), -INF).triu(1))
+    state.model.register_parameter("bias_mask", nn.Parameter(torch.tensor([0.0, -INF])))
+    state.optimizer.add_param_group({"params": [state.model.bias_mask], "lr": 0.0})
+    state.schedule = torch.optim.lr_scheduler.MultiStepLR(state.optimizer, [3, 6])
+    return state
+
+
+def _poison(state: TrainState, what: str, value: float) -> None:
+    """The last number of it, which lies on the last rank, if it is sharded."""
+    weight = state.model.first.weight
+    tensor = {
+        "first.weight": weight,
+        "optimizer.state.first.weight.exp_avg": state.optimizer.state[weight]["exp_avg"],
+        "ema.weights.first.weight": dict(state.average.named_parameters())["first.weight"],
+        "norm.running_var": state.model.norm.running_var,
+        "mask": getattr(state.model, "mask", None),
+    }[what]
+    here = to_local(tensor)
+    if (
+        torch_dist.get_rank() == torch_dist.get_world_size() - 1
+        or here is tensor
+        or here.shape == tensor.shape
+    ):
+        here.view(-1)[-1] = value
+
+
+POISONS = [
+    ("first.weight", INF, "Inf"),
+    ("optimizer.state.first.weight.exp_avg", NAN, "NaN"),
+    ("ema.weights.first.weight", -INF, "Inf"),
+    ("norm.running_var", NAN, "NaN"),
+    ("mask", NAN, "NaN"),
+]
+
+
+def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[str]:
+    """Save a good step, then for each poison another that is not; what the run says of each."""
+    messages = []
+    for what, value, _ in POISONS:
+        state = _state(sharded)
+        checkpointer = tiny.checkpointer(run_dir / what, format=format, async_=async_)
+        checkpointer.begin(state)
+        tiny.train(state, 1)
+        state.update_average()
+        checkpointer.save(state)
+        tiny.train(state, 1)
+        _poison(state, what, value)
+        with pytest.raises(NonFiniteLossError) as refusal:
+            checkpointer.save(state)
+        checkpointer.close()
+        messages.append(str(refusal.value))
+        other = _state(sharded, seed=7)
+        again = tiny.checkpointer(run_dir / what, format=format)
+        again.begin(other)
+        assert tiny.restore(again, other, "auto") and other.progress.step == 1
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("format", "sharded", "async_"),
+    [
+        ("full", False, False),
+        ("sharded", True, True),
+        pytest.param("full", True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_not_finite_is_not_saved(tmp_path: Path, format: str, sharded: bool, async_: bool) -> None:
+    ranks = run_ranks(_refused, 2, tmp_path, format, sharded, async_)
+    assert ranks[0] == ranks[1]
+    for (what, _, kind), message in zip(POISONS, ranks[0], strict=True):
+        on = 1 if sharded and "first" in what else 0
+        assert message.startswith(
+            f"{what} holds {kind} after step 2 on rank {on} (host 0); nothing of that"
+        ), message
+        assert [path.name for path in (tmp_path / what / "checkpoints").glob("step*")] == ["step_00000001"]
+
+
+def _of_an_older_version(run_dir: Path, format: str) -> dict[str, list[str]]:
+    """Saved by what did not look: a good checkpoint, and two that are not."""
+    state = _state(sharded=True, masked=False)
+    older = tiny.checkpointer(run_dir, format=format, keep_last=9)
+    for poison in (None, "first.weight", "ema.weights.first.weight"):
+        tiny.train(state, 1)
+        if poison:
+            _poison(state, poison, NAN)
+        older.save(state)
+    told: list[str] = []
+    checkpointer_module.log.setLevel(logging.INFO)
+    checkpointer_module.log.warning = lambda text, *args: told.append(text % args)  # type: ignore[method-assign]
+    other = _state(sharded=True, seed=3, masked=False)
+    newer = tiny.checkpointer(run_dir, format=format)
+    newer.begin(other)
+    assert tiny.restore(newer, other, "auto") and other.progress.step == 1
+    assert not not_finite(take_apart(other.state_dict())[0])
+    with pytest.raises(UserError, match=r"step_00000003: .*first.weight holds NaN"):
+        tiny.restore(newer, other, str(run_dir / "checkpoints" / "step_00000003"))
+    return {"told": told}
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_resume_passes_over_what_an_older_version_saved(tmp_path: Path, format: str) -> None:
+    told = run_ranks(_of_an_older_version, 2, tmp_path, format)[0]["told"]
+    assert len(told) == 2, told
+    for step, said in zip((3, 2), told, strict=True):
+        assert f"passes over step_0000000{step}" in said and "first.weight holds NaN" in said
+
+
+class Overflows(torch.optim.SGD):
+    """Its third step is too large for one number."""
+
+    steps = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.steps += 1
+        if self.steps == 3:
+            self.param_groups[0]["params"][-1].data[-1] = INF
+
+
+def test_a_run_that_ends_with_an_infinite_weight_fails(tmp_path: Path) -> None:
+    optimizer = "optim._target_=tests.checkpoint.test_not_finite.Overflows"
+    every = (
+        "train.max_steps=3",
+        "checkpoint.every_steps=1",
+        f"run_dir={tmp_path}",
+        "train.eval_every_epochs=0",
+    )
+    ended = finish("train.py", *TINY, *every, optimizer)
+    assert (ended.code, "Traceback" in ended.output) == (3, False), ended
+    assert "layers.2.bias holds Inf after step 3 on rank 0" in ended.stderr
+    assert json.loads((tmp_path / "failure.json").read_text())["status"] == 3
+    assert not (tmp_path / "result.json").exists()
+    assert read_manifest(tmp_path / "checkpoints" / "latest").step == 2
+    assert finish("train.py", *TINY, *every, "resume=auto").code == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.float32, torch.float64, torch.complex64, torch.float8_e5m2]
+)
+def test_kinds_are_told_apart_by_name(dtype: torch.dtype) -> None:
+    tensors = {
+        "fine": torch.tensor([torch.finfo(dtype).max] * 3, dtype=torch.float64).to(dtype),
+        "none": torch.empty(0, dtype=dtype),
+        "whole": torch.ones(3, dtype=torch.int64),
+        "scalar": torch.tensor(1.0).to(dtype),
+    }
+    assert not_finite(tensors) == {}
+    bad = {"nan": [1, NAN], "inf": [INF, 1], "minus": [[-INF]], "both": [NAN, INF], "one": NAN}
+    tensors |= {name: torch.tensor(values).to(dtype) for name, values in bad.items()}
+    expected = {"nan": {"NaN"}, "inf": {"Inf"}, "minus": {"Inf"}, "both": {"NaN", "Inf"}, "one": {"NaN"}}
+    assert not_finite(tensors) == expected

@@ -1,0 +1,135 @@
+"""What the saves of a run will hold, known before its first step: what a resume takes, and finite numbers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from trainer.checkpoint.archive import unusual
+from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, of_modules_own
+from trainer.checkpoint.tree import take_apart
+from trainer.errors import UserError
+from trainer.local_shard import to_local
+from trainer.state import TrainState, every_parameter, named_buffers
+from trainer.untrusted import printable, reason
+
+
+class Expected:
+    """The names, shapes and dtypes of the model's state as built, and which of its numbers are not finite.
+
+    Attributes:
+        not_finite: by the name of a tensor which of "NaN" and "Inf" it holds from the beginning, as masks do.
+
+    Raises:
+        UserError: the model's state holds what no checkpoint can, or what no resume would take; by name.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        _check_model(state.model)
+        tensors, _ = take_apart(state.state_dict())
+        for name, tensor in tensors.items():
+            if (problem := unusual(to_local(tensor))) is not None:
+                raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
+        self._shapes = _of_model(tensors)
+        self.not_finite = not_finite(tensors)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """UserError where a tensor of the model's was made, resized or lost since."""
+        compare_shapes(
+            _of_model(tensors),
+            self._shapes,
+            "the model's state is no longer what it was before the first step, and no resume would take it",
+            ("now", "then"),
+            "; make buffers in __init__, in their final size, or with persistent=False if none need be saved",
+        )
+
+    def new_in(self, tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
+        """By name which of "NaN" and "Inf" came into ``tensors`` since."""
+        known = {name: tensors[name] for name in tensors.keys() & self.not_finite.keys()}
+        others = {name: tensors[name] for name in tensors if name not in known}
+        found = {name: kinds - self.not_finite[name] for name, kinds in not_finite(known).items()}
+        return not_finite(others) | {name: kinds for name, kinds in found.items() if kinds}
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
+    """By name which of "NaN" and "Inf" are among the numbers that this process holds of ``tensors``.
+
+    Costs one read of them, and one wait for the device, where all are finite.
+    """
+    here = {name: to_local(tensor) for name, tensor in tensors.items()}
+    here = {name: part for name, part in here.items() if part.numel() and _can_be_nan(part.dtype)}
+    # The norm of whole tensors is foreach's own; of bytes there is none.
+    wide = {name: part if part.itemsize > 1 else part.float() for name, part in here.items()}
+    if not wide or nn.utils.get_total_norm(wide.values(), math.inf).isfinite():
+        return {}
+    kinds = {"NaN": torch.isnan, "Inf": torch.isinf}
+    found = {
+        name: {kind for kind, is_such in kinds.items() if is_such(part).any()} for name, part in wide.items()
+    }
+    return {name: held for name, held in found.items() if held}
+
+
+def _can_be_nan(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _of_model(tensors: Mapping[str, Tensor]) -> Shapes:
+    """Of the model's own state, but for what its modules may keep as they like."""
+    own = (name for name in tensors if name.startswith("model.") and not of_modules_own(name))
+    return {name: (tensors[name].shape, tensors[name].dtype) for name in own}
+
+
+def _check_model(model: nn.Module) -> None:
+    """UserError where a module writes to a state_dict what it does not read from one."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        gives = kind.get_extra_state is not nn.Module.get_extra_state
+        if gives and kind.set_extra_state is nn.Module.set_extra_state:
+            raise UserError(
+                f"{name or 'the model'}, a {kind.__name__}, has get_extra_state without set_extra_state: it "
+                "would be saved and could not be resumed"
+            )
+    try:
+        saved = get_model_state_dict(model)
+    except Exception as error:  # of a user's hook
+        words = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"the model's state_dict() cannot be saved: {words}; look at its hooks") from error
+    parameters = dict(every_parameter(model))
+    held = parameters | dict(named_buffers(model))
+    own = {name: value for name, value in saved.items() if not of_modules_own(name)}
+    plainly = all(name in held and _is(value, held[name]) for name, value in own.items())
+    if not plainly or not parameters.keys() <= own.keys():
+        _try_to_restore(model, saved, held)
+
+
+def _is(value: Any, live: Tensor) -> bool:
+    """Whether ``value`` of a state dict is the model's tensor itself, and not another that a hook made."""
+    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (live.shape, live.dtype):
+        return False
+    return to_local(value).data_ptr() == to_local(live).data_ptr()
+
+
+@torch.no_grad()
+def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, Tensor]) -> None:
+    """UserError unless ``model`` takes ``saved`` back as it is; ``held`` keeps its values in either case."""
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    try:
+        set_model_state_dict(model, dict(saved))
+        changed = [name for name in held if not _equal(to_local(held[name]), to_local(before[name]))]
+        words = f"other values come back of {first_five(changed)}" if changed else ""
+    except Exception as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+    for name, tensor in held.items():
+        tensor.copy_(before[name])
+    if words:
+        raise UserError(
+            "the model's state_dict() is not what its load_state_dict() takes, so that no checkpoint of it "
+            f"could be resumed: {printable(words)}; look at its hooks that rename, leave out or convert"
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -1,1 +1,0 @@
-"""From a dataset to batches: data read by index, and streams."""

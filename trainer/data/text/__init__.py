@@ -1,1 +1,0 @@
-"""Text as windows of tokens: in memory, streamed, or from token files."""

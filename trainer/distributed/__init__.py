@@ -1,1 +1,0 @@
-"""The ranks of a run: their process group, and what they gather, sum and seed in common."""

@@ -1,1 +1,0 @@
-"""Faults made on purpose, and a run under one of them as seen from outside."""

@@ -1,1 +1,0 @@
-"""A trained model at work: evaluation, predictions, text. Imports no torch."""

@@ -1,1 +1,0 @@
-"""What training changes: parameters in groups, their schedule, their averages, the state of all."""
