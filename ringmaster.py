@@ -24,7 +24,7 @@ def main() -> None:
                 file=sys.stderr,
             )
             sys.exit(2)
-    from trainer.command import main
+    from trainer.cli import main
 
     main()
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
-from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.execution.gloo import GlooLinks
-from trainer.comm.schedules.algorithms import build
+from trainer.comm.algorithms.all_reduce import build
+from trainer.comm.transport.executor import CpuExecutor
+from trainer.comm.transport.gloo import GlooLinks
 
 WIRE_DTYPES = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.memory_table import SHARED, predict, resident_at_rest, status
 from tests.ranks import run_ranks
-from tests.runs import job_of
+from tests.runs import context_of
 
 SEVEN_BILLION = {"width": 4096, "depth": 34, "num_heads": 32, "vocab_size": 50304, "block_size": 2048}
 FOUR_HUNDRED_MILLION = ("model.width=1024", "model.depth=28", "model.num_heads=16", "model.vocab_size=50304")
@@ -36,8 +36,8 @@ def start_seven_billion() -> dict[str, float]:
 
     from models.gpt import GPT
     from tests.runs import settings
-    from trainer.deferred.model import deferred
-    from trainer.distributed import Dist
+    from trainer.distributed.process_group import Dist
+    from trainer.meta_init.deferred import deferred
     from trainer.strategies import build_strategy
     from trainer.strategies.base import parameter_count
 
@@ -66,40 +66,40 @@ def start_seven_billion() -> dict[str, float]:
 
 def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict[str, Any]:
     """GB above rest, of this rank: of two steps, then what hashing and saving add to what is held."""
-    from trainer.fingerprint import parameters_sha256
     from trainer.loop import fit, save
+    from trainer.training.run_hash import parameters_sha256
 
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 1 << 16)  # as in benchmarks/memory_table.py
     libc.mallopt(-1, 1 << 16)
-    with job_of(*small, f"run_dir={run_dir / 'small'}") as job:
-        fit(job)
-        parameters_sha256(job.state.model)
-        save(job)
-    del job
+    with context_of(*small, f"run_dir={run_dir / 'small'}") as context:
+        fit(context)
+        parameters_sha256(context.state.model)
+        save(context)
+    del context
     base, found = resident_at_rest(), {}
-    with job_of(*large, f"run_dir={run_dir / 'large'}") as job:
+    with context_of(*large, f"run_dir={run_dir / 'large'}") as context:
         found["start"] = status("VmHWM") - base
-        found["hash at start"] = parameters_sha256(job.state.model)
+        found["hash at start"] = parameters_sha256(context.state.model)
         resident_at_rest()  # the peak begins anew
-        fit(job)
+        fit(context)
         found["steps"] = status("VmHWM") - base
         held = resident_at_rest()
         began = time.perf_counter()
-        parameters_sha256(job.state.model)
+        parameters_sha256(context.state.model)
         found["hashing adds"], found["hash s"] = status("VmHWM") - held, time.perf_counter() - began
         held = resident_at_rest()
-        job.checkpointer._last_saved = None  # the run's end may have saved this step
-        save(job)
+        context.checkpointer._last_saved = None  # the run's end may have saved this step
+        save(context)
         found["saving adds"] = status("VmHWM") - held
     return found
 
 
 def hash_at_start(run_dir: Path, large: tuple[str, ...]) -> str:
-    from trainer.fingerprint import parameters_sha256
+    from trainer.training.run_hash import parameters_sha256
 
-    with job_of(*large, f"run_dir={run_dir}") as job:
-        return parameters_sha256(job.state.model)
+    with context_of(*large, f"run_dir={run_dir}") as context:
+        return parameters_sha256(context.state.model)
 
 
 def trains() -> None:

@@ -24,8 +24,8 @@ from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.store import verify
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
-from trainer.distributed import Dist
-from trainer.state import Progress, TrainState
+from trainer.distributed.process_group import Dist
+from trainer.optim.train_state import Progress, TrainState
 
 WIDTH, BATCH = 2048, 256
 

@@ -23,7 +23,7 @@ from torchvision.models import resnet18
 
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
-from trainer.comm.hook import CommHook, attach
+from trainer.comm.ddp_hook import CommHook, attach
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain DDP": {},

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.hosts import Host, hosts, torchrun
 from trainer.faults import drill
-from trainer.faults.drilled_run import PROGRAM, Case, by_the_door
+from trainer.faults.injection.drilled_run import PROGRAM, Case, by_the_door
 
 FAULTS = (*drill.FAULTS, "cut")
 

@@ -30,7 +30,7 @@ from models.gpt import GPT
 from models.mlp import MLP
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
-from trainer.comm.shards import ShardComm, attach
+from trainer.comm.fsdp_collectives import ShardComm, attach
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "native": {},

@@ -25,10 +25,10 @@ from torch.utils.data import DataLoader, default_collate
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from trainer.data.batch import split_batch
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.imagefolder import MEAN, STD, ImageFolder
-from trainer.data.loader import TrainLoader
+from trainer.data.loading.base import TrainLoader
+from trainer.data.loading.batch import split_batch
 
 WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
 

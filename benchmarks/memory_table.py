@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tests.ranks import run_ranks
-from tests.runs import job_of, settings
+from tests.runs import context_of, settings
 
 SHARED = ("data=text", "model=gpt", "optim=adamw", "schedule=constant", "train.clip_grad_norm=1.0")
 SHARED += ("train.max_steps=3", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
@@ -67,23 +67,23 @@ def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> in
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     libc.mallopt(_M_TRIM_THRESHOLD, 1 << 16)
-    with job_of(*small, f"run_dir={run_dir / 'small'}") as job:
-        fit(job)
-    del job
+    with context_of(*small, f"run_dir={run_dir / 'small'}") as context:
+        fit(context)
+    del context
     base = resident_at_rest()
-    with job_of(*large, f"run_dir={run_dir / 'large'}") as job:
-        fit(job)
+    with context_of(*large, f"run_dir={run_dir / 'large'}") as context:
+        fit(context)
         return status("VmHWM") - base
 
 
 def predict(case: tuple[str, ...], ranks: int, micro: int) -> list[int]:
     """Of each rank, in a process of its own: no model is made in this one. The host is the device, too."""
-    from trainer.memory.rehearse import Rehearsal, World
+    from trainer.memory.dry_run import DryRun, DryRunWorld
 
     config = settings(*case)
-    rehearsal, found = Rehearsal(config), []
+    dry_run, found = DryRun(config), []
     for rank in range(ranks):
-        with rehearsal.under(config, World(ranks, ranks, rank)) as stage:
+        with dry_run.under(config, DryRunWorld(ranks, ranks, rank)) as stage:
             accumulation = config.train.global_batch_size // micro // stage.num_replicas
             footprint = stage.footprint(micro, accumulation)
         found.append(footprint.peak + footprint.host)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.gpt import GPT
-from trainer.data.text import python_reference
+from trainer.data.text.in_memory import python_reference
 
 BLOCK, BATCH, WIDTH, DEPTH, HEADS, STEPS = 128, 16, 128, 4, 4, 100_000
 OURS = (
@@ -107,11 +107,11 @@ def plain_loop(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def our_loop(job: Any) -> Iterator[None]:
+def our_loop(context: Any) -> Iterator[None]:
     from trainer.loop import train_epoch
 
     while True:
-        yield from train_epoch(job)
+        yield from train_epoch(context)
 
 
 def in_turns(ways: dict[str, Iterator[None]], turns: int, steps: int) -> dict[str, list[float]]:
@@ -138,9 +138,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--switch", nargs="*", default=[], help="overrides, each to be measured by itself")
     arguments = parser.parse_args()
-    from trainer.distributed import process_group
+    from trainer.distributed.process_group import process_group
+    from trainer.launch.signals import StopRequest
     from trainer.run import assemble
-    from trainer.signals import StopRequest
 
     ours = "our loop, our model"
     ways = {
@@ -152,9 +152,11 @@ def main() -> None:
         dist = stack.enter_context(process_group(settings().distributed))
         for switch in ("", *arguments.switch):
             run_dir = stack.enter_context(tempfile.TemporaryDirectory())
-            job = assemble(settings(f"run_dir={run_dir}", *switch.split()), "benchmark", dist, stop_request)
-            stack.callback(job.run_log.close)
-            ways[switch or ours] = our_loop(job)
+            context = assemble(
+                settings(f"run_dir={run_dir}", *switch.split()), "benchmark", dist, stop_request
+            )
+            stack.callback(context.run_log.close)
+            ways[switch or ours] = our_loop(context)
         found = in_turns(ways, arguments.turns, arguments.steps)
     for name, theirs in found.items():
         one, other = (theirs, found[ours]) if name in arguments.switch else (found[ours], theirs)
@@ -171,7 +173,7 @@ def settings(*overrides: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     from trainer.config import load
-    from trainer.overrides import CONF
+    from trainer.config.overrides import CONF
 
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return load(compose("train", overrides=[*OURS, *overrides]))

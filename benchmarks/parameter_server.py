@@ -22,18 +22,18 @@ from tests.hosts import Host
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm import preflight
-from trainer.comm.exchange.client import Client
-from trainer.comm.exchange.layout import lay_out
-from trainer.comm.exchange.links import Link, Loopback, PeerLink
-from trainer.comm.exchange.server import Server
-from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.execution.gloo import GlooLinks
+from trainer.comm.algorithms.all_reduce import build
+from trainer.comm.algorithms.push_pull import exchange
 from trainer.comm.network import entries
-from trainer.comm.network.predict import Machine, measured, predict
+from trainer.comm.network.cost_model import Machine, measured, predict
 from trainer.comm.network.world import BUCKET_MB
-from trainer.comm.schedules.algorithms import build
-from trainer.comm.schedules.exchange import exchange
-from trainer.strategies.roles import roles
+from trainer.comm.parameter_server.client import Client
+from trainer.comm.parameter_server.layout import lay_out
+from trainer.comm.parameter_server.links import Link, Loopback, PeerLink
+from trainer.comm.parameter_server.server import Server
+from trainer.comm.transport.executor import CpuExecutor
+from trainer.comm.transport.gloo import GlooLinks
+from trainer.strategies.parameter_server.roles import roles
 
 _TIMEOUT_S = 60.0
 

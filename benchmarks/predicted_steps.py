@@ -23,9 +23,9 @@ from tests.hosts import hosts as network
 from tests.programs import finish_ranks
 from tests.ranks import run_ranks
 from trainer.comm import preflight
-from trainer.comm.network import entries, step
-from trainer.comm.network.predict import Machine, measured
-from trainer.comm.network.world import World
+from trainer.comm.network import entries, predict_step
+from trainer.comm.network.cost_model import Machine, measured
+from trainer.comm.network.world import PlannedWorld
 
 COMMON = (
     "train.log_every_steps=1000", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "optim=sgd",
@@ -48,12 +48,12 @@ BAR = 1.15
 
 def run(
     places: Sequence[int | Host], model: str, algorithm: str, steps: int, run_dir: Path
-) -> step.TrainedRun:
+) -> predict_step.MeasuredRun:
     options = (*MODELS[model], *COMMON, f"comm={algorithm}", f"train.max_steps={steps}", f"run_dir={run_dir}")
     ended = finish_ranks(places, "train.py", *options, env={"OMP_NUM_THREADS": "1"}, timeout_s=400)
     if any(rank.code for rank in ended):
         raise SystemExit("\n".join(rank.output for rank in ended))
-    return step.read(run_dir)
+    return predict_step.read(run_dir)
 
 
 def quiet_preflight(*argv: str) -> int:
@@ -100,7 +100,7 @@ def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
         for algorithm in ALGORITHMS:
             after = run(places, model, algorithm, steps, folder / f"{algorithm}1")
             measured_s = statistics.mean((before[algorithm].step_s, after.step_s))
-            predicted = found.step(World(2, per_host, there), algorithm, computed_s)
+            predicted = found.step(PlannedWorld(2, per_host, there), algorithm, computed_s)
             ratio = predicted.seconds / measured_s
             kept &= 1 / BAR < ratio < BAR
             figures = (found.step_s, computed_s, predicted.exposed_s, predicted.seconds, measured_s)

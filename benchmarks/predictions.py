@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm import bench, plan, preflight
-from trainer.comm.schedules.schedule import Collective
+from trainer.comm.algorithms.schedule import Collective
 
 NAMES = ["hierarchical", "ring", "halving_doubling", "tree", "master_worker"]
 BAR = 1.2

@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from benchmarks.drill_two_hosts import on
 from tests.hosts import Host, hosts
-from trainer.faults import drilled_run
+from trainer.faults.injection import drilled_run
 
 STEPS, SAVED, RESTARTS = 240, 20, 3
 _DEADLINE_S = 300.0  # for a run as a whole

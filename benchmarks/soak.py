@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.drill_two_hosts import on
 from tests.hosts import Host, hosts
-from trainer.faults import drilled_run
-from trainer.faults.rehearsal import MARKER
+from trainer.faults.injection import drilled_run
+from trainer.faults.injection.injector import MARKER
 
 PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint")
 KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from trainer.data.batch import split_batch
-from trainer.data.loader import Share
-from trainer.data.loaders import train_loader
-from trainer.data.text import Text, python_reference
-from trainer.data.text_stream import TextStream
+from trainer.data.loading.base import Share
+from trainer.data.loading.batch import split_batch
+from trainer.data.loading.loaders import train_loader
+from trainer.data.text.in_memory import Text, python_reference
+from trainer.data.text.stream import TextStream
 
 GLOBAL_BATCH = 32
 ROUNDS = 3

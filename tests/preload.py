@@ -31,11 +31,11 @@ with contextlib.suppress(Exception):  # the test that needs what is broken says 
     import trainer.data.digits
     import trainer.data.vision
     import trainer.loggers.tensorboard
-    import trainer.optim
+    import trainer.optim.schedules
     import trainer.run
     import trainer.strategies.ddp
     import trainer.strategies.fsdp
-    import trainer.strategies.parameter_server
+    import trainer.strategies.parameter_server.synchronous
     import trainer.tasks.pictures
 
     PIL.Image.preinit()

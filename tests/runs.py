@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer import config
-from trainer.overrides import for_hydra
+from trainer.config.overrides import for_hydra
 
 if TYPE_CHECKING:
-    from trainer.job import Job
+    from trainer.training.context import TrainingContext
 
 _T = TypeVar("_T")
 # What sets a value, in words of which Hydra's grammar makes the same wherever they stand.
@@ -91,31 +91,31 @@ def train(*overrides: str) -> dict[str, Any]:
 
 
 @contextmanager
-def job_of(*overrides: str) -> Iterator[Job]:
+def context_of(*overrides: str) -> Iterator[TrainingContext]:
     """The parts of a run, put together in this process and let go of at the end."""
-    from trainer.distributed import process_group
+    from trainer.distributed.process_group import process_group
+    from trainer.launch.signals import StopRequest
     from trainer.run import assemble
-    from trainer.signals import StopRequest
 
     torch.set_num_threads(1)
     config = settings(*overrides)
     if config.run_dir is not None:  # `run` claims it; a test only needs it to be there
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
-        job = assemble(config, "tests", dist, stop_request)
-        yield job
-        job.checkpointer.close()
-        job.strategy.close()
-        job.run_log.close()
+        context = assemble(config, "tests", dist, stop_request)
+        yield context
+        context.checkpointer.close()
+        context.strategy.close()
+        context.run_log.close()
 
 
 def trained(*overrides: str) -> dict[str, Tensor]:
     """Run up to the last step and return this rank's own view of the whole model, parameters and buffers."""
     from trainer.loop import fit
 
-    with job_of(*overrides) as job:
-        fit(job)
+    with context_of(*overrides) as context:
+        fit(context)
         return {
             name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-            for name, value in job.state.model.state_dict().items()
+            for name, value in context.state.model.state_dict().items()
         }

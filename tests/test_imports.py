@@ -2,98 +2,107 @@
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+HOUSE = ROOT / "trainer"
 
-# Room to the rooms it may use besides itself; a room is a module or package right under trainer/ or models/.
-LEAVES = {"errors", "new_directory", "seeding", "signals", "local_shard"}
-MAY_USE = {
-    **{room: set() for room in LEAVES},
-    "overrides": set(),
-    "comm": {"errors"},
-    "ema": {"local_shard"},
-    "pieces": {"local_shard"},
-    "whole_file": {"errors"},
-    "scalars": {"whole_file"},
-    "state": {"ema", "optim"},
-    "untrusted": {"errors"},
-    "tasks": {"errors"},
-    "config": {"errors", "overrides"},
-    "launch": {"config", "errors", "overrides", "signals", "untrusted"},
-    "sweep": {"config", "errors", "launch", "new_directory", "overrides", "scalars", "signals", "untrusted"}
-    | {"whole_file"},
-    "compare": {"errors", "overrides", "scalars", "sweep", "untrusted"},
-    "build": {"errors"},
-    "optim": {"build", "errors"},
-    "groups": {"build", "config", "errors", "optim", "state"},
-    "deferred": {"errors", "seeding"},
-    "faults": {"config", "errors", "local_shard", "signals", "state", "whole_file", "untrusted"},
-    "rendezvous": {"errors", "launch", "signals"},
-    "interfaces": set(),
-    "distributed": {"config", "errors", "faults", "interfaces", "launch", "rendezvous"},
-    "data": {"errors", "faults"},
-    "fingerprint": {"data", "faults", "pieces"},
-    "label_weights": {"data", "errors", "tasks"},
-    "gradients": {"distributed", "errors", "local_shard", "state"},
-    "guard": {"distributed", "errors", "label_weights"},
-    "flops": {"config", "data", "distributed", "errors", "seeding", "tasks"},
-    "metrics": {"distributed", "flops", "label_weights", "tasks"},
-    "learning": {"distributed", "local_shard", "state"},
-    "profiling": {"config", "distributed", "errors", "metrics"},
-    "loggers": {"build", "config", "distributed", "errors", "scalars", "terminal"},
-    "terminal": {"distributed", "errors"},
-    "replicas": {"distributed", "errors", "local_shard", "state"},
-    "strategies": {"comm", "config", "deferred", "distributed", "errors", "optim", "state"}
-    | {"label_weights", "step", "switches"},
-    "switches": {"config"},
-    "checkpoint": {
-        "config",
-        "distributed",
-        "errors",
-        "faults",
-        "local_shard",
-        "pieces",
-        "seeding",
-        "state",
-        "untrusted",
+# The rooms of trainer/ (its folders, and the files beside them), floor by floor from the ground up; each with
+# the rooms it may use, all of which stand on lower floors.
+FLOORS: tuple[dict[str, str], ...] = (
+    {
+        "errors": "",
+        "local_shard": "",
     },
-    "run_dir": {"checkpoint", "errors", "new_directory", "whole_file", "untrusted"},
-    "parts": {"build", "checkpoint", "config", "data", "deferred", "distributed", "errors"}
-    | {"strategies", "tasks"},
-    "rows": {"distributed", "errors"},
-    "evaluation": {"data", "distributed", "errors", "loggers", "rows", "seeding", "strategies", "tasks"},
-    "job": {"checkpoint", "config", "data", "evaluation", "gradients", "guard", "learning", "loggers"}
-    | {"metrics", "profiling", "replicas", "signals", "state"},
-    "report": {"groups", "job", "metrics"},
-    "step": {"label_weights"},
-    "loop": {"errors", "evaluation", "job", "metrics", "optim", "report", "step"},
-    "saved_settings": {"config", "errors", "overrides"},
-    "after_training": {"config", "errors", "faults", "launch", "saved_settings"},
-    "result": {"errors", "untrusted", "whole_file"},
-    "row_file": {"errors"},
-    "generation": set(),
-    "trained": {"checkpoint", "config", "data", "deferred", "distributed", "errors", "evaluation"}
-    | {"groups", "overrides", "parts", "run_dir", "seeding", "strategies"},
-}
-# These may use everything.
-STORIES = {"run", "evaluate", "predict", "sample", "command", "library", "memory"}
+    {
+        "comm": "errors",
+        "config": "errors",
+        "files": "errors",
+    },
+    {
+        "launch": "config errors files",
+        "optim": "config errors local_shard",
+    },
+    {
+        "faults": "config errors files launch local_shard optim",
+    },
+    {
+        "data": "errors faults",
+        "distributed": "config errors faults launch local_shard",
+    },
+    {
+        "checkpoint": "config distributed errors faults files local_shard optim",
+        "meta_init": "distributed errors",
+        "tasks": "data errors",
+    },
+    {
+        "run_dir": "checkpoint distributed errors files",
+        "step": "tasks",
+    },
+    {
+        "loggers": "config distributed errors run_dir",
+        "strategies": "comm config distributed errors meta_init optim step tasks",
+        "sweep": "config errors files launch run_dir",
+    },
+    {
+        "build": "checkpoint config data distributed errors meta_init strategies tasks",
+        "compare": "config errors files run_dir sweep",
+    },
+    {
+        "inference": "build checkpoint config data distributed errors faults launch loggers meta_init "
+        "optim run_dir strategies tasks",
+    },
+    {
+        "evaluate": "config distributed files inference",
+        "predict": "config errors files inference launch tasks",
+        "sample": "config errors inference",
+        "training": "checkpoint config data distributed errors faults inference launch local_shard "
+        "loggers optim tasks",
+    },
+    {
+        "loop": "errors inference optim training",
+    },
+    {
+        "run": "build checkpoint config data distributed errors faults launch loggers loop "
+        "meta_init optim run_dir strategies tasks training",
+    },
+    {
+        "cli": "config errors faults launch run",
+    },
+    {
+        "api": "cli config errors faults files inference launch run",
+    },
+    {
+        "memory": "api build comm config data distributed errors faults launch local_shard "
+        "meta_init optim run strategies",
+    },
+)
+MAY_USE = {room: set(used.split()) for floor in FLOORS for room, used in floor.items()}
+# Nothing else from outside the standard library: these are loaded before it is known whether torch is wanted.
 FROM_OUTSIDE = {
-    "config": {"omegaconf"},
-    "overrides": {"hydra", "omegaconf"},
-    "saved_settings": {"hydra", "omegaconf", "yaml"},
-    "after_training": set(),
+    "config": {"hydra", "omegaconf", "yaml"},
     "errors": set(),
+    "files": set(),
     "comm": {"torch", "numpy", "matplotlib"},
     "models": {"torch", "torchvision"},
 }
+# May not even load torch by what they import; what they need of it they import where they use it.
+WITHOUT_TORCH = [
+    *("config", "launch", "sweep", "files", "cli.py", "run_dir/__init__.py", "run_dir/metrics_file.py"),
+    *("inference/__init__.py", "inference/command.py"),
+]
 
 
-def imports_of(file: Path) -> Iterator[str]:
-    """What `file` imports when it runs: what stands under `if TYPE_CHECKING:` is for annotations alone."""
+def imports_of(file: Path, *, at_once: bool = False) -> Iterator[str]:
+    """What `file` imports when it runs, or, `at_once`, when it is loaded.
+
+    What stands under `if TYPE_CHECKING:` is for annotations alone.
+    """
     tree = ast.parse(file.read_text())
     for_types = {
         id(node)
@@ -101,7 +110,7 @@ def imports_of(file: Path) -> Iterator[str]:
         if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
         for node in ast.walk(branch)
     }
-    for node in ast.walk(tree):
+    for node in tree.body if at_once else ast.walk(tree):
         if id(node) in for_types:
             continue
         if isinstance(node, ast.Import):
@@ -112,21 +121,38 @@ def imports_of(file: Path) -> Iterator[str]:
 
 
 def files_of(room: str) -> list[Path]:
-    package = ROOT / room if room == "models" else ROOT / "trainer" / room
-    return sorted(package.rglob("*.py")) if package.is_dir() else [package.with_suffix(".py")]
+    at = ROOT / room if room == "models" else HOUSE / room
+    return sorted(at.rglob("*.py")) if at.is_dir() else [at.with_suffix(".py")]
 
 
-def rooms() -> set[str]:
-    found = {
-        path.stem
-        for path in (ROOT / "trainer").iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    return found - {"__init__", "__main__", *STORIES}
+def rooms_in(folder: Path) -> dict[str, list[Path]]:
+    """Folders and files right under `folder`, by name, with all files in each."""
+    found = {path.stem: [path] for path in folder.glob("*.py") if not path.stem.startswith("__")}
+    inner = (path.parent for path in folder.glob("*/__init__.py"))
+    return found | {path.name: sorted(path.rglob("*.py")) for path in inner}
+
+
+def file_of(name: str) -> Path | None:
+    """The file of the longest part of a dotted name that is a module of trainer."""
+    while name.startswith("trainer"):
+        at = ROOT / name.replace(".", "/")
+        for path in (at.with_suffix(".py"), at / "__init__.py"):
+            if path.exists():
+                return path
+        name = name.rpartition(".")[0]
+    return None
 
 
 def test_every_room_is_on_the_plan() -> None:
-    assert rooms() == set(MAY_USE), "stories may use everything; any other room needs a line in MAY_USE"
+    assert set(rooms_in(HOUSE)) == set(MAY_USE), "a room of trainer/ needs its line in FLOORS"
+
+
+def test_no_arrow_runs_up() -> None:
+    below: set[str] = set()
+    for floor in FLOORS:
+        for room, used in floor.items():
+            assert set(used.split()) <= below, f"{room} may use {used}, not all of which stands below it"
+        below |= floor.keys()
 
 
 @pytest.mark.parametrize("room", sorted(MAY_USE))
@@ -135,6 +161,19 @@ def test_imports_run_one_way(room: str) -> None:
     for file in files_of(room):
         used = {name.split(".")[1] for name in imports_of(file) if name.startswith("trainer.")}
         assert used <= allowed, f"{file.relative_to(ROOT)} imports {sorted(used - allowed)}"
+
+
+@pytest.mark.parametrize("folder", sorted(p.parent for p in HOUSE.rglob("__init__.py")), ids=lambda p: p.name)
+def test_no_circle_within_a_folder(folder: Path) -> None:
+    """Also between its folders and the files beside them; graphlib raises CycleError."""
+    rooms = rooms_in(folder)
+    home = {file: name for name, files in rooms.items() for file in files}
+    uses = {
+        name: {home[at] for file in files for used in imports_of(file) if (at := file_of(used)) in home}
+        - {name}
+        for name, files in rooms.items()
+    }
+    list(TopologicalSorter(uses).static_order())
 
 
 @pytest.mark.parametrize("room", sorted(FROM_OUTSIDE))
@@ -150,9 +189,36 @@ def test_rooms_that_need_little_take_little(room: str) -> None:
         )
 
 
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_what_comes_before_torch_loads_none(room: str) -> None:
+    at = HOUSE / room
+    seen, left = set[Path](), sorted(at.rglob("*.py")) if at.is_dir() else [at]
+    while left:
+        file = left.pop()
+        seen.add(file)
+        for name in imports_of(file, at_once=True):
+            assert name.split(".")[0] not in ("torch", "torchvision"), f"{room}: {file} imports {name}"
+            found = file_of(name)
+            around = [] if found is None else [found, *(up / "__init__.py" for up in found.parents)]
+            left += [path for path in around if path.is_relative_to(HOUSE) and path not in seen]
+        left = [path for path in left if path.exists()]
+
+
 def test_no_strategy_imports_a_sibling() -> None:
-    for file in (ROOT / "trainer" / "strategies").glob("*.py"):
+    shared = {"base", "reads", "shardable", "split", "units", "parameter_server"}
+    for file in sorted((HOUSE / "strategies").rglob("*.py")):
         used = {name.split(".")[2] for name in imports_of(file) if name.startswith("trainer.strategies.")}
-        kin = {"parameter_server"} if file.stem == "stale_parameter_server" else set()
-        shared = {"base", "owned", "reads", "replica", "roles", "shardable", "split", "tally", "units"}
-        assert file.stem == "__init__" or used <= shared | kin, file
+        within = file.parent.name == "parameter_server"
+        assert file.name == "__init__.py" or used <= shared - (set() if within else {"parameter_server"}), (
+            file
+        )
+
+
+def test_a_class_name_means_one_thing() -> None:
+    names = Counter(
+        node.name
+        for file in HOUSE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not (twice := [name for name, count in names.items() if count > 1]), twice

@@ -12,8 +12,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.ranks import run_ranks
-from tests.runs import job_of, train
-from trainer.comm.network import step
+from tests.runs import context_of, train
+from trainer.comm.network import predict_step
 from trainer.errors import UserError
 from trainer.run import layout
 
@@ -38,7 +38,9 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     assert result["eval/accuracy"] > 0.5, "ten classes: chance is 0.1"
     assert result["samples_per_second"] == pytest.approx(64e3 / result["ms_per_step"])
     if strategy == "ddp":  # of which other worlds can be planned
-        assert sum(bucket.numel for bucket in step.read(tmp_path).buckets) == 64 * 32 + 32 + 32 * 10 + 10
+        assert (
+            sum(bucket.numel for bucket in predict_step.read(tmp_path).buckets) == 64 * 32 + 32 + 32 * 10 + 10
+        )
     assert f"name: {strategy}" in (tmp_path / "config.yaml").read_text()
     assert (tmp_path / "train.log").stat().st_size > 0
 
@@ -112,9 +114,9 @@ def test_a_users_own_parts_need_no_edit(tmp_path: Path) -> None:
 def last_lr_and_steps(run_dir: Path, *overrides: str) -> tuple[float, int]:
     from trainer.loop import fit
 
-    with job_of(f"run_dir={run_dir}", *QUICK, *overrides, "checkpoint.every_epochs=null") as job:
-        fit(job)
-        return job.state.schedule.get_last_lr()[0], job.state.progress.step  # type: ignore[attr-defined]
+    with context_of(f"run_dir={run_dir}", *QUICK, *overrides, "checkpoint.every_epochs=null") as context:
+        fit(context)
+        return context.state.schedule.get_last_lr()[0], context.state.progress.step  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("schedule", "lr"), [("constant", 0.1), ("linear", 0.05), ("cosine", 0.05)])
@@ -200,7 +202,7 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
     ],
 )
 def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: list[str], words: str) -> None:
-    with pytest.raises(UserError, match=f"^.*{words}"), job_of(f"run_dir={tmp_path}", *overrides):
+    with pytest.raises(UserError, match=f"^.*{words}"), context_of(f"run_dir={tmp_path}", *overrides):
         pass
 
 

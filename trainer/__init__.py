@@ -22,7 +22,7 @@ def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[s
         StoppedBySignal: Ctrl-C or a signal; the run is saved, and resume=auto goes on.
         RuntimeError: a fault in the processes that were started.
     """
-    from trainer.library import train  # torch and Hydra are loaded only when asked for
+    from trainer.api import train  # torch and Hydra are loaded only when asked for
 
     return train(overrides, processes)
 
@@ -39,6 +39,6 @@ def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> "nn.Mo
     Raises:
         UserError: no run, no such checkpoint, a broken one, or one that does not fit the model's class.
     """
-    from trainer.library import load_model
+    from trainer.api import load_model
 
     return load_model(run_dir, checkpoint)

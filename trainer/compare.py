@@ -15,12 +15,12 @@ from typing import Any
 from omegaconf import OmegaConf
 from yaml import YAMLError
 
+from trainer.config.overrides import leaves
 from trainer.errors import UserError
-from trainer.overrides import leaves
-from trainer.scalars import read_scalars
-from trainer.sweep.ledger import DONE, read_trials
-from trainer.sweep.report import columns
-from trainer.untrusted import Fields, load_json, printable
+from trainer.files.untrusted import Fields, load_json, printable
+from trainer.run_dir.metrics_file import read_metrics
+from trainer.sweep.results import columns
+from trainer.sweep.trial_log import DONE, read_trials
 
 # What makes losses those of another task, and those of which another value makes another run of the same.
 _TASK = ("data.dataset", "data.task")
@@ -74,7 +74,7 @@ def read_run(folder: Path, name: str) -> Run:
     numbers = {  # null: the run was too short to tell
         figure: fields.number(figure) if fields.has(figure) else math.nan for figure in (*_NUMBERS, *_LOSSES)
     }
-    return Run(printable(name), dict(leaves(settings)), texts | numbers, read_scalars(folder))
+    return Run(printable(name), dict(leaves(settings)), texts | numbers, read_metrics(folder))
 
 
 def read_runs(named: Sequence[str]) -> list[Run]:

@@ -29,7 +29,9 @@ class UserError(RunEndError, ValueError):
 
 
 class NonFiniteLossError(RunEndError, ArithmeticError):
-    """The loss or a gradient was NaN or Inf on some rank, and no update was made of that gradient."""
+    """The loss or a gradient was NaN or Inf on some rank, and no update was made of that gradient; or a
+    number that was to be saved was, and nothing of that step was saved.
+    """
 
     exit_code = 3
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.after_training import arguments, start
 from trainer.config import Config
-from trainer.saved_settings import saved_settings
-from trainer.whole_file import whole_file
+from trainer.config.saved_run import saved_settings
+from trainer.files.atomic_file import output_file
+from trainer.inference.command import arguments, start
 
 
 def main() -> None:
@@ -39,15 +39,15 @@ def evaluate(
 
 
 def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
-    from trainer import evaluation  # torch is loaded only once the settings are good
-    from trainer.distributed import on_main
-    from trainer.trained import averages_stand_in, held_out, trained
+    from trainer.distributed.process_group import on_main
+    from trainer.inference import evaluation  # torch is loaded only once the settings are good
+    from trainer.inference.restore import evaluates_ema, held_out, restored_run
 
     config.train.eval_every_epochs = config.train.eval_every_epochs or 1  # so that the task must know how
-    with trained(config, checkpoint) as at_work:
+    with restored_run(config, checkpoint) as at_work:
         _, loader = held_out(at_work)
         figures = {"eval/": evaluation.evaluate(at_work, loader).figures}
-        if config.ema.decay is not None and not averages_stand_in(config):
+        if config.ema.decay is not None and not evaluates_ema(config):
             at_work.take_averages()
             figures["eval/ema/"] = evaluation.evaluate(at_work, loader).figures
         found = {
@@ -64,7 +64,7 @@ def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    with whole_file(path, replace=True) as file:
+    with output_file(path, replace=True) as file:
         file.write((json.dumps(found, indent=2) + "\n").encode())
 
 

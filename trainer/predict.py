@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from trainer.after_training import arguments, start
 from trainer.config import Config
+from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
+from trainer.files.atomic_file import check_free, output_file
+from trainer.inference.command import arguments, start
 from trainer.launch.place import place
-from trainer.saved_settings import saved_settings
-from trainer.whole_file import check_free, whole_file
 
 
 def main() -> None:
@@ -44,13 +44,13 @@ def predict(
 def _predict(config: Config, checkpoint: str, out: Path) -> int:
     if place(config.distributed).rank == 0:
         check_free(out)
-    from trainer.evaluation import predict  # torch is loaded only once the settings are good
-    from trainer.row_file import kind_of
+    from trainer.inference.evaluation import predict  # torch is loaded only once the settings are good
+    from trainer.inference.prediction_file import kind_of
+    from trainer.inference.restore import held_out, restored_run
     from trainer.tasks import offers
-    from trainer.trained import held_out, trained
 
     kind = kind_of(out)
-    with trained(config, checkpoint) as at_work, ExitStack() as written:
+    with restored_run(config, checkpoint) as at_work, ExitStack() as written:
         if not offers(at_work.task, "predict"):
             raise UserError(
                 f"data.task: {config.data.task['_target_']} predicts nothing: it has no method predict, as "
@@ -58,7 +58,7 @@ def _predict(config: Config, checkpoint: str, out: Path) -> int:
             )
         dataset, loader = held_out(at_work)
         name_of, num_rows = _names(dataset), 0
-        file = kind(written.enter_context(whole_file(out))) if at_work.dist.is_main else None
+        file = kind(written.enter_context(output_file(out))) if at_work.dist.is_main else None
         for of_all in predict(at_work, loader):
             if file is None or of_all is None:
                 continue

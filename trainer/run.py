@@ -14,40 +14,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import fingerprint, switches
+from trainer.build import build_model, build_task, build_to_device, load_data, start_from
 from trainer.checkpoint import Agreement, Checkpointer, saved_seed
 from trainer.config import Config, TrainConfig, UnitsConfig, flatten, to_yaml
-from trainer.data.batch import split_batch
-from trainer.deferred.model import Deferred, deferred
-from trainer.distributed import Dist, compare_across_ranks, on_main, process_group
+from trainer.data.loading.batch import split_batch
+from trainer.distributed import backend_flags
+from trainer.distributed.process_group import Dist, compare_across_ranks, on_main, process_group
+from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError, writing
-from trainer.faults import failure
-from trainer.faults.rehearsal import Rehearsal
-from trainer.flops import model_flops
-from trainer.gradients import GradientCheck
-from trainer.groups import build_optimizer, described, freeze, keep_frozen_statistics
-from trainer.guard import StepGuard
-from trainer.job import Job
+from trainer.faults import exit_report
+from trainer.faults.injection.injector import FaultInjector
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import place
-from trainer.learning import Learning
+from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
-from trainer.metrics import Meter
-from trainer.optim import ScheduleFacts, build_schedule, check_schedule
-from trainer.parts import build_model, build_task, build_to_device, load_data, start_from
-from trainer.profiling import Profile
-from trainer.replicas import ReplicaGuard
-from trainer.result import write as write_result
-from trainer.run_dir import claim
-from trainer.seeding import seed_everything
-from trainer.signals import StopRequest
-from trainer.state import Progress, TrainState
+from trainer.meta_init.deferred import Deferred, deferred
+from trainer.optim.param_groups import build_optimizer, described, freeze, keep_frozen_statistics
+from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
+from trainer.optim.train_state import Progress, TrainState
+from trainer.run_dir.claim import claim
+from trainer.run_dir.console import messages, table
+from trainer.run_dir.result import write as write_result
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import parameter_count
 from trainer.strategies.units import checkpoint_activations
 from trainer.tasks import Task
-from trainer.terminal import messages, table
+from trainer.training import run_hash
+from trainer.training.context import TrainingContext
+from trainer.training.gradient_check import GradientCheck
+from trainer.training.meter import Meter
+from trainer.training.mfu import model_flops
+from trainer.training.profiler import Profile
+from trainer.training.replica_check import ReplicaCheck
+from trainer.training.step_agreement import StepAgreement
+from trainer.training.weight_statistics import WeightStatistics
 
 log = logging.getLogger(__name__)
 
@@ -71,38 +72,38 @@ def run(config: Config) -> dict[str, Any]:
         assert dist.watch is not None
         dist.watch.writes_to(run_dir)
         with messages(dist, run_dir):
-            job = assemble(config, run_id, dist, stop_request)
-            held.callback(job.run_log.leave_terminal)
-            figures = fit(job)
-            job.run_log.figures(job.strategy.figures, job.state.progress.step, at_end=True)
+            context = assemble(config, run_id, dist, stop_request)
+            held.callback(context.run_log.leave_terminal)
+            figures = fit(context)
+            context.run_log.figures(context.strategy.figures, context.state.progress.step, at_end=True)
             result = {
                 "strategy": config.strategy.name,
                 "comm": config.comm.algorithm,
                 "world_size": dist.world_size,
                 **{name: None if math.isnan(value) else value for name, value in figures.items()},
-                **job.strategy.measured(),
-                "param_sha256": fingerprint.parameters_sha256(job.state.model),
+                **context.strategy.measured(),
+                "param_sha256": run_hash.parameters_sha256(context.state.model),
             }
-            job.checkpointer.close()
-            if summary := job.strategy.summary():
+            context.checkpointer.close()
+            if summary := context.strategy.summary():
                 log.info("%s", summary)
-            job.strategy.close()
+            context.strategy.close()
             if dist.is_main:
-                write_result(run_dir, result, made_steps=job.state.progress.step > job.first_step)
-            job.run_log.close()  # a logger that cannot end well takes nothing along
-            log.info("%s  ->  %s", run_dir, job.run_log.look)
+                write_result(run_dir, result, made_steps=context.state.progress.step > context.first_step)
+            context.run_log.close()  # a logger that cannot end well takes nothing along
+            log.info("%s  ->  %s", run_dir, context.run_log.look)
     return result
 
 
-def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest) -> Job:
+def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest) -> TrainingContext:
     """Put the parts of a run together, up to the step at which it begins or goes on (a collective).
 
     `config.run_dir`, `config.seed` and `run_id` are those of this run, chosen, and the same on every rank.
     """
     assert config.run_dir is not None and config.seed is not None
     run_dir, seed, train = Path(config.run_dir), config.seed, config.train
-    rehearsal = Rehearsal(config.fault, dist.rank, dist.hosts, run_dir)
-    dist = dataclasses.replace(dist, heartbeat=rehearsal.heartbeat(dist.heartbeat))
+    injector = FaultInjector(config.fault, dist.rank, dist.hosts, run_dir)
+    dist = dataclasses.replace(dist, heartbeat=injector.heartbeat(dist.heartbeat))
     strategy = build_strategy(config, dist)
     batch = split_batch(train.global_batch_size, train.micro_batch_size, strategy.num_replicas)
 
@@ -124,7 +125,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
 
     model = deferred(lambda: build_model(config.model, train_set), seed)
     start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s), dist)
-    compare_across_ranks(fingerprint.inputs(model.module, train_loader, eval_loader), dist)
+    compare_across_ranks(run_hash.inputs(model.module, train_loader, eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())
     freeze(model.module, config.model)
     flops = model_flops(model.module, task, train, batch, strategy.devices, dist)
@@ -142,9 +143,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
             state.progress.settle(train.global_batch_size, train_loader.num_samples)
     strategy.begin(state)
     replicated = partial(strategy.replicated, state) if strategy.equal_ranks() else None
-    rehearsal.meet(strategy.unwrap(wrapped), state.progress, total_steps, replicated)
+    injector.meet(strategy.unwrap(wrapped), state.progress, total_steps, replicated)
 
-    job = Job(
+    context = TrainingContext(
         dist=dist,
         strategy=strategy,
         task=task,
@@ -159,17 +160,19 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         first_step=state.progress.step,
         total_steps=total_steps,
         checkpointer=checkpointer,
-        replicas=ReplicaGuard(dist, strategy.equal_ranks(), train.check_replicas_every, strategy.replicated),
+        replica_check=ReplicaCheck(
+            dist, strategy.equal_ranks(), train.check_replicas_every, strategy.replicated
+        ),
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
-        learning=Learning(state.model, dist, train.histograms_every),
-        guard=StepGuard(dist),
+        weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
+        agreement=StepAgreement(dist),
         gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame),
         meter=Meter(dist, flops, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
     )
-    _introduce(config, job, num_parameters)
-    return job
+    _log_start(config, context, num_parameters)
+    return context
 
 
 def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
@@ -213,30 +216,30 @@ def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> 
     return min(train.max_steps or full_epochs, full_epochs)
 
 
-def _introduce(config: Config, job: Job, num_parameters: int) -> None:
-    if job.dist.is_main:  # writing all out takes longer than a step of a small model
-        job.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, job.first_step)
-    log.info("%s", start_table(config, job, num_parameters))
-    for note in job.strategy.notes:
+def _log_start(config: Config, context: TrainingContext, num_parameters: int) -> None:
+    if context.dist.is_main:  # writing all out takes longer than a step of a small model
+        context.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, context.first_step)
+    log.info("%s", start_table(config, context, num_parameters))
+    for note in context.strategy.notes:
         log.info("%s", note)
 
 
-def start_table(config: Config, job: Job, num_parameters: int) -> str:
-    dist, train_loader, held_out = job.dist, job.train_loader, job.eval_loader
+def start_table(config: Config, context: TrainingContext, num_parameters: int) -> str:
+    dist, train_loader, held_out = context.dist, context.train_loader, context.eval_loader
     steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
     processes = f"{layout(dist.hosts)} processes"
     return table(
         {
             "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
             "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
-            "precision": switches.described(config.train, dist.device),
+            "precision": backend_flags.described(config.train, dist.device),
             "model": f"{config.model['_target_']}, {num_parameters:,} parameters",
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
-            "optim": _optimizer_words(config, job, num_parameters),
-            **described(job.state.optimizer),
-            "batch": str(job.batch),
-            "steps": f"{job.total_steps:,}, {steps_per_epoch} an epoch, from {job.first_step:,}",
+            "optim": _optimizer_words(config, context, num_parameters),
+            **described(context.state.optimizer),
+            "batch": str(context.batch),
+            "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.first_step:,}",
             "seed": str(config.seed),
             "run": str(config.run_dir),
         }
@@ -250,8 +253,8 @@ def layout(hosts: Sequence[int]) -> str:
     return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
 
 
-def _optimizer_words(config: Config, job: Job, num_parameters: int) -> str:
-    trained = parameter_count(p for group in job.state.optimizer.param_groups for p in group["params"])
+def _optimizer_words(config: Config, context: TrainingContext, num_parameters: int) -> str:
+    trained = parameter_count(p for group in context.state.optimizer.param_groups for p in group["params"])
     frozen = f", {num_parameters - trained:,} parameters frozen" * (trained < num_parameters)
     return f"{config.optim['_target_']}{frozen}"
 
@@ -282,7 +285,7 @@ def _settle(config: Config, held: ExitStack) -> tuple[str, dict[str, Any]]:
         "run_dir": str(run_dir.path),
         "seed": secrets.randbits(31) if seed is None else seed,
     }
-    failure.forget(run_dir.path)
+    exit_report.forget_failure(run_dir.path)
     with writing(run_dir.path):
         (run_dir.path / "config.yaml").write_text(to_yaml(dataclasses.replace(config, **chosen)))
     return run_dir.run_id, chosen

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from trainer.after_training import Ended, arguments, start
 from trainer.config import Config
 from trainer.errors import UserError
+from trainer.inference.command import Ended, arguments, start
 
 
 def main() -> None:
@@ -56,18 +56,18 @@ def _temperature(text: str) -> float:
 def _sample(options: Any, config: Config) -> None:
     import torch  # loaded only once the settings are good
 
-    from trainer.generation import generate
-    from trainer.trained import trained
+    from trainer.inference.generate import generate
+    from trainer.inference.restore import restored_run
 
     config.train.compile = False  # each length would be compiled anew
-    with trained(config, options.checkpoint) as at_work:
+    with restored_run(config, options.checkpoint) as at_work:
         model, tokenizer = at_work.module, getattr(at_work.train_set(), "tokenizer", None)
         block_size = getattr(model, "block_size", None)
         if tokenizer is None or not isinstance(block_size, int):
             raise UserError(
                 f"{config.model['_target_']} on {config.data.dataset['_target_']} is no model of text: "
                 "sampling needs a model with a block_size, as models.gpt.GPT, and data with a tokenizer, "
-                "as trainer.data.text.Text"
+                "as trainer.data.text.in_memory.Text"
             )
         prompt = tokenizer.encode([os.fsencode(options.prompt)])[0].tolist()
         if not 0 < len(prompt) <= block_size:

@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-from benchmarks.gpu.day import Day, Row, jobs, steps
+from benchmarks.gpu.day import Day, Row, contexts, steps
 
 
 def measure(day: Day) -> Iterator[Row]:
@@ -18,10 +18,10 @@ def measure(day: Day) -> Iterator[Row]:
     )
     for kind, in_background in (("full", False), ("full", True), ("sharded", False), ("sharded", True)):
         what = f"save {model}, {kind}{' async' * in_background}"
-        with tempfile.TemporaryDirectory() as run_dir, jobs() as job:
+        with tempfile.TemporaryDirectory() as run_dir, contexts() as context:
             options = (*common, f"checkpoint={kind}", f"checkpoint.async={str(in_background).lower()}")
             options += (f"run_dir={run_dir}",)
-            made = job(*options)
+            made = context(*options)
             way = steps(made)
             waited: list[float] = []
             for _ in range(day.size(3, 1)):  # the first also allocates pinned memory
@@ -34,7 +34,7 @@ def measure(day: Day) -> Iterator[Row]:
                 written = _seconds(made.checkpointer.close)
             note = f"the first {waited[0]:.2f} s; then {written:.2f} s more in the background" * in_background
             yield Row(what, min(waited), "s waited for", note=note)
-            loaded = _seconds(lambda job=job, options=options: job(*options, "resume=auto"))
+            loaded = _seconds(lambda context=context, options=options: context(*options, "resume=auto"))
             yield Row(f"build and load {model}, {kind}", loaded, "s")
 
 

@@ -60,7 +60,7 @@ def settings(*overrides: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     from trainer.config import load
-    from trainer.overrides import CONF
+    from trainer.config.overrides import CONF
 
     quiet = ("logger=jsonl", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "strategy=single")
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -68,17 +68,17 @@ def settings(*overrides: str) -> Any:
 
 
 @contextmanager
-def jobs() -> Iterator[Callable[..., Any]]:
+def contexts() -> Iterator[Callable[..., Any]]:
     """A function from overrides to a job, ready to train; all of them in one process group of one."""
-    from trainer.distributed import process_group
+    from trainer.distributed.process_group import process_group
+    from trainer.launch.signals import StopRequest
     from trainer.run import assemble
-    from trainer.signals import StopRequest
 
     with ExitStack() as stack:
         stop_request = stack.enter_context(StopRequest())
         dist = stack.enter_context(process_group(settings().distributed))
 
-        def job(*overrides: str) -> Any:
+        def context(*overrides: str) -> Any:
             config = settings(*overrides)
             if config.run_dir is None:
                 run_dir = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -88,15 +88,15 @@ def jobs() -> Iterator[Callable[..., Any]]:
             stack.callback(made.run_log.close)
             return made
 
-        yield job
+        yield context
 
 
-def steps(job: Any) -> Iterator[None]:
+def steps(context: Any) -> Iterator[None]:
     """Our own loop, epoch after epoch; yields after each step."""
     from trainer.loop import train_epoch
 
     while True:
-        yield from train_epoch(job)
+        yield from train_epoch(context)
 
 
 def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.gpu.day import Day, Row, in_turns, jobs, ratio, steps
+from benchmarks.gpu.day import Day, Row, contexts, in_turns, ratio, steps
 
 PEAK_WANTED = 0.5
 
@@ -105,11 +105,11 @@ def tokens_file(folder: Path, count: int) -> Path:
 
 
 def measure(day: Day) -> list[Row]:
-    from trainer.flops import peak_tflops
+    from trainer.training.mfu import peak_tflops
 
     block, batch_size = day.size((1024, 32), (32, 2))
     width, depth, heads = sizes = day.size((768, 12, 12), (32, 1, 2))
-    with tempfile.TemporaryDirectory() as folder, jobs() as job:
+    with tempfile.TemporaryDirectory() as folder, contexts() as context:
         data = tokens_file(Path(folder), day.size(20_000_000, 20_000))
         ours = (
             *("experiment=text_gpt", "data=tokens", f"data.dataset.path={folder}", "model.size=gpt2"),
@@ -125,7 +125,7 @@ def measure(day: Day) -> list[Row]:
             switches["ours, loss in chunks"] = "data.task.head=chunks"
         ways = {"nanoGPT": nanogpt(day, data, batch_size, block, sizes)}
         for name, switch in day.size(switches, dict(list(switches.items())[::2])).items():
-            ways[name] = steps(job(*ours, *switch.split()))
+            ways[name] = steps(context(*ours, *switch.split()))
         found = in_turns(day, ways, turns=day.size(8, 1), each=day.size(10, 1))
     peak = peak_tflops(day.device, "bf16")
     # nanoGPT's estimate, after PaLM's appendix B: 6 FLOP for each parameter and token, and attention's

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu.day import Day, Row, jobs, steps
+from benchmarks.gpu.day import Day, Row, contexts, steps
 
 GPT = ("experiment=text_gpt", "model.size=gpt2", "data.dataset.block_size=1024", "train.global_batch_size=8")
 WAYS = {
@@ -53,8 +53,8 @@ def _measured(day: Day, overrides: tuple[str, ...]) -> int | None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    with jobs() as job:
-        for _ in itertools.islice(steps(job(*overrides)), 3):
+    with contexts() as context:
+        for _ in itertools.islice(steps(context(*overrides)), 3):
             pass
     gc.collect()
     return torch.cuda.max_memory_allocated() - before if day.on_gpu else None

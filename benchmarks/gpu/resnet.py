@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchvision import datasets, models
 from torchvision.transforms import v2
 
-from benchmarks.gpu.day import Day, Row, in_turns, jobs, ratio, steps
+from benchmarks.gpu.day import Day, Row, contexts, in_turns, ratio, steps
 from benchmarks.image_loading import write_photographs
 from trainer.data.imagefolder import MEAN, STD
 
@@ -108,7 +108,7 @@ def measure(day: Day) -> Iterator[Row]:
         *(f"model={name}", f"train.global_batch_size={batch_size}", "train.max_steps=100000"),
         *(f"data.num_workers={workers}", "data.prefetch_factor=4", "optim.lr=0.01"),
     )
-    with tempfile.TemporaryDirectory() as folder, jobs() as job:
+    with tempfile.TemporaryDirectory() as folder, contexts() as context:
         root = Path(folder)
         write_photographs(root, photographs)
         for file in sorted((root / "train/things").iterdir()):  # an epoch that no turn comes to the end of
@@ -122,7 +122,7 @@ def measure(day: Day) -> Iterator[Row]:
             "from JPEG": (from_files(root, batch_size, size, workers), 1, long, (*files, *common)),
         }
         for source, (batches, classes, steps_each, overrides) in sources.items():
-            ways = {"bare": bare(day, batches, name, classes), "ours": steps(job(*overrides))}
+            ways = {"bare": bare(day, batches, name, classes), "ours": steps(context(*overrides))}
             found = in_turns(day, ways, turns, steps_each)
             for way, times in found.items():
                 rate = batch_size / statistics.median(times) * 1e3

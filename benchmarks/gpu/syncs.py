@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.day import Day, Row, jobs, steps
+from benchmarks.gpu.day import Day, Row, contexts, steps
 from benchmarks.gpu.resnet import OURS as RESNET
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +28,9 @@ WAYS = {
 def measure(day: Day) -> Iterator[Row]:
     count = day.size(10, 3)
     ways = day.size(WAYS, {"gpt bf16": WAYS["gpt bf16"]})
-    with jobs() as job:
+    with contexts() as context:
         for name, overrides in ways.items():
-            way = steps(job(*overrides, "train.log_every_steps=100000", "train.max_steps=100000"))
+            way = steps(context(*overrides, "train.log_every_steps=100000", "train.max_steps=100000"))
             for _ in itertools.islice(way, day.size(10, 2)):
                 pass
             with waits(day) as seen:

@@ -19,10 +19,10 @@ from tests.ranks import run_ranks
 from trainer import loop
 from trainer.checkpoint import store
 from trainer.checkpoint.source import STATE
-from trainer.distributed import Dist, process_group
+from trainer.distributed.process_group import Dist, process_group
 from trainer.errors import UserError
+from trainer.launch.signals import StopRequest
 from trainer.run import assemble
-from trainer.signals import StopRequest
 
 NUM_SAMPLES = 192
 # 48 samples, to 112, over the end of the epoch to 64 of the next, and to its end: each leg ends between two batches.
@@ -85,15 +85,15 @@ def leg(
     batch = (f"train.global_batch_size={batch_size}", f"run_dir={run_dir}", "resume=auto")
     config = runs.settings(*SETTINGS, *batch, *overrides)
     with StopRequest() as stop_request:
-        job = assemble(config, "tests", dist, stop_request)
-        noting = Noting(job.task)
-        end = loop.fit(dataclasses.replace(job, task=noting))
-    job.checkpointer.close()
-    job.strategy.close()
-    job.run_log.close()
-    accumulated = range(0, len(noting.numbers), job.batch.accumulation)
-    steps = [flat(noting.numbers[start : start + job.batch.accumulation]) for start in accumulated]
-    return steps, end | {"total_steps": job.total_steps}
+        context = assemble(config, "tests", dist, stop_request)
+        noting = Noting(context.task)
+        end = loop.fit(dataclasses.replace(context, task=noting))
+    context.checkpointer.close()
+    context.strategy.close()
+    context.run_log.close()
+    accumulated = range(0, len(noting.numbers), context.batch.accumulation)
+    steps = [flat(noting.numbers[start : start + context.batch.accumulation]) for start in accumulated]
+    return steps, end | {"total_steps": context.total_steps}
 
 
 def as_it_was_written_before(checkpoint: Path) -> None:

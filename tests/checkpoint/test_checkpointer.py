@@ -12,9 +12,9 @@ import torch
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer import seeding
 from trainer.checkpoint import Checkpointer
-from trainer.state import TrainState
+from trainer.distributed import seeding
+from trainer.optim.train_state import TrainState
 
 
 def _save(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.faults.test_ends import TINY
 from tests.ranks import run_ranks
 from tests.runs import train
-from tests.test_ends import TINY
 from trainer.errors import UserError
 
 QUICK = (*TINY, "schedule=constant", "train.log_every_steps=1", "train.eval_every_epochs=0")

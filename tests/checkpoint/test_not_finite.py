@@ -11,16 +11,16 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from tests.checkpoint import tiny
+from tests.faults.test_ends import TINY
 from tests.programs import finish
 from tests.ranks import run_ranks
-from tests.test_ends import TINY
 from trainer.checkpoint import checkpointer as checkpointer_module
 from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.store import read_manifest
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import NonFiniteLossError, UserError
 from trainer.local_shard import to_local
-from trainer.state import TrainState
+from trainer.optim.train_state import TrainState
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,7 +14,7 @@ from tests import runs
 from tests.checkpoint.whole_runs import DDP, FP16, FSDP, LAST_STEP, PS, SINGLE, differences, run
 from tests.ranks import run_ranks
 from trainer import step
-from trainer.distributed import process_group
+from trainer.distributed.process_group import process_group
 from trainer.errors import StoppedBySignal
 from trainer.strategies.ddp import Ddp
 
@@ -98,10 +98,10 @@ def _stop_and_finish(
     settings = (*SINGLE, f"run_dir={root}", "checkpoint.every_steps=null", "train.log_every_steps=1")
     train_step = step.train_step
 
-    def told_to_stop(job: Any, *args: Any, **kwargs: Any) -> Any:
-        if job.state.progress.step == stop_after - 1:
+    def told_to_stop(context: Any, *args: Any, **kwargs: Any) -> Any:
+        if context.state.progress.step == stop_after - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(job, *args, **kwargs)
+        return train_step(context, *args, **kwargs)
 
     step.train_step = told_to_stop
     if stop_after:

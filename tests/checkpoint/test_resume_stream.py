@@ -14,7 +14,7 @@ from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, SINGLE, difference
 from tests.data.streams import numbers_of
 from tests.ranks import run_ranks
 from trainer import step
-from trainer.distributed import Dist, process_group
+from trainer.distributed.process_group import Dist, process_group
 from trainer.errors import UserError
 
 NUM_SAMPLES = 38  # 3 steps of 12 to an epoch, 2 remain
@@ -71,18 +71,18 @@ def _ids(dist: Dist, run_dir: Path, last_step: int, overrides: tuple[str, ...]) 
     """Train on to a step, and return the ids that this rank trained on, by micro-batch."""
     seen: list[list[int]] = []
 
-    def recorded(job: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = job.task.loss
+    def recorded(context: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = context.task.loss
 
         def noted(model: Any, batch: Any) -> Any:
             seen.append(numbers_of(batch[0]))
             return loss(model, batch)
 
-        job.task.loss = noted
+        context.task.loss = noted
         try:
-            return train_step(job, *args, **kwargs)
+            return train_step(context, *args, **kwargs)
         finally:
-            job.task.loss = loss
+            context.task.loss = loss
 
     train_step, step.train_step = step.train_step, recorded
     try:

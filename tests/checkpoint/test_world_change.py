@@ -13,7 +13,7 @@ from tests import runs
 from tests.checkpoint.whole_runs import DDP, FSDP, PS, SINGLE, differences, run
 from tests.ranks import run_ranks
 from trainer.checkpoint.source import Source
-from trainer.distributed import process_group
+from trainer.distributed.process_group import process_group
 
 SHARDED = "checkpoint=sharded"
 STOP, LAST_STEP = 4, 7  # the second epoch is a third done; the third has begun

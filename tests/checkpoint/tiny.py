@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
-from trainer.distributed import Dist
-from trainer.state import Progress, TrainState
+from trainer.distributed.process_group import Dist
+from trainer.optim.train_state import Progress, TrainState
 
 CPU = torch.device("cpu")
 CONFIG = {"seed": 0, "optim.lr": 0.1, "run_dir": "here"}

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from tests import runs
 from tests.checkpoint import tiny
-from trainer import loop, seeding
+from trainer import loop
 from trainer.checkpoint.tree import take_apart
-from trainer.distributed import Dist
+from trainer.distributed import seeding
+from trainer.distributed.process_group import Dist
+from trainer.launch.signals import StopRequest
 from trainer.run import assemble
-from trainer.signals import StopRequest
 
 LAST_STEP = 8
 SETTINGS = (
@@ -71,17 +72,17 @@ def run(
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
     run_dir.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request:
-        job = assemble(config, "tests", dist, stop_request)
-        begin = _everything(job.state)
-        recorder = Recorder(job.task)
+        context = assemble(config, "tests", dist, stop_request)
+        begin = _everything(context.state)
+        recorder = Recorder(context.task)
         if save_at is not None:  # at each step, saving would be half of such a run
-            job.checkpointer.due = lambda progress, end_of_epoch: progress.step in save_at  # type: ignore[method-assign]
-        loop.fit(dataclasses.replace(job, task=recorder))
-    job.checkpointer.close()
-    job.strategy.close()
-    job.run_log.close()
+            context.checkpointer.due = lambda progress, end_of_epoch: progress.step in save_at  # type: ignore[method-assign]
+        loop.fit(dataclasses.replace(context, task=recorder))
+    context.checkpointer.close()
+    context.strategy.close()
+    context.run_log.close()
     rng_tensors, rng_plain = take_apart(seeding.rng_state())
-    end = _everything(job.state)
+    end = _everything(context.state)
     generators = {"tensors": rng_tensors, "plain": rng_plain}
     return {"begin": begin, "end": end, "generators": generators, "samples": recorder.samples}
 

@@ -15,8 +15,8 @@ import torch
 
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm import bench
-from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.schedules.algorithms import ALGORITHMS
+from trainer.comm.algorithms.all_reduce import ALGORITHMS
+from trainer.comm.transport.executor import CpuExecutor
 
 
 def _bench(*argv: str) -> tuple[int, str]:

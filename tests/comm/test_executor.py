@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from tests.comm.threads import run_threads
 from tests.ranks import RankFailure, run_ranks
-from trainer.comm.execution import mailbox
-from trainer.comm.execution.blame import PeerError
-from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.execution.gloo import GlooLinks
-from trainer.comm.schedules.algorithms import ALGORITHMS, build
+from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
+from trainer.comm.transport import mailbox
+from trainer.comm.transport.blame import PeerError
+from trainer.comm.transport.executor import CpuExecutor
+from trainer.comm.transport.gloo import GlooLinks
 
 SHAPES = [[0], [0, 0], [0, 0, 0], [0] * 4, [0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1, 1, 1]]
 SIZES = [0, 1, 7, 1000, 200_003]  # the last in 13 to 25 segments of 64 KiB

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from trainer.comm.execution.blame import PeerError
-from trainer.comm.execution.gloo import RECEIVED, GlooLink
+from trainer.comm.transport.blame import PeerError
+from trainer.comm.transport.gloo import RECEIVED, GlooLink
 
 
 def test_a_data_worker_that_is_killed_meanwhile_is_no_fault_of_the_peer() -> None:

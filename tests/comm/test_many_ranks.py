@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.comm.threads import run_threads
-from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.execution.gloo import GlooLinks
-from trainer.comm.schedules.algorithms import ALGORITHMS, build
+from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
+from trainer.comm.transport.executor import CpuExecutor
+from trainer.comm.transport.gloo import GlooLinks
 
 RANKS = 32
 SIZES = [1, 7, 1000, 40_001, 1, 1]  # elements; with segments of 8 KiB, 20 of them in the fourth

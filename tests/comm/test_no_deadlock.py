@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from trainer.comm.schedules.algorithms import ALGORITHMS, Schedule, build
-from trainer.comm.schedules.pipeline import IN_FLIGHT, WIDTH
-from trainer.comm.schedules.program import chunks_in_flight, lay_out, messages_in_flight
-from trainer.comm.schedules.shards import ALL_GATHERS, all_gather, reduce_scatter
+from trainer.comm.algorithms.all_reduce import ALGORITHMS, Schedule, build
+from trainer.comm.algorithms.gather_scatter import ALL_GATHERS, all_gather, reduce_scatter
+from trainer.comm.algorithms.pipeline import IN_FLIGHT, WIDTH
+from trainer.comm.algorithms.program import chunks_in_flight, lay_out, messages_in_flight
 
 Channel = tuple[int, int]  # (sender, receiver)
 

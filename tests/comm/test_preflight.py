@@ -23,10 +23,10 @@ from tests.hosts import hosts
 from tests.programs import finish_ranks
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm import plan, preflight
-from trainer.comm.network import links
+from trainer.comm.algorithms.all_reduce import ALGORITHMS
+from trainer.comm.algorithms.schedule import Collective
+from trainer.comm.network import link_speeds
 from trainer.comm.network.checks import CHECKS, NEED_TWO
-from trainer.comm.schedules.algorithms import ALGORITHMS
-from trainer.comm.schedules.schedule import Collective
 
 
 def _preflight(*argv: str) -> tuple[int, str]:
@@ -247,7 +247,7 @@ def _slow_preflight(out: str, *argv: str) -> tuple[int, str]:
 
 def test_every_pair_meets_once() -> None:
     for count in range(1, 12):
-        rounds = list(links.pairings(count))
+        rounds = list(link_speeds.pairings(count))
         meetings = Counter(frozenset(pair) for pairs in rounds for pair in pairs)
         assert len(meetings) == count * (count - 1) // 2
         assert set(meetings.values()) <= {1}

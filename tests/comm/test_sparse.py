@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests import runs
 from tests.ranks import run_ranks
-from trainer.comm.hook import attach
-from trainer.comm.timeline.report import table
+from trainer.comm.ddp_hook import attach
+from trainer.comm.timeline.summary import table
 from trainer.errors import UserError
 
 

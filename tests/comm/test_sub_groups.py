@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import run_ranks
-from trainer.comm.execution.blame import CommError
-from trainer.comm.hook import attach
-from trainer.comm.schedules.algorithms import ALGORITHMS
+from trainer.comm.algorithms.all_reduce import ALGORITHMS
+from trainer.comm.ddp_hook import attach
+from trainer.comm.transport.blame import CommError
 
 
 def linear(members: list[int]) -> DistributedDataParallel:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.comm.test_hook import network
+from tests.comm.test_ddp_hook import network
 from tests.ranks import run_ranks
-from trainer.comm.hook import attach
+from trainer.comm.ddp_hook import attach
 from trainer.comm.timeline.clock import CommonClock
 from trainer.comm.timeline.records import BucketRecord, PassSum, before_the_end
-from trainer.comm.timeline.report import draw, table
+from trainer.comm.timeline.summary import draw, table
 
 
 def record(ready: float, start: float, end: float) -> BucketRecord:

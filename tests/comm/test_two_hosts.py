@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
-from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.execution.gloo import GlooLinks
-from trainer.comm.schedules.algorithms import build
-from trainer.comm.schedules.schedule import Collective
-from trainer.comm.schedules.shards import all_gather, reduce_scatter
-from trainer.comm.schedules.traffic import count_traffic
+from trainer.comm.algorithms.all_reduce import build
+from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
+from trainer.comm.algorithms.schedule import Collective
+from trainer.comm.algorithms.traffic import count_traffic
+from trainer.comm.transport.executor import CpuExecutor
+from trainer.comm.transport.gloo import GlooLinks
 
 HOSTS = [0, 0, 1, 1]
 NUMEL = 4 << 20

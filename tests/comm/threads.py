@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer.comm.execution.blame import PeerError
-from trainer.comm.execution.gloo import GlooLinks
+from trainer.comm.transport.blame import PeerError
+from trainer.comm.transport.gloo import GlooLinks
 
 _T = TypeVar("_T")
 TIMEOUT_S = 30.0

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trainer.data import loaders
-from trainer.data.batch import split_batch
-from trainer.data.loader import EvalLoader, Share, TrainLoader
+from trainer.data.loading import loaders
+from trainer.data.loading.base import EvalLoader, Share, TrainLoader
+from trainer.data.loading.batch import split_batch
 from trainer.errors import UserError
 
 CPU = torch.device("cpu")

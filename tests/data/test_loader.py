@@ -22,8 +22,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import RankFailure, run_ranks
 from trainer.data.digits import Digits
+from trainer.data.loading.worker import WorkerError
 from trainer.data.transforms import mirrored_at_random
-from trainer.data.worker import WorkerError
 from trainer.errors import UserError
 
 

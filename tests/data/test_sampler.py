@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from trainer.data.batch import split_batch
-from trainer.data.sampler import EvalSampler, TrainSampler
+from trainer.data.loading.batch import split_batch
+from trainer.data.loading.sampler import EvalSampler, TrainSampler
 from trainer.errors import UserError
 
 

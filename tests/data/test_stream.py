@@ -5,7 +5,7 @@ import torch
 
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.data.streams import Broken, Numbers, Stateful, Uneven, numbers_of
-from trainer.data.loader import TrainLoader
+from trainer.data.loading.base import TrainLoader
 from trainer.errors import UserError
 
 

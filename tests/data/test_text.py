@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import trainer.data.text
-from trainer.data.text import Text
+import trainer.data.text.in_memory
+from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
 
 
@@ -55,7 +55,9 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path, monkeypatch:
     joined = b"".join(parts[name] for name in sorted(parts))
     assert windows() == [joined[i : i + 5] for i in range(0, len(joined) - 4, 4)]
 
-    monkeypatch.setattr(trainer.data.text, "MAPPED_BYTES", 40)  # now c is mapped, and a text of its own
+    monkeypatch.setattr(
+        trainer.data.text.in_memory, "MAPPED_BYTES", 40
+    )  # now c is mapped, and a text of its own
     texts = [b"012345678", b"X" * 40, b"abc" + b"defg" * 9]
     assert windows() == [text[i : i + 5] for text in texts for i in range(0, len(text) - 4, 4)]
 

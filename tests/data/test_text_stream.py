@@ -12,15 +12,15 @@ from benchmarks import streams
 from tests.data.settings import eval_loader, train_loader
 from tests.data.test_stream import global_batches
 from tests.ranks import run_ranks
-from trainer.data import texts
-from trainer.data.text_stream import TextStream
-from trainer.data.texts import Texts
+from trainer.data.text import files
+from trainer.data.text.files import TextFiles
+from trainer.data.text.stream import TextStream
 from trainer.errors import UserError
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(texts, "PIECE_BYTES", 64)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 64)
     (tmp_path / "a.txt").write_text("".join(f"{number} is a line\n" for number in range(100)))
     (tmp_path / "b.jsonl").write_text(
         "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(200))
@@ -36,16 +36,16 @@ def everything(folder: Path) -> bytes:
 
 
 def test_pieces_are_the_same_wherever_reading_begins(folder: Path) -> None:
-    whole = Texts(folder)
-    pieces = list(whole.pieces(0, whole.num_bytes))
-    assert sum(piece.num_bytes for piece in pieces) == whole.num_bytes
-    assert b"".join(piece.text + b"\n" * piece.ends_document for piece in pieces) == everything(folder)
+    whole = TextFiles(folder)
+    chunks = list(whole.chunks(0, whole.num_bytes))
+    assert sum(chunk.num_bytes for chunk in chunks) == whole.num_bytes
+    assert b"".join(chunk.text + b"\n" * chunk.ends_document for chunk in chunks) == everything(folder)
     for cut in range(0, whole.num_bytes, 37):
-        parts = [*whole.pieces(0, cut), *whole.pieces(cut, whole.num_bytes)]  # cut once more
-        assert b"".join(piece.text for piece in parts) == b"".join(piece.text for piece in pieces)
-        assert [piece.ends_document for piece in parts].count(True) == 202
-    for at in range(0, len(pieces), 7):
-        assert list(whole.pieces_from(pieces[at].file, pieces[at].offset, whole.num_bytes)) == pieces[at:]
+        parts = [*whole.chunks(0, cut), *whole.chunks(cut, whole.num_bytes)]  # cut once more
+        assert b"".join(chunk.text for chunk in parts) == b"".join(chunk.text for chunk in chunks)
+        assert [chunk.ends_document for chunk in parts].count(True) == 202
+    for at in range(0, len(chunks), 7):
+        assert list(whole.chunks_from(chunks[at].file, chunks[at].offset, whole.num_bytes)) == chunks[at:]
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
@@ -53,23 +53,23 @@ def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
     (tmp_path / "A.JSONL").write_text(
         json.dumps({"text": "a\ud800b"}) + "\n" + json.dumps({"text": "\U0001f4a5"})
     )
-    whole = Texts(tmp_path)
-    assert [piece.text for piece in whole.pieces(0, whole.num_bytes)] == [b"a?b", "\U0001f4a5".encode()]
+    whole = TextFiles(tmp_path)
+    assert [chunk.text for chunk in whole.chunks(0, whole.num_bytes)] == [b"a?b", "\U0001f4a5".encode()]
     (tmp_path / "B.txt.GZ").touch()
     with pytest.raises(UserError, match=r"B\.txt\.GZ is packed"):
-        Texts(tmp_path)
+        TextFiles(tmp_path)
 
 
 def test_no_character_is_cut_in_two(tmp_path: Path) -> None:
     text = "a" + "\u6f22" * 90000  # three bytes each, and no line
     (tmp_path / "a.txt").write_text(text)
-    whole = Texts(tmp_path)
-    pieces = list(whole.pieces(0, whole.num_bytes))
-    assert len(pieces) == 3 and "".join(piece.text.decode() for piece in pieces) == text
-    for cut in (1, 2, 3, 4, texts.PIECE_BYTES + 1, texts.PIECE_BYTES + 2):
-        parts = [*whole.pieces(0, cut), *whole.pieces(cut, whole.num_bytes)]
-        assert "".join(piece.text.decode() for piece in parts) == text
-    assert list(whole.pieces_from(0, pieces[1].offset, whole.num_bytes)) == pieces[1:]
+    whole = TextFiles(tmp_path)
+    chunks = list(whole.chunks(0, whole.num_bytes))
+    assert len(chunks) == 3 and "".join(chunk.text.decode() for chunk in chunks) == text
+    for cut in (1, 2, 3, 4, files.CHUNK_BYTES + 1, files.CHUNK_BYTES + 2):
+        parts = [*whole.chunks(0, cut), *whole.chunks(cut, whole.num_bytes)]
+        assert "".join(chunk.text.decode() for chunk in parts) == text
+    assert list(whole.chunks_from(0, chunks[1].offset, whole.num_bytes)) == chunks[1:]
 
 
 def test_windows_hold_each_token_once_and_go_on_from_any_state(folder: Path) -> None:

@@ -17,12 +17,12 @@ import torch
 from tests import runs
 from tests.data.settings import train_loader
 from tests.ranks import run_ranks
-from trainer.data import texts
-from trainer.data.reader import random_numbers
-from trainer.data.text import Text
+from trainer.data.loading.reader import random_numbers
+from trainer.data.text import files as texts
+from trainer.data.text.in_memory import Text
+from trainer.data.text.tokenizers import Bytes
+from trainer.data.text.tokens import Tokens
 from trainer.data.tokenize import main
-from trainer.data.tokenizers import Bytes
-from trainer.data.tokens import Tokens
 from trainer.errors import UserError
 
 
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_bytes_of_all_documents_each_ended_by_a_newline(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(texts, "PIECE_BYTES", 64)
+    monkeypatch.setattr(texts, "CHUNK_BYTES", 64)
     out = tmp_path / "out"
     assert main([str(folder), str(out), "--tokenizer", "bytes", "--eval-fraction", "0.1"]) == 0
     train, held_out = (np.fromfile(out / name, np.uint16) for name in ("train.bin", "val.bin"))
@@ -92,10 +92,10 @@ def told_to_end(folder: Path, out: Path, number: int) -> int:
     """The exit status of the program, to which the signal comes when it has begun to write."""
     files = []
 
-    def encode(self: Bytes, pieces: Any) -> Any:
+    def encode(self: Bytes, chunks: Any) -> Any:
         files.extend(path for path in out.parent.rglob("*.bin"))
         os.kill(os.getpid(), number)
-        return [np.frombuffer(piece, np.uint8) for piece in pieces]
+        return [np.frombuffer(chunk, np.uint8) for chunk in chunks]
 
     Bytes.encode = encode  # type: ignore[method-assign]
     sys.argv = ["tokenize", str(folder), str(out), "--tokenizer", "bytes"]

@@ -12,11 +12,11 @@ from torchvision.transforms import v2
 
 from tests.data.settings import CPU, train_loader
 from tests.runs import settings
+from trainer.build import build_dataset, build_to_device
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.images import ImagesInMemory
 from trainer.data.transforms import Transformed, mirrored_at_random
 from trainer.errors import UserError
-from trainer.parts import build_dataset, build_to_device
 
 PIXELS = torch.arange(24 * 3 * 8 * 8).view(24, 3, 8, 8).remainder(251).to(torch.uint8)
 IN_MEMORY = ImagesInMemory(PIXELS, torch.arange(24), 24, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))

@@ -15,7 +15,7 @@ from benchmarks import restarts
 from tests import hosts
 from tests.hosts import Host
 from tests.programs import Program, started, torchrun
-from trainer.faults import drilled_run
+from trainer.faults.injection import drilled_run
 
 
 def _command(pid: int) -> bytes:

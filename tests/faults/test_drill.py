@@ -15,7 +15,7 @@ from tests.hosts import hosts
 from tests.programs import finish_ranks, started
 from trainer.faults import processes
 from trainer.faults.drill import cases, drill, fitting_batch
-from trainer.faults.drilled_run import PROGRAM, STEP, Case, Outcome, Start
+from trainer.faults.injection.drilled_run import PROGRAM, STEP, Case, Outcome, Start
 
 VERDICT = {"status": 1, "rank": 1, "phase": "forward", "step": STEP}
 RIGHT = Outcome(verdict=VERDICT, verdict_s=0.1, end_s=14.0, sha256="same")

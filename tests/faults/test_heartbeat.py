@@ -119,20 +119,20 @@ class Played(Heartbeat):
 
 
 def told(run_dir: Path) -> list[tuple[int, str]]:
-    from trainer.distributed import process_group
+    from trainer.distributed.process_group import process_group
+    from trainer.launch.signals import StopRequest
     from trainer.loop import fit
     from trainer.run import assemble
-    from trainer.signals import StopRequest
 
     sizes = ("train.global_batch_size=720", "train.epochs=1", "model.hidden=[32]")
     config = settings("comm=ring", f"run_dir={run_dir}", "train.log_every_steps=1", *sizes)
     played = Played()
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
-        job = assemble(config, "tests", dataclasses.replace(dist, heartbeat=played), stop_request)
-        fit(job)
-        job.checkpointer.close()
-        job.strategy.close()
-        job.run_log.close()
+        context = assemble(config, "tests", dataclasses.replace(dist, heartbeat=played), stop_request)
+        fit(context)
+        context.checkpointer.close()
+        context.strategy.close()
+        context.run_log.close()
     return played.told
 
 

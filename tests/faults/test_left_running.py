@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.test_ends import TINY, really
 from tests.programs import finish, finish_ranks
 from tests.ranks import ROOT
-from tests.test_ends import TINY, really
 
 HURRIES = f"""
 import sys

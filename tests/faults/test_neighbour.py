@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 from trainer.faults.heartbeat import Heartbeat
-from trainer.faults.neighbour import Member, Neighbour
+from trainer.faults.neighbour import Neighbour, RankIdentity
 from trainer.faults.processes import MemoryKills
 from trainer.faults.stacks import Stacks
 
@@ -35,7 +35,7 @@ def worker(heartbeat: Heartbeat, number: int, busy: bool) -> Iterator[int]:
 def test_workers_in_the_middle_of_a_batch_are_blamed_and_ended() -> None:
     heartbeat, stacks = Heartbeat(), Stacks()
     first = heartbeat.reserve(2)
-    neighbour = Neighbour(Member(0, 0, "here", os.getpid(), heartbeat.fd, stacks.fd, 0))
+    neighbour = Neighbour(RankIdentity(0, 0, "here", os.getpid(), heartbeat.fd, stacks.fd, 0))
     before = signal.getsignal(signal.SIGCHLD)
     with worker(heartbeat, first, busy=True) as busy, worker(heartbeat, first + 1, busy=False) as idle:
         deadline = time.monotonic() + 10

@@ -14,7 +14,7 @@ import pytest
 
 from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import train
-from tests.test_replicas import QUICK
+from tests.training.test_replica_check import QUICK
 from trainer.faults import reports
 from trainer.faults.reports import Reports
 from trainer.faults.verdict import Observed, Verdict, judge

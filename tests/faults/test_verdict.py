@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.faults.suspicion import Suspicion
+from trainer.faults.debounce import Debounce
 from trainer.faults.verdict import Observed, judge, slow, stand_still
 
 T = 10.0
@@ -224,10 +224,10 @@ def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> Non
     waiting = four({3: silent({"position": 1, "step": 0, "phase": "set_up"}, 10.1)}, **silent(WAITING, T))
     hangs = judge(waiting, T, pressing=False)
     assert hangs is not None and hangs.kind == "hangs" and hangs.ranks == (3,)
-    suspicion = Suspicion()
-    assert not suspicion.stands(hangs.ranks, 1, {1: 7})
-    assert not suspicion.stands(hangs.ranks, 1, {1: 8})
-    assert suspicion.stands(hangs.ranks, 1, {1: 9})
-    suspicion.drop()  # all went on meanwhile
-    assert not suspicion.stands(hangs.ranks, 1, {1: 10})
-    assert suspicion.stands(hangs.ranks, 0, {1: 10}), "a rank of this host is seen as it is"
+    debounce = Debounce()
+    assert not debounce.confirmed(hangs.ranks, 1, {1: 7})
+    assert not debounce.confirmed(hangs.ranks, 1, {1: 8})
+    assert debounce.confirmed(hangs.ranks, 1, {1: 9})
+    debounce.clear()  # all went on meanwhile
+    assert not debounce.confirmed(hangs.ranks, 1, {1: 10})
+    assert debounce.confirmed(hangs.ranks, 0, {1: 10}), "a rank of this host is seen as it is"

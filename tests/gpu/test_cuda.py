@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.runs import job_of, train
-from trainer.comm.execution.nccl import NcclReducer
-from trainer.comm.hook import attach
-from trainer.comm.schedules.algorithms import ALGORITHMS, build
+from tests.runs import context_of, train
+from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
+from trainer.comm.ddp_hook import attach
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.transport.nccl import NcclReducer
 from trainer.data.device import Normalise, ToDevice
-from trainer.distributed import Dist
+from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteLossError
-from trainer.gradients import GradientCheck
-from trainer.groups import build_optimizer
-from trainer.guard import StepGuard
+from trainer.optim.param_groups import build_optimizer
 from trainer.strategies.base import Computing
 from trainer.strategies.data_parallel import DataParallel
+from trainer.training.gradient_check import GradientCheck
+from trainer.training.step_agreement import StepAgreement
 
 pytestmark = [
     pytest.mark.cuda,
@@ -61,22 +61,22 @@ def host_seconds(action: Callable[[], object]) -> tuple[float, float]:
 
 @pytest.mark.usefixtures("group")
 def test_the_guard_waits_for_the_forward_pass_and_no_longer() -> None:
-    guard = StepGuard(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"))
+    agreement = StepAgreement(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"))
     loss = torch.zeros((), device=GPU)
     for _ in range(2):  # the first loads kernels
-        called, busy = host_seconds(lambda: guard.launch(loss, stop_requested=False, data_left=True))
+        called, busy = host_seconds(lambda: agreement.start(loss, stop_requested=False, data_left=True))
     assert called < busy / 2, "launch must not wait for the GPU"
 
     def step() -> None:
-        guard.launch(loss, stop_requested=True, data_left=True)
+        agreement.start(loss, stop_requested=True, data_left=True)
         torch.cuda._sleep(4 * _LONG)  # the backward pass
-        assert guard.settle("step 1") == (True, True)
+        assert agreement.finish("step 1") == (True, True)
 
     called, busy = host_seconds(step)
     assert called < busy / 2, "settle must come back while the backward pass goes on"
-    guard.launch(torch.tensor(torch.nan, device=GPU), stop_requested=False, data_left=True)
+    agreement.start(torch.tensor(torch.nan, device=GPU), stop_requested=False, data_left=True)
     with pytest.raises(NonFiniteLossError):
-        guard.settle("step 2")
+        agreement.finish("step 2")
 
 
 def network() -> nn.Module:
@@ -213,8 +213,8 @@ def test_a_step_never_waits_without_meaning_to(precision: str, tmp_path: Path) -
 
     options = ("experiment=text_gpt", "strategy=single", "train.log_every_steps=1000")
     options += ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", f"run_dir={tmp_path}")
-    with job_of(*options, f"train.precision={precision}") as job:
-        way = train_epoch(job)
+    with context_of(*options, f"train.precision={precision}") as context:
+        way = train_epoch(context)
         for _ in itertools.islice(way, 5):
             pass
         torch.cuda.set_sync_debug_mode("error")

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.futures import Future
 
-from tests.comm.test_shards import BUILDS
+from tests.comm.test_gather_scatter import BUILDS
 from tests.gpu.played import Stream, streams  # noqa: F401
-from trainer.comm import shard_movers
-from trainer.comm.execution import nccl
-from trainer.comm.schedules.algorithms import build
-from trainer.comm.schedules.schedule import Collective
+from trainer.comm import fsdp_movers
+from trainer.comm.algorithms.all_reduce import build
+from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.transport import nccl
 
 _DEADLINE_S = 60
 
@@ -154,7 +154,7 @@ def test_streams_wait_for_blocks_and_the_host_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        shard_movers, "dist", SimpleNamespace(get_world_size=lambda group: 2, get_rank=lambda group: 1)
+        fsdp_movers, "dist", SimpleNamespace(get_world_size=lambda group: 2, get_rank=lambda group: 1)
     )
     clock = SimpleNamespace(
         device=None, mark=lambda: f"mark on {Stream.current.name}", times=lambda *marks: marks
@@ -166,7 +166,7 @@ def test_streams_wait_for_blocks_and_the_host_for_nothing(
 
     executor = SimpleNamespace(stream=Stream(), launch=launch)
     both = {Collective.ALL_GATHER: executor, Collective.REDUCE_SCATTER: executor}
-    mover = shard_movers.OnGpu(both, None, clock)  # type: ignore[arg-type]
+    mover = fsdp_movers.OnGpu(both, None, clock)  # type: ignore[arg-type]
 
     record = BucketRecord(0, 16, 0.0)
     work = mover.gather(0, torch.zeros(4), record)

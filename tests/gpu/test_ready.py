@@ -13,18 +13,18 @@ from torch import nn
 
 from tests.gpu.played import Stream, streams  # noqa: F401
 from tests.runs import settings
-from trainer import groups
 from trainer.checkpoint.background import InBackground
 from trainer.data.device import Mirrored, Normalise, ToDevice
-from trainer.distributed import _device
+from trainer.distributed.backend_flags import described, set_backend_flags
+from trainer.distributed.process_group import _device
 from trainer.errors import UserError
-from trainer.optim import constant
-from trainer.state import Progress, TrainState
+from trainer.optim import param_groups
+from trainer.optim.schedules import constant
+from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies import data_parallel
 from trainer.strategies.base import Computing, Strategy
-from trainer.strategies.data_parallel import Replica
+from trainer.strategies.data_parallel import GpuReplica
 from trainer.strategies.ddp import are_statistics
-from trainer.switches import described, set_switches
 from trainer.tasks import Classification
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -42,15 +42,15 @@ def switches() -> Iterator[None]:
 
 def test_the_settings_choose_tf32_and_cudnn_and_the_table_names_them(switches: None) -> None:
     train = settings("train.matmul_precision=highest", "train.cudnn_benchmark=false").train
-    set_switches(train, GPU)
+    set_backend_flags(train, GPU)
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cudnn.allow_tf32
     assert described(train, GPU) == "fp32"
 
     train = settings().train
-    set_switches(train, CPU)
+    set_backend_flags(train, CPU)
     assert torch.get_float32_matmul_precision() == "highest", "a CPU's arithmetic is left alone"
-    set_switches(train, GPU)
+    set_backend_flags(train, GPU)
     assert torch.get_float32_matmul_precision() == "high"
     assert torch.backends.cudnn.allow_tf32 and torch.backends.cudnn.benchmark
     assert described(train, GPU) == "fp32, products in TF32, cudnn.benchmark"
@@ -88,17 +88,17 @@ def test_a_batch_is_copied_beside_the_computation_and_kept_until_it_was_read(
 def test_a_step_is_fused_where_that_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def fused(target: str, **options: Any) -> Any:
         optim = {"_target_": f"torch.optim.{target}", "lr": 0.1, **options}
-        return groups.build_optimizer(nn.Linear(2, 2), optim).param_groups[0].get("fused")
+        return param_groups.build_optimizer(nn.Linear(2, 2), optim).param_groups[0].get("fused")
 
     assert not fused("AdamW"), "on a CPU it has other last bits: nobody asked"
-    monkeypatch.setattr(groups, "_FUSED_ON", ("cpu",))
+    monkeypatch.setattr(param_groups, "_FUSED_ON", ("cpu",))
     assert fused("AdamW") and fused("SGD", momentum=0.9)
     assert fused("AdamW", weight_decay=0.1, undecayed={"below_dims": 2}), "with groups, too"
     assert not fused("AdamW", foreach=True)
     assert fused("AdamW", fused=False) is False
     assert not fused("Adagrad")
     sparse = nn.Embedding(3, 2, sparse=True)
-    made = groups.build_optimizer(sparse, {"_target_": "torch.optim.SGD", "lr": 0.1})
+    made = param_groups.build_optimizer(sparse, {"_target_": "torch.optim.SGD", "lr": 0.1})
     assert not made.defaults["fused"]
 
 
@@ -156,7 +156,7 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
     call = data_parallel._call
     if compiled:
         call = torch.compile(call, backend="eager")
-    replica = Replica(nn.Linear(3, 2), strategy.autocast, call)
+    replica = GpuReplica(nn.Linear(3, 2), strategy.autocast, call)
     x, outputs = torch.randn(4, 3), {}
     # As in parallel_apply: a thread for each copy, where autocast is on with a dtype of its own.
     for factor in (1.0, 2.0, 4.0):
@@ -175,7 +175,7 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
 def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from trainer.guard import StepGuard
+    from trainer.training.step_agreement import StepAgreement
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,12 +183,12 @@ def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.Monke
             return func(*args, **(kwargs or {}))
 
     seen: list[str] = []
-    guard = StepGuard(SimpleNamespace(device=CPU, rank=0, world_size=1))  # type: ignore[arg-type]
+    agreement = StepAgreement(SimpleNamespace(device=CPU, rank=0, world_size=1))  # type: ignore[arg-type]
     with Operations():
-        guard._write(torch.zeros(()), stop_requested=True, data_left=False, weights=())
+        agreement._write(torch.zeros(()), stop_requested=True, data_left=False, weights=())
     assert seen.count("fill_") == 4
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
-    assert guard.settle("step 1") == (True, False)
+    assert agreement.finish("step 1") == (True, False)
 
 
 def test_only_buffers_that_training_reads_are_sent_at_each_forward_pass() -> None:

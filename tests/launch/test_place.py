@@ -20,10 +20,10 @@ import torch.distributed as dist
 from tests.programs import started
 from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import settings
-from trainer import rendezvous
+from trainer.config.overrides import set_to
+from trainer.distributed import rendezvous
 from trainer.errors import UserError
 from trainer.launch.place import Place, derived_port, first_node, place, publish
-from trainer.overrides import set_to
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|TORCHELASTIC|SLURM_|OMPI_|PMIX?_|MPI_LOCAL")
@@ -180,7 +180,7 @@ def test_finding_ones_place_takes_no_torch() -> None:
 
 def met(init_method: str, times: int = 1, patience_s: float = 30) -> tuple[int, int, int, tuple[int, ...]]:
     """Stand where RANK says, but told by hand; come together and leave again."""
-    from trainer.distributed import process_group
+    from trainer.distributed.process_group import process_group
 
     rank = os.environ["RANK"]
     for name in [name for name in os.environ if LAUNCHERS.match(name)]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import settings
+from trainer.api import train
 from trainer.errors import UserError
 from trainer.launch import slurm
-from trainer.library import train
 
 DRY = ("launch=slurm", "launch.dry_run=true")
 

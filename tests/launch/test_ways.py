@@ -43,7 +43,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_status_of_real_ranks_arrives_from_anywhere(tmp_path: Path) -> None:
-    """Of a mistake; for that of a loss that is NaN see the notebook of test_library.py, for a run that ends well
+    """Of a mistake; for that of a loss that is NaN see the notebook of test_api.py, for a run that ends well
     the wheel below."""
     wrong = [*RUN, "train.global_batch_size=2001"]
     launch = ["launch=local", "launch.processes=2", "run_dir=here"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from tests.runs import job_of
+from tests.runs import context_of
 from trainer.loop import fit
 
 DTYPES = [
@@ -57,9 +57,9 @@ class Marked(nn.Module):
 def marks(tmp_path: Path, *strategy: str) -> tuple[list[float], list[list[float]]]:
     """The buffers in the end, and what each forward pass found in them."""
     Marked.seen = []
-    with job_of(*COMMON, *strategy, f"run_dir={tmp_path}") as job:
-        fit(job)
-        return [float(buffer.float().max()) for buffer in job.state.model.buffers()], Marked.seen
+    with context_of(*COMMON, *strategy, f"run_dir={tmp_path}") as context:
+        fit(context)
+        return [float(buffer.float().max()) for buffer in context.state.model.buffers()], Marked.seen
 
 
 def of_all_strategies(tmp_path: Path) -> dict[str, Any]:

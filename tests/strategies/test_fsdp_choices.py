@@ -15,9 +15,9 @@ from models.gpt import GPT
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from tests.strategies.test_fsdp import plain_fsdp
-from trainer import groups
 from trainer.config import FsdpConfig, UnitsConfig
 from trainer.errors import UserError
+from trainer.optim import param_groups
 from trainer.strategies.units import checkpoint_activations, named_units
 
 # By name: settings, and whether sums come in another order.
@@ -99,11 +99,11 @@ def _differences() -> dict[str, tuple[float, float, int, int]]:
 
 def _at_once() -> list[bool]:
     """Whether a step of sharded parameters that lie on the host is one call, as on a GPU with cpu_offload."""
-    groups._FUSED_ON = ("cpu",)  # as if the mesh were of GPUs; this process ends here
+    param_groups._FUSED_ON = ("cpu",)  # as if the mesh were of GPUs; this process ends here
     found = []
     for target, way in (("SGD", "foreach"), ("AdamW", "fused")):
         model = plain_fsdp(_config()).wrap(_model())
-        optimizer = groups.build_optimizer(model, {"_target_": f"torch.optim.{target}", "lr": 0.1})
+        optimizer = param_groups.build_optimizer(model, {"_target_": f"torch.optim.{target}", "lr": 0.1})
         model(torch.zeros(1, 6, dtype=torch.int64)).mean().backward()
         optimizer.step()
         found.append(optimizer.defaults[way])

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import RankFailure, run_ranks
-from tests.runs import job_of, settings, train, trained
-from trainer.comm.exchange.layout import lay_out
+from tests.runs import context_of, settings, train, trained
+from trainer.comm.parameter_server.layout import lay_out
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
 from trainer.loop import fit
-from trainer.memory.rehearse import Rehearsal, World
-from trainer.strategies.replica import Replica
+from trainer.memory.dry_run import DryRun, DryRunWorld
+from trainer.strategies.parameter_server.worker_copy import WorkerCopy
 
 STEPS = 10
 COMMON = (
@@ -132,8 +132,8 @@ def test_an_embedding_that_changes_its_weight_is_refused() -> None:
     embedding = ("model._target_=torch.nn.Embedding", "+model.num_embeddings=4", "+model.embedding_dim=2")
     none_of_it = ("~model.hidden", "~model.input_shape", "~model.num_classes", "data=digits")
     config = settings(*embedding, *none_of_it, "+model.max_norm=1.0", "strategy=parameter_server")
-    rehearsal, words = Rehearsal(config), r"parameter_server: the model has max_norm=1\.0"
-    with pytest.raises(UserError, match=words), rehearsal.under(config, World(2, 2)):
+    dry_run, words = DryRun(config), r"parameter_server: the model has max_norm=1\.0"
+    with pytest.raises(UserError, match=words), dry_run.under(config, DryRunWorld(2, 2)):
         pass
 
 
@@ -142,7 +142,7 @@ def test_a_gradient_that_comes_in_parts_is_refused() -> None:
     client: Any = SimpleNamespace(ask=lambda: None, settle=lambda index: None, awaits=False)
     client.commit = lambda: None
     buckets = lay_out(dict(model.named_parameters()), 1, 2**20)
-    replica = Replica(model, client, buckets, cast(Any, None), compiled=False, enter=lambda *bucket: None)
+    replica = WorkerCopy(model, client, buckets, cast(Any, None), compiled=False, enter=lambda *bucket: None)
     with pytest.raises(UserError, match="came in several parts"), replica.pass_(first=True, last=False):
         for _ in range(2):
             model(torch.ones(2)).sum().backward()
@@ -200,10 +200,12 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
 
 def until_refused(root: str, staleness: str, *overrides: str) -> tuple[set[int], tuple[int, ...], int]:
     """Train up to a gradient that is not finite: the updates made here, who is named, the status."""
-    with job_of(*overrides, f"strategy.max_staleness={staleness}", f"run_dir={root}/{staleness}") as job:
+    with context_of(
+        *overrides, f"strategy.max_staleness={staleness}", f"run_dir={root}/{staleness}"
+    ) as context:
         with pytest.raises(NonFiniteLossError) as refused:
-            fit(job)
-        states = job.state.optimizer.state.values()
+            fit(context)
+        states = context.state.optimizer.state.values()
         updates = {int(cast(Tensor, own["step"])) for own in states}
         return updates, refused.value.ranks, refused.value.exit_code
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
-from tests.runs import job_of, train
-from trainer.job import Job
+from tests.runs import context_of, train
+from trainer.training.context import TrainingContext
 
 QUICK = (
     "train.max_steps=66",
@@ -40,13 +40,13 @@ def test_half_precision_trains_alike(strategy: str, tmp_path: Path) -> None:
     assert bf16 != fp32 != fp16, "equal bits would mean that the precision was ignored"
 
 
-def overflow_here(job: Job) -> None:
+def overflow_here(context: TrainingContext) -> None:
     """Let the gradient of this rank's batch, or under FSDP of this rank's shard, overflow."""
-    first = next(job.model.parameters())
+    first = next(context.model.parameters())
     if not isinstance(first, DTensor):
         first.register_hook(lambda grad: grad * torch.inf)
         return
-    scaler = job.state.scaler
+    scaler = context.state.scaler
     unscale = scaler.unscale_
 
     def unscale_(optimizer: torch.optim.Optimizer) -> None:
@@ -58,15 +58,15 @@ def overflow_here(job: Job) -> None:
 
 def overflow(strategy: str, run_dir: Path) -> dict[str, Any]:
     options = (f"strategy={strategy}", "train.precision=fp16", f"run_dir={run_dir}", *QUICK)
-    with warnings.catch_warnings(record=True) as caught, job_of(*options) as job:
-        batches = job.train_loader.epoch(0)
-        before = [parameter.detach().clone() for parameter in job.model.parameters()]
-        scaler = job.state.scaler
+    with warnings.catch_warnings(record=True) as caught, context_of(*options) as context:
+        batches = context.train_loader.epoch(0)
+        before = [parameter.detach().clone() for parameter in context.model.parameters()]
+        scaler = context.state.scaler
         scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0**17})
-        if job.dist.rank == job.dist.world_size - 1:
-            overflow_here(job)
-        job.strategy.train_step(job, batches)
-        same = all(torch.equal(a, b) for a, b in zip(before, job.model.parameters(), strict=True))
+        if context.dist.rank == context.dist.world_size - 1:
+            overflow_here(context)
+        context.strategy.train_step(context, batches)
+        same = all(torch.equal(a, b) for a, b in zip(before, context.model.parameters(), strict=True))
     return {"same": same, "scale": scaler.get_scale(), "warnings": [str(w.message) for w in caught]}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from tests.runs import job_of, trained
+from tests.runs import context_of, trained
 from trainer.errors import UserError
 from trainer.loop import fit
 from trainer.strategies.split import Split, _Together
@@ -48,9 +48,9 @@ def test_a_split_model_has_the_same_bits(tmp_path: Path, strategy: str, world_si
 
 def count_moves(root: str) -> dict[str, float]:
     split = ("strategy=single", "strategy.devices_per_replica=3", "strategy.devices=[cpu,cpu,cpu]")
-    with job_of(*COMMON, "model.hidden=[64,64]", *split, f"run_dir={root}") as job:
-        fit(job)
-        return job.strategy.metrics()
+    with context_of(*COMMON, "model.hidden=[64,64]", *split, f"run_dir={root}") as context:
+        fit(context)
+        return context.strategy.metrics()
 
 
 def test_moves_are_counted(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Sweep:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """The ledger, whole."""
+        """The trial log, whole."""
         return [json.loads(line) for line in (self.folder / "trials.jsonl").read_text().splitlines()]
 
     def states(self) -> dict[str, str]:

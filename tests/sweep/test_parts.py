@@ -1,4 +1,4 @@
-"""The parts of a sweep, each alone: room on devices, spaces, the ledger, what TensorBoard is told."""
+"""The parts of a sweep, each alone: room on devices, spaces, the trial log, what TensorBoard is told."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams import metadata
 
 from tests.runs import settings
+from trainer.config.overrides import set_to
 from trainer.errors import UserError
-from trainer.overrides import set_to
 from trainer.sweep import hparams
 from trainer.sweep.devices import Slots
-from trainer.sweep.ledger import FILE, Ledger, Trial, read_trials
 from trainer.sweep.search import GridSearch
 from trainer.sweep.space import Choice, Interval, grid, split
+from trainer.sweep.trial_log import FILE, Trial, TrialLog, read_trials
 
 
 def test_each_trial_has_gpus_of_its_own() -> None:
@@ -85,22 +85,22 @@ def test_a_space_that_is_none_is_refused(override: str, words: str) -> None:
 
 
 def test_the_ledger_outlives_a_torn_line_and_keeps_numbers(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    first, second = (ledger.trial(["a=1"], [f"b={b}"], seed=0) for b in ("[1,2]", "x/y"))
+    trial_log = TrialLog(tmp_path)
+    first, second = (trial_log.trial(["a=1"], [f"b={b}"], seed=0) for b in ("[1,2]", "x/y"))
     assert [first.folder, second.folder] == ["000_b-1-2", "001_b-x-y"]
     for trial in (first, second):
         trial.state = "running"
-        ledger.write(trial)
+        trial_log.write(trial)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"trial": 1, "state": "do')
-    again = Ledger(tmp_path)
+    again = TrialLog(tmp_path)
     found = again.trial(["a=1"], ["b=x/y"], seed=0)
     assert (found.number, found.state) == (1, "running")
     found.state = "done"
     again.write(found)
     assert [trial.state for trial in read_trials(tmp_path)] == ["running", "done"]
-    assert Ledger(tmp_path).trial(["b=x/y"], ["a=1"], seed=0).number == 1, "in whatever order"
-    assert Ledger(tmp_path).trial(["b=x/y", "seed=0"], ["a=1"], seed=0).number == 1, "by whatever word"
+    assert TrialLog(tmp_path).trial(["b=x/y"], ["a=1"], seed=0).number == 1, "in whatever order"
+    assert TrialLog(tmp_path).trial(["b=x/y", "seed=0"], ["a=1"], seed=0).number == 1, "by whatever word"
     assert again.trial(["a=1"], ["b=x/y"], seed=1).number == 2, "another seed is another trial"
 
 

@@ -14,7 +14,7 @@ from trainer.checkpoint.convert import FORMS, convert
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
-from trainer.untrusted import printable
+from trainer.files.untrusted import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

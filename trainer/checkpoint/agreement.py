@@ -7,9 +7,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as torch_dist
 
-from trainer.distributed import Dist
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.untrusted import reason
+from trainer.files.untrusted import reason
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.checkpoint.reading import FilePart, PlainFile
 from trainer.errors import UserError
-from trainer.untrusted import printable, reason
+from trainer.files.untrusted import printable, reason
 
 # What torch.save asks for when it writes a dict of plain tensors: v3 for dtypes that have no storage of their
 # own, as float8 and uint16.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import seeding
 from trainer.checkpoint import full, sharded
 from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
@@ -30,10 +29,11 @@ from trainer.checkpoint.source import PLACES, RNG, STATE, Source, check_size, wh
 from trainer.checkpoint.store import Retention, Store
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
-from trainer.distributed import Dist
+from trainer.distributed import seeding
+from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteLossError, UserError
-from trainer.state import Progress, TrainState, buffer_names
-from trainer.untrusted import printable, reason
+from trainer.files.untrusted import printable, reason
+from trainer.optim.train_state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from trainer.checkpoint.hashing import FileDigest, HashingFile, without_crc32
 from trainer.checkpoint.matching import Shapes
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.store import Manifest, open_listed
+from trainer.distributed.gather_shards import as_bytes, gather_shards_to_rank0
 from trainer.errors import UserError
+from trainer.files.untrusted import printable
 from trainer.local_shard import local_shard
-from trainer.pieces import as_bytes, pieces
-from trainer.untrusted import printable
 
 TENSORS = "tensors.pt"
 
@@ -39,7 +39,11 @@ def write(
     one piece more. With sharded tensors collective over ``group``, on which CPU tensors travel: all other
     ranks ``send``. They may do so whatever happens to the file here.
     """
-    coming = {name: pieces(tensor, "cpu", group) for name, tensor in tensors.items() if _is_elsewhere(tensor)}
+    coming = {
+        name: gather_shards_to_rank0(tensor, "cpu", group)
+        for name, tensor in tensors.items()
+        if _is_elsewhere(tensor)
+    }
     try:
         # torch.save is given memory that nobody touches, and so costs nothing, for what is still to come.
         memory = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for name in coming}
@@ -57,7 +61,7 @@ def send(tensors: Mapping[str, Tensor], group: torch_dist.ProcessGroup) -> None:
     """On every other rank, while rank 0 is in ``write``: give it this rank's part of the sharded tensors."""
     for tensor in tensors.values():
         if _is_elsewhere(tensor):
-            collections.deque(pieces(tensor, "cpu", group), maxlen=0)
+            collections.deque(gather_shards_to_rank0(tensor, "cpu", group), maxlen=0)
 
 
 class _FilledFile(HashingFile):

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError
-from trainer.state import TrainState, parameter_names
-from trainer.untrusted import printable
+from trainer.files.untrusted import printable
+from trainer.optim.train_state import TrainState, parameter_names
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 

@@ -15,7 +15,7 @@ from trainer.checkpoint.store import Store, best_checkpoint
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.errors import UserError
-from trainer.state import buffers_outside
+from trainer.optim.train_state import buffers_outside
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.untrusted import printable, reason
+from trainer.files.untrusted import printable, reason
 
 _SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 16
 _SMALL_PART_BYTES = 1 << 18

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainer.checkpoint.reading import PlainFile
 from trainer.errors import UserError
-from trainer.untrusted import reason
+from trainer.files.untrusted import reason
 
 try:
     from safetensors import SafetensorError

@@ -32,7 +32,7 @@ from trainer.checkpoint.matching import Shapes
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.store import Manifest, open_listed
 from trainer.errors import UserError
-from trainer.untrusted import printable, reason
+from trainer.files.untrusted import printable, reason
 
 METADATA = ".metadata"
 _METADATA_BYTES = 1 << 24  # that much is read however little the shards hold
@@ -147,10 +147,10 @@ def _portions(shapes: Shapes, max_bytes: int) -> list[list[str]]:
     return portions
 
 
-class _Reader(dcp.StorageReader):
+class _ShardReader(dcp.StorageReader):
     """Reads through the one door what torch's reader would read without a question."""
 
-    def __init__(self, shards: "Shards") -> None:
+    def __init__(self, shards: "ShardedCheckpoint") -> None:
         self._shards = shards
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -195,7 +195,7 @@ class _Reader(dcp.StorageReader):
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardedCheckpoint:
     """What ``open`` found in a directory of this format.
 
     Attributes:
@@ -209,7 +209,7 @@ class Shards:
     shapes: Shapes
 
     @classmethod
-    def open(cls, directory: Path, manifest: Manifest) -> "Shards":
+    def open(cls, directory: Path, manifest: Manifest) -> "ShardedCheckpoint":
         """Read the metadata; a pickle that asks for anything else is refused, and not run.
 
         Raises:
@@ -244,7 +244,7 @@ class Shards:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # None says so
                 dcp.load(
                     cast(dict[str, Any], targets),
-                    storage_reader=_Reader(self),
+                    storage_reader=_ShardReader(self),
                     process_group=group,
                     no_dist=group is None,
                 )

@@ -15,15 +15,15 @@ from trainer.checkpoint.matching import Shapes, first_five, of_modules_own
 from trainer.checkpoint.store import Manifest, open_listed, read_manifest, step_in_name, verify
 from trainer.checkpoint.tree import put_together, tensor_names
 from trainer.errors import UserError
-from trainer.state import Progress
-from trainer.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
+from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
+from trainer.optim.train_state import Progress
 
 STATE, RNG = "state.json", "rng.pt"
 _OF_TRAINED = ("model.", "ema.weights.")
 PLACES = "places"  # beside the generators of each rank: where its data stood
-_FORMATS: dict[str, tuple[str, Callable[[Path, Manifest], full.TensorFile | sharded.Shards]]] = {
+_FORMATS: dict[str, tuple[str, Callable[[Path, Manifest], full.TensorFile | sharded.ShardedCheckpoint]]] = {
     "full": (full.TENSORS, full.TensorFile.open),
-    "sharded": (sharded.METADATA, sharded.Shards.open),
+    "sharded": (sharded.METADATA, sharded.ShardedCheckpoint.open),
 }
 
 
@@ -40,7 +40,7 @@ class Source:
     manifest: Manifest
     facts: dict[str, Any]
     shapes: Shapes
-    _tensors: full.TensorFile | sharded.Shards
+    _tensors: full.TensorFile | sharded.ShardedCheckpoint
 
     @classmethod
     def open(cls, directory: Path) -> "Source":

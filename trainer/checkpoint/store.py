@@ -25,7 +25,7 @@ from trainer.checkpoint.hashing import FileDigest, digest_of, fsync_directory, w
 from trainer.checkpoint.reading import MissingFileError, PlainFile
 from trainer.errors import UserError
 from trainer.faults.heartbeat import at_disk
-from trainer.untrusted import Fields, printable, read_json
+from trainer.files.untrusted import Fields, printable, read_json
 
 log = logging.getLogger(__name__)
 

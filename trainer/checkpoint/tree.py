@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
-from trainer.untrusted import printable
+from trainer.files.untrusted import printable
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -14,7 +14,7 @@ from trainer.checkpoint.safetensors_files import read_safetensors
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
-from trainer.untrusted import printable
+from trainer.files.untrusted import printable
 
 log = logging.getLogger(__name__)
 

@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.comm.execution.blame import PeerError
-from trainer.comm.execution.executor import CpuExecutor
-from trainer.comm.execution.gloo import GlooLinks
-from trainer.comm.execution.nccl import NcclReducer
-from trainer.comm.network.checks import Member
+from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
+from trainer.comm.algorithms.pipeline import SEGMENT_MB
+from trainer.comm.network.checks import GroupRank
 from trainer.comm.network.costs import finish
-from trainer.comm.network.join import JoinError, Place, connect, meet, write
-from trainer.comm.schedules.algorithms import ALGORITHMS, build
-from trainer.comm.schedules.pipeline import SEGMENT_MB
+from trainer.comm.network.join import JoinedRanks, JoinError, connect, meet, write
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.transport.blame import PeerError
+from trainer.comm.transport.executor import CpuExecutor
+from trainer.comm.transport.gloo import GlooLinks
+from trainer.comm.transport.nccl import NcclReducer
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _TimedBucket:
     """As much of a GradBucket as a reducer asks for; only DDP can make a real one."""
 
     tensor: Tensor
@@ -152,7 +152,7 @@ def _wire(options: argparse.Namespace) -> torch.dtype | None:
     return _DTYPES[options.wire_dtype] if narrow else None
 
 
-def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[str, AllReduce]:
+def _all_reduces(place: JoinedRanks, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
     """The algorithms, ready to run; a collective of all ranks."""
     wire = _wire(options)
     on_gpu = me.device.type == "cuda"
@@ -193,7 +193,7 @@ def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[
 
         def reduce(bucket: Tensor) -> object:
             record = BucketRecord(0, bucket.nbytes, time.perf_counter())
-            return reducer.submit(cast(dist.GradBucket, _Bucket(bucket)), record).wait()
+            return reducer.submit(cast(dist.GradBucket, _TimedBucket(bucket)), record).wait()
 
         return reduce
 
@@ -201,7 +201,7 @@ def _all_reduces(place: Place, me: Member, options: argparse.Namespace) -> dict[
 
 
 def _measure(
-    me: Member, runs: dict[str, AllReduce], num_bytes: int, options: argparse.Namespace
+    me: GroupRank, runs: dict[str, AllReduce], num_bytes: int, options: argparse.Namespace
 ) -> list[Row]:
     """One row for each algorithm, the same on every rank."""
     dtype = _DTYPES[options.dtype]

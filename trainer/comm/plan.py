@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.comm.network import entries, pictures, step, tables
-from trainer.comm.network.predict import Machine, measured
-from trainer.comm.network.world import World
-from trainer.comm.schedules import formulas
-from trainer.comm.schedules.algorithms import ALGORITHMS
-from trainer.comm.schedules.pipeline import SEGMENT_MB
-from trainer.comm.schedules.schedule import Collective
+from trainer.comm.algorithms import formulas
+from trainer.comm.algorithms.all_reduce import ALGORITHMS
+from trainer.comm.algorithms.pipeline import SEGMENT_MB
+from trainer.comm.algorithms.schedule import Collective
+from trainer.comm.network import entries, plots, predict_step, tables
+from trainer.comm.network.cost_model import Machine, measured
+from trainer.comm.network.world import PlannedWorld
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _POSITIVE = (
@@ -58,7 +58,7 @@ def _print(options: argparse.Namespace) -> None:
         dedicated = _servers(options, size)
         print(formulas.table(hosts, round(options.megabytes * 1e6), dedicated))
         return
-    world: World = options.world
+    world: PlannedWorld = options.world
     print(tables.heading(world, "measured by the preflight" if options.figures else "given"))
     if options.train:
         _train(options, world)
@@ -72,14 +72,14 @@ def _print(options: argparse.Namespace) -> None:
         print(f"\n{tables.exchanges(world, found, reduced)}")
     if options.plot:
         how = options.collectives[0]
-        curves = {other.size: other.collectives(how, num_bytes) for other in pictures.worlds(world)}
-        pictures.times(curves, f"{how.value} of {what}", options.per_host, options.plot)
+        curves = {other.size: other.collectives(how, num_bytes) for other in plots.worlds(world)}
+        plots.times(curves, f"{how.value} of {what}", options.per_host, options.plot)
         print(f"plot: {options.plot}")
 
 
-def _train(options: argparse.Namespace, world: World) -> None:
+def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
     """The step of a run that was, in another world."""
-    run: step.TrainedRun = options.run
+    run: predict_step.MeasuredRun = options.run
     computed_s: float = options.computed_s
     megabytes = sum(bucket.numel for bucket in run.buckets) * 4e-6
     facts = (
@@ -89,11 +89,9 @@ def _train(options: argparse.Namespace, world: World) -> None:
     )
     print(f"{facts}\n\n{tables.steps(world, run.steps(world, computed_s, list(ALGORITHMS)))}")
     if options.plot:
-        curves = {
-            other.size: run.steps(other, computed_s, list(ALGORITHMS)) for other in pictures.worlds(world)
-        }
+        curves = {other.size: run.steps(other, computed_s, list(ALGORITHMS)) for other in plots.worlds(world)}
         title = f"{megabytes:.3g} MB to move beside {tables.seconds(computed_s)} of computing"
-        pictures.efficiencies(curves, f"{title}, {options.per_host} processes on each host", options.plot)
+        plots.efficiencies(curves, f"{title}, {options.per_host} processes on each host", options.plot)
         print(f"plot: {options.plot}")
 
 
@@ -143,13 +141,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         itemsize = _ITEMSIZE[options.wire_dtype]
         segment_bytes = max(itemsize, round(options.segment_mb * (1 << 20)))
-        options.world = World(options.hosts, options.per_host, _machine(options), itemsize, segment_bytes)
+        options.world = PlannedWorld(
+            options.hosts, options.per_host, _machine(options), itemsize, segment_bytes
+        )
     except (OSError, ValueError) as error:
         parser.error(f"--from {options.figures}: {error}" if options.figures else str(error))
     try:
         if options.train:
             where_it_was = Machine(**_figures(options)) if options.figures else None
-            options.run = step.read(options.train)
+            options.run = predict_step.read(options.train)
             options.computed_s = options.run.computed_s(where_it_was)
     except (OSError, ValueError) as error:
         parser.error(f"--train {options.train}: {error}")
@@ -197,7 +197,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add("--servers", default="", metavar="1,2,all", help="predict parameter servers too, so many each")
     add("--train", type=Path, metavar="RUN", help="predict the step of the run in this directory")
     add("--formulas", action="store_true", help="print the classic traffic table; needs no link")
-    add("--plot", type=pictures.file, metavar="FILE", help="draw it over world size (.png, .svg or .pdf)")
+    add("--plot", type=plots.file, metavar="FILE", help="draw it over world size (.png, .svg or .pdf)")
 
 
 def _figures(options: argparse.Namespace) -> dict[str, Any]:

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from trainer.comm.network import interface
-from trainer.comm.network.checks import CHECKS, NEED_TWO, OF_ALL, Member, wrong
+from trainer.comm.network.checks import CHECKS, NEED_TWO, OF_ALL, GroupRank, wrong
 from trainer.comm.network.costs import measure_costs
-from trainer.comm.network.join import JoinError, Place, connect, deadline, meet, write
-from trainer.comm.network.links import measure_links
-from trainer.comm.network.report import Report, Verdict
+from trainer.comm.network.join import JoinedRanks, JoinError, connect, deadline, meet, write
+from trainer.comm.network.link_speeds import measure_links
+from trainer.comm.network.preflight_report import PreflightReport, RankReport
 
 _GRACE_S = 2.0  # between one rank's noticing of a failure and another's
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except JoinError as error:
         print(f"preflight: {error}", file=sys.stderr, flush=True)
         return 1
-    report = Report()
+    report = RankReport()
 
     def give_up(operation: str) -> None:
         report.stopped_in, report.error = operation, f"no answer for {options.timeout_s + _GRACE_S:g} s"
@@ -67,7 +67,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _examine(
-    place: Place, report: Report, options: argparse.Namespace, give_up: Callable[[str], None]
+    place: JoinedRanks, report: RankReport, options: argparse.Namespace, give_up: Callable[[str], None]
 ) -> None:
     """Run everything; `report.stopped_in` always names what is being tried."""
 
@@ -107,7 +107,7 @@ def _examine(
         dist.monitored_barrier(control, timeout, wait_all_ranks=True)
 
 
-def _sub_group(me: Member) -> Member:
+def _sub_group(me: GroupRank) -> GroupRank:
     """This rank among the even ones, or the odd."""
     found = me
     for parity in (0, 1):
@@ -115,15 +115,15 @@ def _sub_group(me: Member) -> Member:
         group = dist.new_group(ranks) if ranks else None
         if me.rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
-            found = Member(ranks.index(me.rank), len(ranks), me.device, group, ranks)
+            found = GroupRank(ranks.index(me.rank), len(ranks), me.device, group, ranks)
     return found
 
 
 def _check_operations(
-    me: Member,
-    sub_group: Member | None,
+    me: GroupRank,
+    sub_group: GroupRank | None,
     trying: Callable[[str], AbstractContextManager[None]],
-    report: Report,
+    report: RankReport,
     suffix: str,
 ) -> None:
     """Run each operation on all ranks, and again in `sub_group`, both halves of the ranks at once."""
@@ -150,7 +150,7 @@ def _check_operations(
                 report.in_sub_groups[name + suffix] = wrong(check(sub_group)) or ""
 
 
-def _conclude(place: Place, report: Report, options: argparse.Namespace) -> int:
+def _conclude(place: JoinedRanks, report: RankReport, options: argparse.Namespace) -> int:
     """Bring all reports to rank 0, which prints and decides; return the exit code of this process."""
     store, rank = place.control, place.rank
     # Rank 0 may notice a failure one deadline later than this rank, and then waits one for the others.
@@ -163,7 +163,7 @@ def _conclude(place: Place, report: Report, options: argparse.Namespace) -> int:
         try:
             store.set(f"report/{rank}", report.dumps())
             if rank == 0:
-                verdict = Verdict(place, _reports(place, options.timeout_s + 2 * _GRACE_S))
+                verdict = PreflightReport(place, _reports(place, options.timeout_s + 2 * _GRACE_S))
                 print(verdict, flush=True)
                 written = write(options.json, verdict.json())
                 store.set("verdict", str(int(not (verdict.passed and written))))
@@ -180,15 +180,15 @@ def _leave(message: str) -> None:
     os._exit(1)
 
 
-def _reports(place: Place, timeout_s: float) -> list[Report | None]:
+def _reports(place: JoinedRanks, timeout_s: float) -> list[RankReport | None]:
     """All ranks' reports; None for a rank that gave none."""
     deadline = time.monotonic() + timeout_s
-    reports: list[Report | None] = []
+    reports: list[RankReport | None] = []
     for rank in range(place.world_size):
         key = f"report/{rank}"
         with suppress(RuntimeError):
             place.control.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        reports.append(Report.loads(place.control.get(key)) if place.control.check([key]) else None)
+        reports.append(RankReport.loads(place.control.get(key)) if place.control.check([key]) else None)
     return reports
 
 

@@ -13,9 +13,9 @@ from trainer.config.choices import COMMS, FAULTS, LAUNCHES, STRATEGIES
 from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
+from trainer.config.overrides import leaves, not_a_setting
 from trainer.config.schema import GROUPS, Config
 from trainer.errors import UserError, first_line
-from trainer.overrides import leaves, not_a_setting
 
 
 def load(composed: DictConfig) -> Config:

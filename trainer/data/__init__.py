@@ -1,0 +1,1 @@
+"""Datasets, and how their samples come to each rank."""

@@ -16,7 +16,7 @@ def hugging_face(
     splits: dict[str, str] | None = None,
     shuffle_buffer: int = 0,
     **options: Any,
-) -> "Rows":
+) -> "HubStream":
     """The rows of ``datasets.load_dataset(path, streaming=True, **options)``, numbers and images as tensors.
 
     Args:
@@ -47,11 +47,11 @@ def hugging_face(
         ) from error
     rows = rows.with_format("torch")
     if shuffle_buffer and split == "train":
-        return Rows(rows.shuffle(seed=0, buffer_size=shuffle_buffer), columns)
-    return RowsWithState(rows, columns)
+        return HubStream(rows.shuffle(seed=0, buffer_size=shuffle_buffer), columns)
+    return HubStreamWithState(rows, columns)
 
 
-class Rows(IterableDataset[Any]):
+class HubStream(IterableDataset[Any]):
     """A streaming dataset as ``trainer.data.stream.Stream`` has it.
 
     Attributes:
@@ -75,11 +75,11 @@ class Rows(IterableDataset[Any]):
     def decode(self, row: dict[str, Any]) -> Any:
         return row if self.columns is None else tuple(row[name] for name in self.columns)
 
-    def shard(self, num_shards: int, index: int) -> "Rows":
+    def shard(self, num_shards: int, index: int) -> "HubStream":
         return type(self)(self.rows.shard(num_shards, index), self.columns)
 
 
-class RowsWithState(Rows):
+class HubStreamWithState(HubStream):
     """One that goes on where it stood without reading what came before."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from trainer.data.texts import Texts
-from trainer.data.tokenizers import NAMES, Tokenizer, tokenizer
-from trainer.data.tokens import FACTS, FILES
+from trainer.data.text.files import TextFiles
+from trainer.data.text.tokenizers import NAMES, Tokenizer, tokenizer
+from trainer.data.text.tokens import FACTS, FILES
 from trainer.errors import UserError
 
-PIECES_AT_ONCE = 64  # so many are shared out to the cores: 8 MiB of text
+CHUNKS_AT_ONCE = 64  # so many are shared out to the cores: 8 MiB of text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         facts = tokenize(
-            Texts(chosen.path, chosen.field),
+            TextFiles(chosen.path, chosen.field),
             chosen.out,
             tokenizer(chosen.tokenizer, chosen.vocabulary),
             chosen.tokenizer,
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tokenize(
-    texts: Texts, out: Path, by: Tokenizer, name: str, eval_fraction: float
+    texts: TextFiles, out: Path, by: Tokenizer, name: str, eval_fraction: float
 ) -> dict[str, int | float | str]:
     """Write the folder ``out``, all of it or nothing; return what its tokens.json holds.
 
@@ -109,17 +109,17 @@ def tokenize(
 
 
 def _write(
-    path: Path, texts: Texts, bounds: tuple[int, int], by: Tokenizer, dtype: np.dtype, bar: "tqdm[None]"
+    path: Path, texts: TextFiles, bounds: tuple[int, int], by: Tokenizer, dtype: np.dtype, bar: "tqdm[None]"
 ) -> tuple[int, int]:
     """The number of tokens, and of the bytes of text that they are made of."""
-    count, num_bytes, pieces = 0, 0, texts.pieces(*bounds)
+    count, num_bytes, chunks = 0, 0, texts.chunks(*bounds)
     with path.open("wb") as file:
-        while some := list(itertools.islice(pieces, PIECES_AT_ONCE)):
-            for piece, tokens in zip(some, by.encode([piece.text for piece in some]), strict=True):
-                whole = np.concatenate([tokens, by.end]) if piece.ends_document else tokens
+        while some := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
+            for chunk, tokens in zip(some, by.encode([chunk.text for chunk in some]), strict=True):
+                whole = np.concatenate([tokens, by.end]) if chunk.ends_document else tokens
                 file.write(whole.astype(dtype).tobytes())
-                count, num_bytes = count + len(whole), num_bytes + len(piece.text)
-            bar.update(sum(piece.num_bytes for piece in some))
+                count, num_bytes = count + len(whole), num_bytes + len(chunk.text)
+            bar.update(sum(chunk.num_bytes for chunk in some))
         file.flush()
         os.fsync(file.fileno())
     return count, num_bytes

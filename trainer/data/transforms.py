@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.data.device import Mirrored
-from trainer.data.reader import collate, fetches_batches, generators_kept, name_of, sample_of
+from trainer.data.loading.reader import collate, fetches_batches, generators_kept, name_of, sample_of
 from trainer.errors import UserError
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.faults.drilled_run import Case, Outcome, Start, attempt, by_the_door, torchrun
+from trainer.faults.injection.drilled_run import Case, Outcome, Start, attempt, by_the_door, torchrun
 
 FAULTS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge")
 BATCH = 64  # train.global_batch_size of the preset

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
-from trainer.faults import last_words, stacks
+from trainer.faults import exit_report, stacks
 
 _NAMED_S, _ENDED_S = 5.0, 30.0  # after the end of the program
 
@@ -45,7 +45,7 @@ def _see_to_the_end(status: int) -> None:
         else f"thread {one.name} ({_where(one)})"
         for one in left
     )
-    last_words.print_line(
+    exit_report.print_line(
         f"[rank {os.environ.get('RANK', 0)}] the program has ended, with status {status}, but not {words}; "
         f"what still runs {_ENDED_S:.0f} s after the end is ended, too. Join it before, in a logger's close "
         "for instance, or start it with daemon=True"
@@ -57,7 +57,7 @@ def _see_to_the_end(status: int) -> None:
     for one in _left():
         if isinstance(one, BaseProcess):
             one.kill()
-    last_words.leave(status)
+    exit_report.leave(status)
 
 
 def _left() -> list[threading.Thread | BaseProcess]:

@@ -19,7 +19,7 @@ _MAY_WRITE = ("checkpoint", "end")  # and for the disk; in others, what is writt
 
 
 @dataclass(frozen=True)
-class Member:
+class RankIdentity:
     """A rank, as it introduced itself to the others."""
 
     rank: int
@@ -33,7 +33,7 @@ class Member:
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:
-    """What a `Member` is made of, but for the index of its host, which is known once all have met."""
+    """What a `RankIdentity` is made of, but for the index of its host, which is known once all have met."""
     return {
         "rank": rank,
         "hostname": socket.gethostname(),
@@ -51,7 +51,7 @@ class Neighbour:
         OSError: it is gone, or of another container or user.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: RankIdentity) -> None:
         self.member = member
         self.records = Records.of(member.pid, member.heartbeat_fd)
         self.stacks = stacks.StackReader(member.pid, member.stacks_fd)

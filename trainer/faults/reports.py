@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.errors import UserError
-from trainer.faults import last_words
+from trainer.faults import exit_report
 from trainer.faults.verdict import Observed, Verdict
-from trainer.untrusted import Fields, printable, read_json
+from trainer.files.untrusted import Fields, printable, read_json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -161,12 +161,12 @@ class Reports:
         for host in self._hosts:
             if host in self._ended:
                 continue
-            if store.check([f"ended/{host}"]) and self._hear(host, f"ended/{host}", store):
+            if store.check([f"ended/{host}"]) and self._receive(host, f"ended/{host}", store):
                 self._ended.add(host)
             elif store.check([f"report/{host}"]):
-                self._hear(host, f"report/{host}", store)
+                self._receive(host, f"report/{host}", store)
 
-    def _hear(self, host: int, key: str, store: "Store") -> bool:
+    def _receive(self, host: int, key: str, store: "Store") -> bool:
         """Whether there is a report of the host under `key`; it is taken, if it is a new one."""
         name, ranks = self._read(key, store.get(key), lambda report: self._report_of(host, report)) or (
             "",
@@ -188,7 +188,7 @@ class Reports:
         except UserError as error:
             if key not in self._passed_over:
                 self._passed_over.add(key)
-                last_words.print_line(f"[host {self._host}] no rank wrote {key} in the store: {error}")
+                exit_report.print_line(f"[host {self._host}] no rank wrote {key} in the store: {error}")
             return None
 
     def _report_of(self, host: int, report: Fields) -> tuple[str, list[Observed]]:

@@ -24,9 +24,9 @@ _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "distributed"),
     ("torch", "autograd"),
     ("torch", "futures"),
-    ("trainer", "guard.py"),
+    ("trainer", "training", "step_agreement.py"),
     ("trainer", "comm"),
-    ("trainer", "distributed.py"),
+    ("trainer", "distributed", "process_group.py"),
     ("trainer", "checkpoint", "agreement.py"),
 )
 # The watch and whom it asks to wait look the same in every process: they tell nothing.

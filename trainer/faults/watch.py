@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import RunEndError, in_a_line
-from trainer.faults import failure, last_words, processes, stacks
+from trainer.faults import exit_report, processes, stacks
+from trainer.faults.debounce import Debounce
 from trainer.faults.heartbeat import Heartbeat, set_mine
-from trainer.faults.last_resort import LastResort
-from trainer.faults.neighbour import TICK_S, Member, Neighbour
+from trainer.faults.kill_timer import KillTimer
+from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity
 from trainer.faults.reports import Reports
-from trainer.faults.suspicion import Suspicion
 from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge, slow, stand_still
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _SUSPICIOUS_S = 1.0  # without progress: from then on, look at the other hosts t
 _GRACE_S = 2.2  # from a failed communication until the others have said why, and are heard of or not
 _ALONE_S = 5.0  # how long the others may take to end alike after a rank's orderly end, or their launcher's
 _FRESH_S = 2.0  # so long a stack tells what a rank does, at least
-_LAST_RESORT_S = 4.0  # beyond timeout_s
+_KILL_TIMER_S = 4.0  # beyond timeout_s
 
 
 class Watch:
@@ -49,7 +49,7 @@ class Watch:
         heartbeat: Heartbeat,
         own_stacks: stacks.Stacks,
         rank: int,
-        members: Sequence[Member],
+        members: Sequence[RankIdentity],
         connect: Callable[[], "Store"] | None,
         timeout_s: float,
         launched: bool = False,
@@ -67,11 +67,11 @@ class Watch:
                     self._here[member.rank] = Neighbour(member)
         self._alone = len(members) == 1
         self._reports: Reports | None = None
-        self._last_resort = LastResort(timeout_s + _LAST_RESORT_S)
+        self._kill_timer = KillTimer(timeout_s + _KILL_TIMER_S)
         self._memory_kills = processes.MemoryKills(neighbour.member.pid for neighbour in self._here.values())
         self._parent, self._orphan_since = os.getppid(), 0.0
         self._named_slow: tuple[int, int] | None = None
-        self._suspicion, self._slowness = Suspicion(), Suspicion()
+        self._suspicion, self._slowness = Debounce(), Debounce()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -116,7 +116,7 @@ class Watch:
     def _stop_looking(self) -> None:
         self._closed.set()
         self._thread.join()  # it looks at least every TICK_S; whoever puts off must do so no more
-        self._last_resort.cancel()
+        self._kill_timer.cancel()
 
     def failed(self, error: BaseException, symptom: bool) -> None:
         """Tell the others that this rank ends with `error`.
@@ -142,12 +142,12 @@ class Watch:
         if note["symptom"]:
             self._closed.wait(_GRACE_S + _ALONE_S)
         elif isinstance(error, RunEndError):
-            if self._rank == 0 or self._run_dir is None or failure.read(self._run_dir) is None:
+            if self._rank == 0 or self._run_dir is None or exit_report.read_failure(self._run_dir) is None:
                 about = self._members[error.ranks[0] if error.ranks else self._rank]
                 own = self._here[self._rank].observe()  # all raise it at the same place
                 own = replace(own, rank=about.rank, host=about.host, hostname=about.hostname, pid=about.pid)
-                verdict = last_words.of_one(own, _status(error), str(error))
-                last_words.write(verdict, self._run_dir, self._attempt)
+                verdict = exit_report.of_one(own, _status(error), str(error))
+                exit_report.write(verdict, self._run_dir, self._attempt)
         elif is_last:
             self._speak_at_exit()
         self._here[self._rank].end_workers()
@@ -178,11 +178,11 @@ class Watch:
             self._heartbeat.tick()
             # Not in the set-up, where torch itself waits for peers and holds the interpreter meanwhile.
             if not self._alone and self._heartbeat.step:
-                self._last_resort.put_off()
+                self._kill_timer.put_off()
             try:
                 self._look()
             except Exception as error:  # a mistake in here must not end a run that is well
-                last_words.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
+                exit_report.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(_ALONE_S)
 
     def _look(self) -> None:
@@ -192,7 +192,7 @@ class Watch:
         for neighbour in self._others_here():
             note = neighbour.records.note() or {}
             if "verdict" in note:
-                last_words.leave(int(note["verdict"]))
+                exit_report.leave(int(note["verdict"]))
         if self._closed.is_set():
             return
         if not self._leads():
@@ -211,8 +211,8 @@ class Watch:
         if suspicious:
             self._judge(here, reports.others() if reports else [])
         else:
-            self._suspicion.drop()
-            self._slowness.drop()
+            self._suspicion.clear()
+            self._slowness.clear()
 
     def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
         everyone = sorted(here + elsewhere, key=lambda rank: rank.rank)
@@ -235,14 +235,14 @@ class Watch:
             is_fact = verdict.kind not in ("stopped", "hangs")
             of = (verdict.ranks, verdict.facts["phase"], verdict.facts["step"])
             host = self._members[verdict.ranks[0]].host
-            if is_fact or self._suspicion.stands(of, host, counts):
+            if is_fact or self._suspicion.confirmed(of, host, counts):
                 self._give(verdict, everyone)
             return
-        self._suspicion.drop()
+        self._suspicion.clear()
         found = slow(everyone) if still else None
         if found is None:
-            self._slowness.drop()
-        elif self._slowness.stands((found.rank, found.position), found.host, counts):
+            self._slowness.clear()
+        elif self._slowness.confirmed((found.rank, found.position), found.host, counts):
             self._name_slow(found)
 
     def _leads(self) -> bool:
@@ -314,12 +314,12 @@ class Watch:
 
     def _end(self, verdict: Verdict) -> None:
         """Say it, write it down, and leave; the ranks of this host that cannot leave are ended."""
-        last_words.say(verdict, len(self._members), self._run_dir)
+        exit_report.say(verdict, len(self._members), self._run_dir)
         writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
         writing.start()
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
         if verdict.kind in ("raised", "died") and verdict.ranks[0] in self._here:
-            last_words.let_torchrun_look()
+            exit_report.let_torchrun_look()
         self._leave_word(lost={self._members[rank].host for rank in verdict.ranks if verdict.kind == "lost"})
         self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
         for neighbour in self._others_here():
@@ -327,12 +327,12 @@ class Watch:
             if neighbour.died_at_ns is None and (stuck or neighbour.observe().asleep_s > ASLEEP_S):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(neighbour.member.pid, signal.SIGKILL)
-        last_words.leave(verdict.status)
+        exit_report.leave(verdict.status)
 
     def _write(self, verdict: Verdict) -> None:
-        last_words.write(verdict, self._run_dir, self._attempt)
+        exit_report.write(verdict, self._run_dir, self._attempt)
         taken = {rank: neighbour.stacks.read() for rank, neighbour in self._here.items()}
-        last_words.keep(verdict, self._run_dir, {rank: text for rank, text in taken.items() if text})
+        exit_report.keep(verdict, self._run_dir, {rank: text for rank, text in taken.items() if text})
 
     def _leave_when_orphaned(self) -> None:
         """The launcher has died: the kernel has asked for a stop, which may take too long."""
@@ -343,9 +343,9 @@ class Watch:
         if self._launched and now - self._orphan_since > _ALONE_S - 1:
             own = self._here[self._rank].observe()
             words = "the launcher of this host died, and there was no time to save"
-            last_words.write(last_words.of_one(own, 1, words), self._run_dir, self._attempt)
+            exit_report.write(exit_report.of_one(own, 1, words), self._run_dir, self._attempt)
             self._heartbeat.note({"verdict": 1, "status": 1})  # lest a neighbour take this for a death
-            last_words.leave(1)
+            exit_report.leave(1)
 
     def _speak_at_exit(self) -> None:
         """Nobody else of this host is left to speak: after the traceback, then."""
@@ -357,7 +357,7 @@ class Watch:
             verdict = self._reports.agree(verdict, timeout_s=1.0)
         self._write(verdict)
         if not self._alone or own.worker:
-            atexit.register(last_words.say, verdict, len(self._members), self._run_dir)
+            atexit.register(exit_report.say, verdict, len(self._members), self._run_dir)
 
     # ---- lines on the way
 
@@ -367,7 +367,7 @@ class Watch:
             at = f", at {found.where}" if found.where else ""
             words = f"{found.name} has been in {found.doing} for {found.silent_s:.1f} s{at}"
             more = [found.worker, "the others wait for it" if others_wait else None]
-            last_words.print_line("; ".join([words, *filter(None, more)]))
+            exit_report.print_line("; ".join([words, *filter(None, more)]))
 
     def _report_a_silence(self) -> None:
         """A process that is alone, or the last, keeps nobody waiting: say where it is, and let it go on."""

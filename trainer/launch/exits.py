@@ -15,11 +15,11 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config.overrides import in_words
 from trainer.errors import EndedBefore, NonFiniteLossError, RunEndError, StoppedBySignal, UserError
+from trainer.files.untrusted import Fields, load_json
 from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
-from trainer.overrides import in_words
-from trainer.untrusted import Fields, load_json
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _FINAL = {error.exit_code for error in (UserError, NonFiniteLossError, StoppedBySignal)}

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainer.config import Config, LocalLaunchConfig
+from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.files.untrusted import load_json, printable
 from trainer.launch import fresh
 from trainer.launch.place import LISTENING, place
-from trainer.overrides import set_to
-from trainer.signals import stop_signals_to
-from trainer.untrusted import load_json, printable
+from trainer.launch.signals import stop_signals_to
 
 # How long the others may take to say what they saw, or to finish a save, after one has ended badly.
 _GRACE_S = 30.0

@@ -53,7 +53,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _LauncherVariables:
     """The names under which one launcher tells a process its place; "" where it does not."""
 
     launcher: str | None
@@ -64,14 +64,16 @@ class _Source:
     host: str = ""
 
 
-_SETTINGS = _Source(None, "distributed.rank", "distributed.world_size")
-_ENVIRONMENT = _Source(None, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-_SRUN = _Source("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", host="SLURM_NODEID")
-_OPEN_MPI = _Source(
+_SETTINGS = _LauncherVariables(None, "distributed.rank", "distributed.world_size")
+_ENVIRONMENT = _LauncherVariables(None, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_SRUN = _LauncherVariables(
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", host="SLURM_NODEID"
+)
+_OPEN_MPI = _LauncherVariables(
     "mpirun",
     *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 )
-_PMI = _Source("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_PMI = _LauncherVariables("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def place(settings: DistributedConfig | None = None) -> Place:
@@ -146,7 +148,7 @@ def publish(here: Place) -> None:
         os.environ.update({name: str(value) for name, value in told.items() if value is not None})
 
 
-def _source(told: Mapping[str, str]) -> _Source | None:
+def _source(told: Mapping[str, str]) -> _LauncherVariables | None:
     """The source that knows best, once all that say anything agree with it; None: nothing says anything."""
     found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, told)]
     # Alone in its step, a process may still be one of others: a shell within srun, an srun for each rank.
@@ -166,7 +168,7 @@ def _source(told: Mapping[str, str]) -> _Source | None:
     return best
 
 
-def _speaks(source: _Source, told: Mapping[str, str]) -> bool:
+def _speaks(source: _LauncherVariables, told: Mapping[str, str]) -> bool:
     if source is _SRUN:
         return source.world_size in told
     if source is _PMI and _SRUN.world_size in told and _PMI.local_rank not in told:
@@ -174,7 +176,7 @@ def _speaks(source: _Source, told: Mapping[str, str]) -> bool:
     return _complete(source, told)
 
 
-def _complete(source: _Source, told: Mapping[str, str]) -> bool:
+def _complete(source: _LauncherVariables, told: Mapping[str, str]) -> bool:
     missing = [name for name in (source.rank, source.world_size) if name not in told]
     if len(missing) == 1:
         given = source.rank if missing[0] == source.world_size else source.world_size
@@ -182,7 +184,7 @@ def _complete(source: _Source, told: Mapping[str, str]) -> bool:
     return not missing
 
 
-def _compare(told: Mapping[str, str], one: _Source, other: _Source) -> None:
+def _compare(told: Mapping[str, str], one: _LauncherVariables, other: _LauncherVariables) -> None:
     for mine, theirs in ((one.rank, other.rank), (one.world_size, other.world_size)):
         if mine in told and _number(told, mine) != _number(told, theirs):
             raise UserError(
@@ -191,7 +193,7 @@ def _compare(told: Mapping[str, str], one: _Source, other: _Source) -> None:
             )
 
 
-def _refuse_one_torchrun_each(told: Mapping[str, str], outer: _Source) -> None:
+def _refuse_one_torchrun_each(told: Mapping[str, str], outer: _LauncherVariables) -> None:
     """Around torchrun, another launcher starts one agent for each host: its tasks are not the ranks."""
     # An elastic torchrun may begin with fewer hosts than there are tasks, but not each task with its own.
     if told.get("GROUP_WORLD_SIZE") == "1" and told.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -210,7 +212,7 @@ def _refuse_tasks_without_srun(told: Mapping[str, str]) -> None:
         )
 
 
-def _meeting_point(told: Mapping[str, str], source: _Source, alone_on_host: bool) -> str:
+def _meeting_point(told: Mapping[str, str], source: _LauncherVariables, alone_on_host: bool) -> str:
     """Return tcp://HOST:PORT of rank 0; MASTER_ADDR and MASTER_PORT come before anything that we derive."""
     address, port = told.get("MASTER_ADDR"), told.get("MASTER_PORT")
     job = told.get("PMIX_NAMESPACE")

@@ -18,10 +18,10 @@ from types import FrameType
 from typing import Any
 
 from trainer.config import Config, SlurmLaunchConfig
+from trainer.config.overrides import set_to
 from trainer.errors import StoppedBySignal, UserError
 from trainer.launch import fresh
 from trainer.launch.local import unused_run_dir
-from trainer.overrides import set_to
 
 _POLL_S = 2.0
 _SILENT_S = 600.0

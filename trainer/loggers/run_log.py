@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.build import build
 from trainer.config import Config, flatten
-from trainer.distributed import Dist, on_main
+from trainer.config.instantiate import instantiate
+from trainer.distributed.process_group import Dist, on_main
 from trainer.errors import UserError, writing
 from trainer.loggers.base import METHODS, Logger
-from trainer.scalars import FILE as METRICS
-from trainer.scalars import ScalarFile
-from trainer.terminal import Progress
+from trainer.run_dir.console import ProgressBar
+from trainer.run_dir.metrics_file import FILE as METRICS
+from trainer.run_dir.metrics_file import MetricsFile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,10 +63,10 @@ class RunLog:
 
         def begin() -> None:
             with writing(run_dir):
-                self._scalars = ScalarFile(run_dir, first_step)
+                self._scalars = MetricsFile(run_dir, first_step)
                 for name, node in config.logger.items():
                     self._loggers[f"logger.{name}"] = _logger(f"logger.{name}", node, told)
-            self.progress = Progress(total_steps, first_step)
+            self.progress = ProgressBar(total_steps, first_step)
 
         on_main(begin, dist)
 
@@ -157,7 +157,7 @@ class RunLog:
 
 
 def _logger(name: str, node: dict[str, Any], told: dict[str, Any]) -> Logger:
-    logger: Logger = build(name, node, **told)
+    logger: Logger = instantiate(name, node, **told)
     if lacking := [method for method in METHODS if not callable(getattr(logger, method, None))]:
         raise UserError(
             f"{name}: {node['_target_']} makes a {type(logger).__name__} without {', '.join(lacking)}; a "

@@ -23,17 +23,17 @@ from functools import partial
 
 from omegaconf import OmegaConf
 
+from trainer.api import composed
 from trainer.config import Config, ParameterServerConfig
-from trainer.data.batch import BatchSplit
+from trainer.config.overrides import CONF
+from trainer.data.loading.batch import BatchSplit
 from trainer.errors import UserError
 from trainer.faults.left_running import ends_in_time
 from trainer.launch.exits import exits
 from trainer.launch.fresh import extend_path
-from trainer.library import composed
+from trainer.memory.dry_run import DryRun, DryRunWorld, Footprint, Stage
 from trainer.memory.fit import MOST, largest_micro_size
 from trainer.memory.ledger import KINDS
-from trainer.memory.rehearse import Footprint, Rehearsal, Stage, World
-from trainer.overrides import CONF
 
 Row = dict[str, object]
 STRATEGIES = {
@@ -101,29 +101,29 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
     """
     found: dict[str, Row] = {}
     refused: dict[str, UserError] = {}
-    rehearsal: Rehearsal | None = None
+    dry_run: DryRun | None = None
     choices = _choices(options.overrides)
     for name, overrides in choices.items():
         try:
             config = composed(overrides)
-            rehearsal = rehearsal or Rehearsal(config)
-            found |= _rows(options, name or config.strategy.name, config, rehearsal)
+            dry_run = dry_run or DryRun(config)
+            found |= _rows(options, name or config.strategy.name, config, dry_run)
         except UserError as error:
             refused[name] = error
     if len(refused) == len(choices):
         raise next(iter(refused.values()))
-    assert rehearsal is not None
-    about: dict[str, Row] = {"parameters": {"number": rehearsal.num_parameters}}
+    assert dry_run is not None
+    about: dict[str, Row] = {"parameters": {"number": dry_run.num_parameters}}
     words: dict[str, Row] = {"refused": {name: str(error) for name, error in refused.items()}}
     return about | found | (words if refused else {})
 
 
-def _rows(options: argparse.Namespace, strategy: str, config: Config, rehearsal: Rehearsal) -> dict[str, Row]:
+def _rows(options: argparse.Namespace, strategy: str, config: Config, dry_run: DryRun) -> dict[str, Row]:
     """By the name of the strategy, and of the part in the run and the device where there are several."""
     found: dict[str, Row] = {}
     for part, rank in _ranks(options, config).items():
-        world = World(1 if _is_one_process(config) else options.world, options.per_host, rank)
-        with rehearsal.under(config, world) as stage:
+        world = DryRunWorld(1 if _is_one_process(config) else options.world, options.per_host, rank)
+        with dry_run.under(config, world) as stage:
             split = _split(options, config, stage)
             tried = functools.cache(partial(stage.footprints, accumulation=split.accumulation))
             fits: Row = {}

@@ -63,7 +63,7 @@ class Account:
         self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
 
 
-class Ledger(TorchDispatchMode):
+class MemoryLedger(TorchDispatchMode):
     """Counts the bytes of every tensor that operations within make, until nobody holds it any more.
 
     To be entered inside of a FakeTensorMode.

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
-from trainer.distributed import Dist
+from trainer.distributed.backend_flags import set_backend_flags
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import Computing, Strategy, devices_of_replica
-from trainer.switches import set_switches
 
 __all__ = ["Strategy", "build_strategy"]
 
@@ -17,7 +17,7 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
     Raises:
         UserError: more processes than the strategy can use, or an option this machine cannot serve.
     """
-    set_switches(config.train, dist.device)
+    set_backend_flags(config.train, dist.device)
     return _named(config, dist)
 
 
@@ -34,14 +34,14 @@ def _named(config: Config, dist: Dist) -> Strategy:
 
             return Fsdp(settings, config.comm, dist, computing, timeout_s)
         case ParameterServerConfig():
-            from trainer.strategies.parameter_server import ParameterServer
+            from trainer.strategies.parameter_server.synchronous import ParameterServer
 
             if settings.max_staleness == "0":
                 return ParameterServer(settings, dist, computing, timeout_s)
-            from trainer.strategies.stale_parameter_server import StaleParameterServer
+            from trainer.strategies.parameter_server.asynchronous import AsyncParameterServer
 
             assert config.run_dir is not None
-            return StaleParameterServer(
+            return AsyncParameterServer(
                 settings, dist, computing, timeout_s, train.clip_grad_norm, Path(config.run_dir)
             )
     if dist.world_size > 1:

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from trainer import step
 from trainer.config import DdpConfig, SingleConfig
-from trainer.distributed import broadcast_tensors
+from trainer.distributed.process_group import broadcast_tensors
 from trainer.errors import UserError, first_line
-from trainer.state import TrainState
+from trainer.optim.train_state import TrainState
 from trainer.step import StepResult
 from trainer.strategies.split import Split
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from trainer.data.loader import Batches
-    from trainer.job import Job
+    from trainer.data.loading.base import Batches
+    from trainer.training.context import TrainingContext
 
 Fill = Callable[[nn.Module], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -123,16 +123,16 @@ class Strategy:
         """fp16 needs its loss scaled to keep small gradients; for others the scaler does nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.computing.precision == "fp16")
 
-    def train_step(self, job: "Job", batches: "Batches") -> StepResult:
-        """Make the step after `job.state.progress` (a collective), which the loop then counts.
+    def train_step(self, context: "TrainingContext", batches: "Batches") -> StepResult:
+        """Make the step after `context.state.progress` (a collective), which the loop then counts.
 
         A strategy whose ranks make no steps in common has its own. One call may make several: it then counts
-        all but the last by `job.count_step`.
+        all but the last by `context.count_step`.
 
         Raises:
             NonFiniteLossError: on all ranks; no parameter has changed.
         """
-        return step.train_step(job, batches)
+        return step.train_step(context, batches)
 
     def begin_step(self) -> None:
         """Be told that a step begins: what comes next are the gradients of this process, if it `trains`."""

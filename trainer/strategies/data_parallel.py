@@ -31,14 +31,14 @@ class DataParallel(Strategy):
             return super().wrap(model, fill)
         fill(model)
         call = torch.compile(_call, mode=self.computing.compile_mode) if self.computing.compile else _call
-        replica = Replica(self.place(model), self.autocast, call)
+        replica = GpuReplica(self.place(model), self.autocast, call)
         return nn.DataParallel(replica, device_ids=self.devices)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module.module if isinstance(model, nn.DataParallel) else model
 
 
-class Replica(nn.Module):
+class GpuReplica(nn.Module):
     """What DataParallel copies to each GPU and calls there, in a thread of its own.
 
     In such a thread autocast goes on, but in its default dtype: fp16 where the run asks for bf16. So it is

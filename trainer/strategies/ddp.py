@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.comm.hook import CommHook, attach
-from trainer.comm.timeline.report import draw, table
+from trainer.comm.ddp_hook import CommHook, attach
+from trainer.comm.timeline.summary import draw, table
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
-from trainer.deferred.held import without_gradient_hooks
-from trainer.distributed import Dist, broadcast_tensors
+from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError
-from trainer.state import TrainState
+from trainer.meta_init.module_tensors import without_gradient_hooks
+from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
 
 if TYPE_CHECKING:

@@ -21,15 +21,15 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from trainer.comm.shards import ShardComm, attach
-from trainer.comm.timeline.report import draw, table
+from trainer.comm.fsdp_collectives import ShardComm, attach
+from trainer.comm.timeline.summary import draw, table
 from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
-from trainer.distributed import Dist
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.strategies.base import DTYPES, Computing, Fill, Strategy
 from trainer.strategies.reads import read_from_outside
 from trainer.strategies.shardable import (
-    WholeParameters,
+    StaleReferenceCheck,
     batch_norms,
     is_closed,
     owners_of,
@@ -87,7 +87,7 @@ class Fsdp(Strategy):
             offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
         )
         # Each unit has its values only when it is sharded: it is whole in memory during a step, too.
-        whole = WholeParameters(model)
+        whole = StaleReferenceCheck(model)
         for norm in norms:
             fill(norm)
             whole.note(norm)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.deferred.held import has_gradient_hook
 from trainer.errors import UserError
-from trainer.optim import sparse_weights
+from trainer.meta_init.module_tensors import has_gradient_hook
+from trainer.optim.schedules import sparse_weights
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class WholeParameters:
+class StaleReferenceCheck:
     """The parameters that sharding takes the place of, lest somebody goes on with them.
 
     Who holds one otherwise than as a module's attribute, in a list or a closure, would compute with its first

@@ -10,9 +10,9 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, open_dict
 
 from trainer import config
+from trainer.config.overrides import EACH_TRIAL_LAUNCHES
 from trainer.errors import UserError
 from trainer.launch.exits import refuse_sweep_in_ranks
-from trainer.overrides import EACH_TRIAL_LAUNCHES
 from trainer.sweep import settings
 from trainer.sweep.folder import sweep_folder
 from trainer.sweep.runner import Runner

@@ -10,8 +10,8 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trainer.errors import UserError
-from trainer.new_directory import new_directory
-from trainer.untrusted import printable
+from trainer.files.new_directory import new_directory
+from trainer.files.untrusted import printable
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import summary_v2 as api
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from trainer.sweep.ledger import Trial
+from trainer.sweep.trial_log import Trial
 from trainer.sweep.values import swept_keys, typed
 
 _SUFFIX = ".hparams"

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.sweep import ledger
-from trainer.sweep.ledger import Trial
+from trainer.sweep import trial_log
 from trainer.sweep.settings import SweepConfig
+from trainer.sweep.trial_log import Trial
 from trainer.sweep.values import swept_keys, typed
 
 _MOST_COLUMNS = 4
@@ -15,7 +15,7 @@ _MOST_COLUMNS = 4
 
 def draw(path: Path, trials: Sequence[Trial], settings: SweepConfig) -> bool:
     """Draw the trials that are done; False where there are less than two, or nothing was swept."""
-    done = [trial for trial in trials if trial.state == ledger.DONE and trial.value is not None]
+    done = [trial for trial in trials if trial.state == trial_log.DONE and trial.value is not None]
     keys = [key for key in swept_keys(done) if len({trial.swept.get(key) for trial in done}) > 1]
     if len(done) < 2 or not keys:
         return False

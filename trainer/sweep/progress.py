@@ -4,17 +4,17 @@ import sys
 import time
 from collections import Counter
 
-from trainer.sweep import ledger
-from trainer.sweep.ledger import Ledger
+from trainer.sweep import trial_log
 from trainer.sweep.search import Search
 from trainer.sweep.settings import SweepConfig
+from trainer.sweep.trial_log import TrialLog
 
 
 class ProgressLine:
     """Counts what this sweep asks for and what its folder holds from before."""
 
-    def __init__(self, settings: SweepConfig, search: Search, trials: Ledger) -> None:
-        self._settings, self._search, self._ledger = settings, search, trials
+    def __init__(self, settings: SweepConfig, search: Search, trials: TrialLog) -> None:
+        self._settings, self._search, self._trial_log = settings, search, trials
         self._on_terminal = sys.stdout.isatty()
         self._began_s, self._shown_s, self._shown = time.monotonic(), 0.0, self._num_over()
         self._over_before = self._num_over()
@@ -39,17 +39,17 @@ class ProgressLine:
             print("\r\033[K", end="", flush=True)
 
     def line(self, num_running: int, num_queued: int) -> str:
-        counts = Counter(trial.state for trial in self._ledger.trials.values())
-        num_failed = counts[ledger.FAILED] + counts[ledger.DIED]
+        counts = Counter(trial.state for trial in self._trial_log.trials.values())
+        num_failed = counts[trial_log.FAILED] + counts[trial_log.DIED]
         num_left = num_queued + self._search.num_left() * self._settings.seeds
-        over = counts[ledger.DONE] + counts[ledger.PRUNED] + num_failed
-        words = f"{counts[ledger.DONE]} done, {num_running} running, {num_failed} failed"
-        words += f", {counts[ledger.PRUNED]} pruned" if counts[ledger.PRUNED] else ""
+        over = counts[trial_log.DONE] + counts[trial_log.PRUNED] + num_failed
+        words = f"{counts[trial_log.DONE]} done, {num_running} running, {num_failed} failed"
+        words += f", {counts[trial_log.PRUNED]} pruned" if counts[trial_log.PRUNED] else ""
         words += f" of {max(over + num_running + num_left, 1)}"
         values = {
             trial.value: trial.folder
-            for trial in self._ledger.trials.values()
-            if trial.state == ledger.DONE and trial.value is not None
+            for trial in self._trial_log.trials.values()
+            if trial.state == trial_log.DONE and trial.value is not None
         }
         if values:
             best = min(values, key=lambda value: self._settings.sign * value)
@@ -66,4 +66,4 @@ class ProgressLine:
         return f", about {left_s / 60:.0f} min left" if left_s >= 90 else f", about {left_s:.0f} s left"
 
     def _num_over(self) -> int:
-        return sum(trial.state in ledger.FINAL for trial in self._ledger.trials.values())
+        return sum(trial.state in trial_log.FINAL for trial in self._trial_log.trials.values())

@@ -12,18 +12,18 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, SlurmLaunchConfig
+from trainer.config.overrides import in_words, set_to
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.files.untrusted import printable
 from trainer.launch import fresh
-from trainer.overrides import in_words, set_to
-from trainer.scalars import read_scalars
-from trainer.signals import stop_signals_to
-from trainer.sweep import ledger, report
+from trainer.launch.signals import stop_signals_to
+from trainer.run_dir.metrics_file import read_metrics
+from trainer.sweep import results, trial_log
 from trainer.sweep.devices import Slots, visible_gpus
-from trainer.sweep.ledger import Ledger, Trial
 from trainer.sweep.progress import ProgressLine
 from trainer.sweep.search import GridSearch, Proposal, Search
 from trainer.sweep.settings import SweepConfig
-from trainer.untrusted import printable
+from trainer.sweep.trial_log import Trial, TrialLog
 
 OUTPUT = "output.log"
 _POLL_S, _LOOK_S = 0.05, 1.0
@@ -73,7 +73,7 @@ class Runner:
     ) -> None:
         self._settings, self._search, self._folder = settings, search, folder
         self._common, self._options, self._compose = list(common), list(options), compose
-        self._ledger = Ledger(folder)
+        self._trial_log = TrialLog(folder)
         self._slots = Slots(settings.concurrent, visible_gpus())
         self._queue: deque[Planned] = deque()
         self._running: list[Running] = []
@@ -85,7 +85,7 @@ class Runner:
         self._end_by_s: float | None = None  # set: the sweep ends, and its trials save
         self._mistake: str | None = None
         self._good: Proposal | None = None  # the first that could be composed
-        self._progress = ProgressLine(settings, search, self._ledger)
+        self._progress = ProgressLine(settings, search, self._trial_log)
 
     def run(self) -> int:
         """Run what is left of the sweep, report on all of it, and return the exit status.
@@ -95,7 +95,7 @@ class Runner:
         """
         if isinstance(self._search, GridSearch):
             self._leave_out_contradictions(self._search)
-        known = Counter(trial.state for trial in self._ledger.trials.values())
+        known = Counter(trial.state for trial in self._trial_log.trials.values())
         before = ", ".join(f"{count} {state}" for state, count in known.items())
         self._progress.say(f"sweep in {self._folder}" + (f": {before} before" if before else ""))
         try:
@@ -106,14 +106,14 @@ class Runner:
                 running.process.kill()
                 running.process.wait()
             self._progress.end()
-        report.write(self._folder, self._settings)
-        states = {trial.state for trial in self._ledger.trials.values()}
+        results.write(self._folder, self._settings)
+        states = {trial.state for trial in self._trial_log.trials.values()}
         if self._mistake is not None:
             raise UserError(f"{self._mistake}; the sweep ends here, the same command goes on with it")
-        if ledger.STOPPED in states or ledger.RUNNING in states:
+        if trial_log.STOPPED in states or trial_log.RUNNING in states:
             self._progress.say("stopped and saved; the same command goes on")
             return _STOPPED
-        return 1 if ledger.DIED in states else _NOT_FINITE if ledger.FAILED in states else 0
+        return 1 if trial_log.DIED in states else _NOT_FINITE if trial_log.FAILED in states else 0
 
     def _leave_out_contradictions(self, search: GridSearch) -> None:
         """Leave out what cannot be run, unless it is a value that fits nowhere: that is a mistake."""
@@ -136,7 +136,7 @@ class Runner:
             self._fill()
             for running in list(self._running):
                 self._look_at(running)
-            self._hear()
+            self._handle_signals()
             if not self._running and (self._end_by_s is not None or self._next() is None):
                 return
             self._progress.show(len(self._running), len(self._queue))
@@ -194,9 +194,9 @@ class Runner:
         self._repeats[proposal] = trials = []
         for seed in seeds:
             common = [*self._common, f"seed={seed}"] if self._settings.seeds > 1 else self._common
-            trial = self._ledger.trial(common, proposal.overrides, seed)
+            trial = self._trial_log.trial(common, proposal.overrides, seed)
             trials.append(trial)
-            if trial.state not in ledger.FINAL:
+            if trial.state not in trial_log.FINAL:
                 self._queue.append(Planned(trial, proposal, config))
         self._tell_if_over(proposal)
 
@@ -207,8 +207,8 @@ class Runner:
         begun = any(folder.glob("checkpoints/step_*"))
         if begun or (planned.config.resume is None and (folder / "run.json").exists()):
             argv.append("resume=auto")
-        trial.state, trial.status = ledger.RUNNING, None
-        self._ledger.write(trial)
+        trial.state, trial.status = trial_log.RUNNING, None
+        self._trial_log.write(trial)
         with (folder / OUTPUT).open("ab") as output:
             process = fresh.start(
                 argv,
@@ -228,7 +228,7 @@ class Runner:
         elif now - running.looked_s >= _LOOK_S:
             running.looked_s = now
             if running.told is None and self._settings.prune and self._is_worse(running):
-                self._tell_to_stop(running, "prune")
+                self._request_stop(running, "prune")
             silent_s = min(now - running.began_s, _silent_s(running.folder))
             in_queue = isinstance(running.planned.config.launch, SlurmLaunchConfig)
             if silent_s > self._settings.silent_s and not in_queue and running.told != "hang":
@@ -241,7 +241,7 @@ class Runner:
 
     def _is_worse(self, running: Running) -> bool:
         worse = False
-        for step, value in read_scalars(running.folder).get(self._settings.metric, {}).items():
+        for step, value in read_metrics(running.folder).get(self._settings.metric, {}).items():
             if step not in running.reported:
                 running.reported.add(step)
                 worse = running.planned.proposal.report(value, step)
@@ -256,23 +256,25 @@ class Runner:
         trial.state = _state(code, running.told)
         if self._settings.prune:
             self._is_worse(running)  # what it wrote last, for others to be measured by
-        trial.value = report.value_of(running.folder, self._settings.metric)
-        self._ledger.write(trial)
+        trial.value = results.value_of(running.folder, self._settings.metric)
+        self._trial_log.write(trial)
         words = f"{trial.folder} {trial.state}"
-        if trial.state == ledger.DONE:
+        if trial.state == trial_log.DONE:
             value = "none" if trial.value is None else f"{trial.value:.6g}"
             self._progress.say(f"{words}: {self._settings.metric} {value}, {trial.seconds:.0f} s")
-        elif trial.state in (ledger.DIED, ledger.FAILED, ledger.MISTAKEN):
-            words += f" (status {code}): {_last_words(running.folder)}"
+        elif trial.state in (trial_log.DIED, trial_log.FAILED, trial_log.MISTAKEN):
+            words += f" (status {code}): {_last_lines(running.folder)}"
             self._progress.say(words)
         else:
             self._progress.say(words)
-        if trial.state == ledger.MISTAKEN:
+        if trial.state == trial_log.MISTAKEN:
             self._end(f"a mistake in {words}")
-        elif trial.state == ledger.DONE and trial.value is None and self._settings.search != "grid":
-            figures = ", ".join(report.figures_of(running.folder))
+        elif trial.state == trial_log.DONE and trial.value is None and self._settings.search != "grid":
+            figures = ", ".join(results.figures_of(running.folder))
             self._end(f"hydra.sweeper.metric is {self._settings.metric}, but a trial yields {figures}")
-        elif trial.state == ledger.DIED and self._end_by_s is None and self._deaths[trial.number] < _RETRIES:
+        elif (
+            trial.state == trial_log.DIED and self._end_by_s is None and self._deaths[trial.number] < _RETRIES
+        ):
             self._deaths[trial.number] += 1
             self._progress.say(f"{trial.folder} is tried again, {self._deaths[trial.number]} of {_RETRIES}")
             self._queue.appendleft(running.planned)
@@ -286,14 +288,14 @@ class Runner:
         if any(id(trial) in alive for trial in trials):
             return
         states = {trial.state for trial in trials}
-        if states <= {*ledger.FINAL, ledger.DIED}:
-            done = (trial for trial in trials if trial.state == ledger.DONE)
+        if states <= {*trial_log.FINAL, trial_log.DIED}:
+            done = (trial for trial in trials if trial.state == trial_log.DONE)
             values = [trial.value for trial in done if trial.value is not None]
             mean = sum(values) / len(values) if len(values) == len(trials) else None
-            self._search.tell(proposal, mean, pruned=ledger.PRUNED in states)
+            self._search.tell(proposal, mean, pruned=trial_log.PRUNED in states)
             del self._repeats[proposal]
 
-    def _tell_to_stop(self, running: Running, why: str) -> None:
+    def _request_stop(self, running: Running, why: str) -> None:
         running.told = why
         running.process.send_signal(signal.SIGTERM)  # to the run, or its launcher, which passes it on
 
@@ -302,9 +304,9 @@ class Runner:
         if self._end_by_s is None:
             self._end_by_s = time.monotonic() + self._settings.stop_timeout_s
             for running in self._running:
-                self._tell_to_stop(running, "stop")
+                self._request_stop(running, "stop")
 
-    def _hear(self) -> None:
+    def _handle_signals(self) -> None:
         """Act on signals: the first stops, and a second one does not wait for trials to save."""
         late = self._end_by_s is not None and time.monotonic() > self._end_by_s
         if len(self._received) > self._handled:
@@ -322,12 +324,12 @@ class Runner:
 
 def _state(code: int, told: str | None) -> str:
     """What a trial that ended with `code` is, after it was told to stop for that reason."""
-    by_code = {0: ledger.DONE, _MISTAKE: ledger.MISTAKEN, _NOT_FINITE: ledger.FAILED}
+    by_code = {0: trial_log.DONE, _MISTAKE: trial_log.MISTAKEN, _NOT_FINITE: trial_log.FAILED}
     if code in by_code:
         return by_code[code]
     if told == "prune":
-        return ledger.PRUNED
-    return ledger.STOPPED if code == _STOPPED or told == "stop" else ledger.DIED
+        return trial_log.PRUNED
+    return trial_log.STOPPED if code == _STOPPED or told == "stop" else trial_log.DIED
 
 
 def _silent_s(folder: Path) -> float:
@@ -337,7 +339,7 @@ def _silent_s(folder: Path) -> float:
     return time.time() - max(written, default=time.time())
 
 
-def _last_words(folder: Path) -> str:
+def _last_lines(folder: Path) -> str:
     lines = (folder / OUTPUT).read_text(errors="replace").splitlines() if (folder / OUTPUT).exists() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "without a word")
     return f"{printable(last)}  ({folder / OUTPUT})"

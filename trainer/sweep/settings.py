@@ -8,8 +8,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trainer.config import above, at_least, check_limits, like, one_of
+from trainer.config.overrides import not_a_setting
 from trainer.errors import UserError, first_line
-from trainer.overrides import not_a_setting
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""The values of swept settings, as the reports of a sweep read them from its ledger."""
+"""The values of swept settings, as the reports of a sweep read them from its trial log."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.sweep.ledger import Trial
+from trainer.sweep.trial_log import Trial
 
 
 def swept_keys(trials: Sequence[Trial]) -> list[str]:

@@ -11,7 +11,7 @@ _LENGTH = 1031  # elements: more than one packet, and no multiple of anything
 
 
 @dataclass(frozen=True)
-class Member:
+class GroupRank:
     """One rank of a group, counted within it, and where its tensors live.
 
     `ranks` are the members' ranks in the world, in order; empty for the default group, which is all.
@@ -78,7 +78,7 @@ Pairs = Iterator[tuple[Tensor, Tensor]]
 """What this rank got, and what it should have got."""
 
 
-def _send_recv(me: Member) -> Pairs:
+def _send_recv(me: GroupRank) -> Pairs:
     got = me.blank()
     if me.rank % 2 == 0:  # two blocking sends towards each other would wait for ever
         dist.send(me.data(me.rank), me.right, me.group)
@@ -89,7 +89,7 @@ def _send_recv(me: Member) -> Pairs:
     yield got, me.data((me.rank - 1) % me.world_size)
 
 
-def _isend_irecv(me: Member) -> Pairs:
+def _isend_irecv(me: GroupRank) -> Pairs:
     # Both ways round at once. With two ranks, left and right are one peer, and order tells what is what.
     from_left, from_right = me.blank(), me.blank()
     transfers = [
@@ -104,52 +104,52 @@ def _isend_irecv(me: Member) -> Pairs:
     yield from_right, me.data((me.rank + 1) % me.world_size) + 0.5
 
 
-def _broadcast(me: Member) -> Pairs:
+def _broadcast(me: GroupRank) -> Pairs:
     got = me.data(me.rank)
     dist.broadcast(got, me.root, me.group)
     yield got, me.data(me.world_size - 1)
 
 
-def _reduce(me: Member) -> Pairs:
+def _reduce(me: GroupRank) -> Pairs:
     for op, got, wanted in me.reductions():
         dist.reduce(got, me.root, op, me.group)
         if me.is_root:
             yield got, wanted
 
 
-def _scatter(me: Member) -> Pairs:
+def _scatter(me: GroupRank) -> Pairs:
     got = me.blank()
     dist.scatter(got, list(me.all_data()) if me.is_root else None, me.root, me.group)
     yield got, me.data(me.rank)
 
 
-def _scatter_by_split(me: Member) -> Pairs:
+def _scatter_by_split(me: GroupRank) -> Pairs:
     """What serves where a backend has no scatter: all get everything and keep their part."""
     everything = me.all_data() if me.is_root else me.blank(me.world_size, _LENGTH)
     dist.broadcast(everything, me.root, me.group)
     yield everything[me.rank], me.data(me.rank)
 
 
-def _gather(me: Member) -> Pairs:
+def _gather(me: GroupRank) -> Pairs:
     got = [me.blank() for _ in range(me.world_size)] if me.is_root else None
     dist.gather(me.data(me.rank), got, me.root, me.group)
     if got is not None:
         yield torch.stack(got), me.all_data()
 
 
-def _all_reduce(me: Member) -> Pairs:
+def _all_reduce(me: GroupRank) -> Pairs:
     for op, got, wanted in me.reductions():
         dist.all_reduce(got, op, me.group)
         yield got, wanted
 
 
-def _all_gather(me: Member) -> Pairs:
+def _all_gather(me: GroupRank) -> Pairs:
     got = me.blank(me.world_size * _LENGTH)
     dist.all_gather_into_tensor(got, me.data(me.rank), me.group)
     yield got, me.all_data().flatten()
 
 
-def _reduce_scatter(me: Member) -> Pairs:
+def _reduce_scatter(me: GroupRank) -> Pairs:
     got = me.blank()
     # Part p of rank r is data(r) + p, so that a part that lands on the wrong rank shows.
     parts = torch.cat([me.data(me.rank) + part for part in range(me.world_size)])
@@ -157,19 +157,19 @@ def _reduce_scatter(me: Member) -> Pairs:
     yield got, me.all_data().sum(0) + me.rank * me.world_size
 
 
-def _all_to_all(me: Member) -> Pairs:
+def _all_to_all(me: GroupRank) -> Pairs:
     got = me.blank(me.world_size, _LENGTH)
     parts = torch.stack([me.data(me.rank) + part for part in range(me.world_size)])
     dist.all_to_all_single(got, parts, group=me.group)
     yield got, me.all_data() + me.rank
 
 
-def _barrier(me: Member) -> Pairs:
+def _barrier(me: GroupRank) -> Pairs:
     dist.barrier(me.group)
     yield from ()
 
 
-def _pair_by_broadcast(me: Member) -> Pairs:
+def _pair_by_broadcast(me: GroupRank) -> Pairs:
     """What serves where a backend has no send and recv: a group of two in which the sender broadcasts."""
     pair = [0, me.root]
     group = dist.new_group(pair)
@@ -183,7 +183,7 @@ def _pair_by_broadcast(me: Member) -> Pairs:
     dist.destroy_process_group(group)
 
 
-CHECKS: dict[str, Callable[[Member], Pairs]] = {
+CHECKS: dict[str, Callable[[GroupRank], Pairs]] = {
     "barrier": _barrier,
     "send, recv": _send_recv,
     "isend, irecv": _isend_irecv,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.comm.network.checks import Member
+from trainer.comm.network.checks import GroupRank
 
 # fp32 elements of a segment, and segments: more than a cache holds. On a CPU 1 MiB, as an all-reduce cuts its
 # bucket; on a GPU, which copies that in less time than a launch takes, 64 MiB: 16 of them, 1 GiB.
@@ -45,7 +45,7 @@ class Costs:
         )
 
 
-def measure_costs(me: Member, ranks_by_host: Sequence[Sequence[int]]) -> Costs:
+def measure_costs(me: GroupRank, ranks_by_host: Sequence[Sequence[int]]) -> Costs:
     """A collective over all ranks, which all get the same figures."""
     size, count = _SEGMENTS[me.device.type]
     segments = torch.ones(count * size, device=me.device).chunk(count)
@@ -66,7 +66,7 @@ def measure_costs(me: Member, ranks_by_host: Sequence[Sequence[int]]) -> Costs:
     return Costs(copy_s, add_s, network_s, message_s, sums[-1].item() / len(ranks_by_host), crowded)
 
 
-def _median(me: Member, turn: Callable[[], tuple[float, ...]]) -> list[float]:
+def _median(me: GroupRank, turn: Callable[[], tuple[float, ...]]) -> list[float]:
     turns = []
     for _ in range(_TURNS):
         dist.barrier()
@@ -75,7 +75,7 @@ def _median(me: Member, turn: Callable[[], tuple[float, ...]]) -> list[float]:
 
 
 def _turn(
-    me: Member, work: Callable[[torch.Tensor], torch.Tensor], segments: Sequence[torch.Tensor]
+    me: GroupRank, work: Callable[[torch.Tensor], torch.Tensor], segments: Sequence[torch.Tensor]
 ) -> tuple[float, float]:
     """(seconds per byte, processors this process got)."""
     on_gpu = me.device.type == "cuda"
@@ -90,7 +90,7 @@ def _turn(
     return spent / num_bytes, 1.0 if on_gpu else spent / (time.perf_counter() - began)
 
 
-def _exchange(me: Member, ring: Sequence[int]) -> tuple[float]:
+def _exchange(me: GroupRank, ring: Sequence[int]) -> tuple[float]:
     """Seconds per byte of this process's processors while each host sends to the next; 0 for bystanders."""
     if len(ring) < 2 or me.rank not in ring:
         return (0.0,)
@@ -109,7 +109,7 @@ def _exchange(me: Member, ring: Sequence[int]) -> tuple[float]:
     return (spent / (2 * _STREAM_BYTES),)
 
 
-def _crowd(me: Member, hosts: Sequence[int]) -> float:
+def _crowd(me: GroupRank, hosts: Sequence[int]) -> float:
     """Bytes per second that a host sends to several others while as many send to it; 0 for bystanders.
 
     Two ways and several streams hinder each other: each acknowledgement waits behind data, and streams that
@@ -144,7 +144,7 @@ def _crowd(me: Member, hosts: Sequence[int]) -> float:
     return fastest if place is not None else 0.0
 
 
-def _burst(me: Member) -> tuple[float]:
+def _burst(me: GroupRank) -> tuple[float]:
     """Seconds per message of this process's processors, over many short ones to and from its neighbours."""
     if me.world_size < 2:
         return (0.0,)
@@ -165,7 +165,7 @@ def _burst(me: Member) -> tuple[float]:
     return ((clock() - started) / (2 * _BURST),)
 
 
-def finish(me: Member) -> None:
+def finish(me: GroupRank) -> None:
     """Wait for what was queued on a GPU; on a CPU nothing is."""
     if me.device.type == "cuda":
         torch.cuda.synchronize(me.device)

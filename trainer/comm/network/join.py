@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainer.comm.network.checks import Member
+from trainer.comm.network.checks import GroupRank
 from trainer.errors import first_line
 
 
@@ -23,7 +23,7 @@ class JoinError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class JoinedRanks:
     """This process among all, as known before any process group exists."""
 
     rank: int
@@ -54,7 +54,7 @@ def deadline(limit_s: float, expired: Callable[[], None]) -> Iterator[None]:
         clock.cancel()
 
 
-def meet(timeout_s: float) -> Place:
+def meet(timeout_s: float) -> JoinedRanks:
     """Find the other ranks by torchrun's environment; without torchrun this process is all there is.
 
     Raises:
@@ -64,7 +64,7 @@ def meet(timeout_s: float) -> Place:
     timeout = timedelta(seconds=timeout_s)
     if "RANK" not in os.environ:
         alone = dist.HashStore()
-        return Place(0, 1, (0,), (socket.gethostname(),), alone, alone, "")
+        return JoinedRanks(0, 1, (0,), (socket.gethostname(),), alone, alone, "")
     master = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
@@ -88,7 +88,7 @@ def meet(timeout_s: float) -> Place:
         ) from error
     places = [json.loads(store.get(key)) for key in keys]
     hosts, names = (tuple(column) for column in zip(*places, strict=True))
-    return Place(rank, world_size, hosts, names, store, store.clone(), master)
+    return JoinedRanks(rank, world_size, hosts, names, store, store.clone(), master)
 
 
 def write(file: Path | None, text: str) -> bool:
@@ -102,7 +102,7 @@ def write(file: Path | None, text: str) -> bool:
     return True
 
 
-def connect(place: Place, backend: str | None, timeout_s: float) -> Member:
+def connect(place: JoinedRanks, backend: str | None, timeout_s: float) -> GroupRank:
     """Make the default process group: nccl where there is a GPU and gloo elsewhere, unless `backend` says.
 
     A collective that nobody answers fails after `timeout_s` on gloo; nccl would end the process, so it
@@ -129,4 +129,4 @@ def connect(place: Place, backend: str | None, timeout_s: float) -> Member:
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    return Member(place.rank, place.world_size, device)
+    return GroupRank(place.rank, place.world_size, device)

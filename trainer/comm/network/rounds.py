@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.comm.schedules.schedule import Kind, Phase, Schedule
+from trainer.comm.algorithms.schedule import Kind, Phase, Schedule
 
 _SAMPLES = 64  # ranks whose schedules are compared, beside those that the first block meets
 

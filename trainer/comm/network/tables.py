@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from trainer.comm.network.predict import Prediction
-from trainer.comm.network.step import Step
-from trainer.comm.network.world import World
-from trainer.comm.schedules.schedule import Collective
+from trainer.comm.algorithms.schedule import Collective
+from trainer.comm.network.cost_model import Prediction
+from trainer.comm.network.predict_step import PredictedStep
+from trainer.comm.network.world import PlannedWorld
 
 
-def heading(world: World, given: str) -> str:
+def heading(world: PlannedWorld, given: str) -> str:
     machine = world.machine
     rate, latency = machine.link_bytes_per_s * 8e-9, machine.latency_s * 1e6
     lines = [f"{world.num_hosts} hosts x {world.per_host} processes"]
@@ -43,7 +43,7 @@ def collectives(how: Collective, what: str, predictions: Mapping[str, Prediction
 
 
 def exchanges(
-    world: World,
+    world: PlannedWorld,
     found: Mapping[int, tuple[Prediction, Prediction]],
     beside: Mapping[str, Prediction],
 ) -> str:
@@ -68,7 +68,7 @@ def exchanges(
     return "\n".join(lines)
 
 
-def steps(world: World, found: Mapping[str, Step]) -> str:
+def steps(world: PlannedWorld, found: Mapping[str, PredictedStep]) -> str:
     """Efficiency is the part of a step in which is computed as without communication."""
     lines = [f"{'algorithm':<18}{'step':>11}{'computing':>11}{'hidden':>11}{'exposed':>11}{'efficiency':>12}"]
     for algorithm, step in found.items():

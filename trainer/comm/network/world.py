@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from trainer.comm.network.predict import Machine, Prediction, Predictor, predict
+from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
+from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
+from trainer.comm.algorithms.pipeline import SEGMENT_MB
+from trainer.comm.algorithms.places import Hosts
+from trainer.comm.algorithms.push_pull import exchange
+from trainer.comm.algorithms.schedule import Collective, Schedule
+from trainer.comm.network.cost_model import Machine, Prediction, Predictor, predict
 from trainer.comm.network.rounds import Family
-from trainer.comm.schedules.algorithms import ALGORITHMS, build
-from trainer.comm.schedules.exchange import exchange
-from trainer.comm.schedules.pipeline import SEGMENT_MB
-from trainer.comm.schedules.places import Hosts
-from trainer.comm.schedules.schedule import Collective, Schedule
-from trainer.comm.schedules.shards import all_gather, reduce_scatter
 
 BUCKET_MB = 4.0  # strategy.bucket_mb
 _HOW = {
@@ -22,7 +22,7 @@ FP32 = 4  # bytes
 
 
 @dataclass(frozen=True)
-class World:
+class PlannedWorld:
     """Hosts all alike, each with as many processes.
 
     Args:
@@ -46,7 +46,7 @@ class World:
         """The host of every rank; one object, which caches find without comparing thousands of numbers."""
         return Hosts(rank // self.per_host for rank in range(self.size))
 
-    def with_hosts(self, num_hosts: int) -> "World":
+    def with_hosts(self, num_hosts: int) -> "PlannedWorld":
         return replace(self, num_hosts=num_hosts)
 
     def collective(self, how: Collective, algorithm: str, numel: int) -> Prediction:

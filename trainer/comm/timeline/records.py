@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.comm.schedules.schedule import Collective
+from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.timeline.clock import CommonClock
 from trainer.comm.timeline.gpu_clock import GpuClock
 

@@ -1,0 +1,144 @@
+"""Every schedule is an all-reduce, in simulation; a wrong one is caught; traffic is what the books say."""
+
+from dataclasses import replace
+from math import floor, log2
+
+import pytest
+
+from trainer.comm.algorithms.all_reduce import ALGORITHMS, Kind, Op, Phase, Schedule, build
+from trainer.comm.algorithms.pipeline import IN_FLIGHT, sweeps
+from trainer.comm.algorithms.simulate import ScheduleError, simulate
+from trainer.comm.algorithms.traffic import count_traffic
+
+UNEVEN = [[0, 0, 0, 1], [0, 1, 1, 1], [0, 1, 0, 1], [1, 0, 2, 0, 1], [0, 0, 0, 1, 1, 2]]
+EVEN = [[rank // size for rank in range(num * size)] for num in (2, 3, 4, 5) for size in (1, 2, 3, 4, 8)]
+
+
+def family(algorithm: str, hosts: list[int]) -> list[Schedule]:
+    return [build(algorithm, rank, hosts) for rank in range(len(hosts))]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_worlds_of_1_to_64_on_one_host(algorithm: str) -> None:
+    for world_size in range(1, 65):
+        simulate(family(algorithm, [0] * world_size))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("hosts", EVEN + UNEVEN, ids=lambda hosts: "".join(map(str, hosts)))
+def test_host_shapes(algorithm: str, hosts: list[int]) -> None:
+    simulate(family(algorithm, hosts))
+
+
+def without_each_op(schedule: Schedule) -> list[Schedule]:
+    """Copies of the schedule, its phases unrolled, that lack one op each."""
+    rounds = list(schedule.rounds())
+    lacking = []
+    for number, ops in enumerate(rounds):
+        for op in ops:
+            left = [*rounds[:number], tuple(o for o in ops if o is not op), *rounds[number + 1 :]]
+            phases = tuple(Phase(ops) for ops in left)
+            split = schedule.num_reduce_rounds
+            lacking.append(replace(schedule, reduce=phases[:split], gather=phases[split:]))
+    return lacking
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 0, 1, 1], [0] * 5, [0, 0, 0, 1, 1, 1]])
+def test_a_schedule_with_any_one_step_removed_is_caught(algorithm: str, hosts: list[int]) -> None:
+    whole = family(algorithm, hosts)
+    for rank in range(len(hosts)):
+        for lacking in without_each_op(whole[rank]):
+            with pytest.raises(ScheduleError, match="rank"):
+                simulate([*whole[:rank], lacking, *whole[rank + 1 :]])
+
+
+def test_wrong_sums_are_caught() -> None:
+    swap = [
+        Schedule(1, (Phase((Op(Kind.SEND, 1 - r, 0, 1), Op(Kind.ADD, 1 - r, 0, 1))),), (0, 1), ())
+        for r in (0, 1)
+    ]
+    with pytest.raises(ScheduleError, match="owned by rank 0 and by rank 1"):
+        simulate(swap)
+    twice = Phase((Op(Kind.SEND, 1, 0, 1), Op(Kind.SEND, 1, 0, 1)))
+    receive = Phase((Op(Kind.ADD, 0, 0, 1), Op(Kind.ADD, 0, 0, 1)))
+    with pytest.raises(ScheduleError, match="added twice"):
+        simulate([Schedule(1, (twice,), (0, 0), ()), Schedule(1, (receive,), (0, 1), ())])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 1000, 100_003])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("hosts", [[0] * 7, [0, 0, 0, 1, 1, 1], [0, 0, 0, 1]])
+def test_traffic_counted_by_phase_equals_traffic_counted_by_round(
+    algorithm: str, hosts: list[int], numel: int
+) -> None:
+    schedules = family(algorithm, hosts)
+    traffic = count_traffic(schedules, hosts, numel, itemsize=4)
+    for rank, schedule in enumerate(schedules):
+        chunks = [
+            (op.kind, 4 * (schedule.boundary(op.end, numel) - schedule.boundary(op.begin, numel)))
+            for ops in schedule.rounds()
+            for op in ops
+        ]
+        assert traffic.sent[rank] == sum(size for kind, size in chunks if kind is Kind.SEND)
+        assert traffic.received[rank] == sum(size for kind, size in chunks if kind is not Kind.SEND)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16, 64])
+def test_traffic_follows_the_formulas(world_size: int) -> None:
+    numel = 64 * 1000
+    hosts = [0] * world_size
+
+    def sent(algorithm: str) -> list[int]:
+        return count_traffic(family(algorithm, hosts), hosts, numel, itemsize=1).sent
+
+    each = 2 * numel * (world_size - 1) // world_size
+    for algorithm in ("ring", "halving_doubling", "hierarchical"):
+        assert sent(algorithm) == [each] * world_size
+    assert sent("master_worker") == [(world_size - 1) * numel] + [numel] * (world_size - 1)
+    assert sum(sent("tree")) == 2 * (world_size - 1) * numel
+    assert build("tree", 0, hosts).num_rounds == 2 * floor(log2(world_size))
+
+
+@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 2), (2, 4), (4, 8)])
+def test_host_links_carry_what_the_formulas_say(num_hosts: int, per_host: int) -> None:
+    hosts = [rank // per_host for rank in range(num_hosts * per_host)]
+    world_size, numel = len(hosts), 1000 * num_hosts * per_host
+
+    def host_sent(algorithm: str) -> list[int]:
+        return count_traffic(family(algorithm, hosts), hosts, numel, itemsize=1).host_sent
+
+    assert host_sent("ring") == [2 * numel * (world_size - 1) // world_size] * num_hosts
+    assert host_sent("hierarchical") == [2 * numel * (num_hosts - 1) // num_hosts] * num_hosts
+    assert sum(host_sent("tree")) == 2 * numel * (num_hosts - 1)
+    assert host_sent("master_worker") == [(world_size - per_host) * numel] + [per_host * numel] * (
+        num_hosts - 1
+    )
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks_are_counted() -> None:
+    hosts = [rank // 8 for rank in range(1024)]
+    for algorithm in ALGORITHMS:
+        traffic = count_traffic(family(algorithm, hosts), hosts, numel=1 << 20, itemsize=4)
+        assert sum(traffic.sent) == sum(traffic.received)
+
+
+def test_unknown_names_and_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"butterfly.*ring"):
+        build("butterfly", 0, [0])
+    with pytest.raises(ValueError, match="rank 2"):
+        build("ring", 2, [0, 0])
+
+
+@pytest.mark.parametrize("num_segments", [0, 1, 2, 5, 13, IN_FLIGHT, 3 * IN_FLIGHT + 1])
+@pytest.mark.parametrize("num_rounds", [4, 2 * IN_FLIGHT])
+@pytest.mark.parametrize("width", [1, 2, 3, 2 * IN_FLIGHT])
+def test_every_segment_makes_every_visit_in_order(num_segments: int, num_rounds: int, width: int) -> None:
+    made = list(sweeps(num_segments, num_rounds, width))
+    order = [visit for sweep in made for visit in sweep]
+    assert sorted(order) == [(segment, k) for segment in range(num_segments) for k in range(num_rounds + 1)]
+    for segment in range(num_segments):
+        assert [k for s, k in order if s == segment] == list(range(num_rounds + 1))
+    assert all(0 < len(sweep) <= IN_FLIGHT and sweep == sorted(sweep) for sweep in made)
+    assert all(sum(k == 0 for _, k in sweep) <= width for sweep in made)

@@ -1,0 +1,187 @@
+"""DDP with each algorithm trains as DDP with gloo's own all-reduce does, and a lost peer is named."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.ranks import RankFailure, run_ranks
+from trainer.comm.algorithms.all_reduce import ALGORITHMS
+from trainer.comm.ddp_hook import CommHook, attach
+from trainer.comm.transport.blame import CommError
+
+POWERSGD = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 5}
+
+
+def network(batch_norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(64) if batch_norm else nn.Identity()
+    return nn.Sequential(nn.Linear(20, 64), norm, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+
+
+def train(model: nn.Module, steps: int = 10, accumulate: int = 1) -> torch.Tensor:
+    """Parameters after `steps` of SGD on data that differs from rank to rank and from step to step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            model.require_backward_grad_sync = micro == accumulate - 1  # what no_sync() sets
+            generator = torch.Generator().manual_seed(1000 * dist.get_rank() + 10 * step + micro)
+            x = torch.randn(8, 20, generator=generator)
+            loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
+            (loss / accumulate).backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def wrap(
+    algorithm: str | None, hosts: list[int], module: nn.Module, **settings: Any
+) -> tuple[nn.Module, CommHook | None]:
+    # Many small buckets, of which DDP makes others after the first step.
+    model = DistributedDataParallel(module, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+    return model, attach(model, algorithm, hosts=hosts, timeout_s=30.0, **settings) if algorithm else None
+
+
+def compare(hosts: list[int], batch_norm: bool, accumulate: int) -> dict[str, tuple[float, float, int]]:
+    """By algorithm: the greatest difference to plain DDP, the distance trained, passes on the timeline."""
+
+    start = torch.cat([parameter.detach().flatten() for parameter in network(batch_norm).parameters()])
+    plain = train(wrap(None, hosts, network(batch_norm))[0], accumulate=accumulate)
+    found = {}
+    for algorithm in ("native", *ALGORITHMS):
+        model, hook = wrap(algorithm, hosts, network(batch_norm))
+        assert hook is not None
+        mine = train(model, accumulate=accumulate)
+        everyone = [torch.empty_like(mine) for _ in hosts]
+        dist.all_gather(everyone, mine)
+        assert all(torch.equal(mine, other) for other in everyone), f"{algorithm}: replicas differ"
+        found[algorithm] = (
+            float((mine - plain).abs().max()),
+            float((plain - start).abs().max()),
+            hook.timeline.num_passes,
+        )
+        hook.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "batch_norm", "accumulate"),
+    [
+        ([0], False, 1),
+        ([0, 0], False, 1),
+        ([0, 0, 1, 1], False, 1),
+        pytest.param([0, 0, 1], True, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_training_equals_native(hosts: list[int], batch_norm: bool, accumulate: int) -> None:
+    for found in run_ranks(compare, len(hosts), hosts, batch_norm, accumulate):
+        for algorithm, (difference, distance, num_passes) in found.items():
+            assert difference < 2e-6 < 0.01 < distance, f"{algorithm}: {difference} off, {distance} trained"
+            assert num_passes == 10, algorithm
+
+
+def compare_compressed(hosts: list[int]) -> dict[str, tuple[float, float]]:
+    start = torch.cat([parameter.detach().flatten() for parameter in network().parameters()])
+    plain = train(wrap(None, hosts, network())[0])
+    found = {}
+    for algorithm, settings in {
+        "ring": {"wire_dtype": "bf16"},
+        "hierarchical": {"wire_dtype": "fp16"},
+        "native": {"wire_dtype": "fp16"},
+        "powersgd": {"powersgd": POWERSGD},
+    }.items():
+        model, hook = wrap(algorithm, hosts, network(), **settings)
+        mine = train(model)
+        assert hook is not None
+        hook.close()
+        found[algorithm] = (float((mine - plain).norm()), float((plain - start).norm()))
+    return found
+
+
+def test_compressed_training_goes_the_same_way() -> None:
+    for found in run_ranks(compare_compressed, 2, [0, 1]):
+        for algorithm, (difference, distance) in found.items():
+            limit = 0.5 if algorithm == "powersgd" else 0.01  # PowerSGD keeps one rank of each matrix
+            assert 0 < difference < limit * distance, f"{algorithm}: {difference} off, {distance} trained"
+
+
+def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str, int, float]:
+    """The error of a backward pass after `lost` has left, whom it blames, and after how many seconds.
+
+    Who hangs does so until the others have told.
+    """
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
+    hook = attach(model, "ring", hosts=hosts, timeout_s=6.0 if how == "hangs" else 300.0)
+    train(model, steps=3)
+    if dist.get_rank() == lost:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        while len(list(told.iterdir())) < len(hosts) - 1:
+            time.sleep(0.05)
+        return "slept", lost, 0.0
+    began = time.monotonic()
+    try:
+        with hook.plain_errors():
+            train(model, steps=1)
+    except CommError as error:
+        return str(error), error.peer, time.monotonic() - began
+    finally:
+        (told / str(dist.get_rank())).touch()
+    return "no error", -1, 0.0
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])
+def test_a_rank_that_hangs_is_at_the_end_of_all_blame_after_the_deadline(
+    hosts: list[int], tmp_path: Path
+) -> None:
+    results = run_ranks(lose_a_peer, 4, hosts, 2, "hangs", tmp_path)
+    blamed = {rank: results[rank][1] for rank in (0, 1, 3)}
+    for rank in blamed:
+        message, peer, seconds = results[rank]
+        assert f": rank {peer} on host" in message and "bucket" in message, message
+        assert end_of_blame(rank, blamed) == 2, blamed
+        assert seconds > 5.9
+    waiting_for_it = results[3][0]  # the others may see those go that gave up before them
+    assert "rank 2 on host" in waiting_for_it and "within 6 s: it was due to send a message" in waiting_for_it
+
+
+def end_of_blame(rank: int, blamed: dict[int, int]) -> int:
+    for _ in range(len(blamed)):
+        rank = blamed.get(rank, rank)
+    return rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3]])
+def test_a_rank_that_dies_is_at_the_end_of_all_blame_before_the_deadline(
+    hosts: list[int], tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(lose_a_peer, 4, hosts, 2, "dies", tmp_path)
+    assert set(failure.value.reports) == {2}
+    blamed = {rank: failure.value.results[rank][1] for rank in (0, 1, 3)}
+    for rank, peer in blamed.items():
+        message = failure.value.results[rank][0]
+        assert end_of_blame(rank, blamed) == 2 and "bucket" in message, blamed
+        assert f": rank {peer} on host" in message, message
+        assert re.search(r"(closed its connection|is gone) \(.*\) [\d.]+ s into the wait", message), message
+
+
+def refuse() -> None:
+    model = DistributedDataParallel(network())
+    with pytest.raises(ValueError, match=r"butterfly.*ring"):
+        attach(model, "butterfly", hosts=[0])
+    with pytest.raises(ValueError, match=r"fp8.*bf16"):
+        attach(model, "ring", hosts=[0], wire_dtype="fp8")
+
+
+def test_unknown_names_are_refused() -> None:
+    run_ranks(refuse, 1)

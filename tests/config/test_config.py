@@ -1,0 +1,203 @@
+"""The door of the settings: what it lets in, what it refuses, and in which words."""
+
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+
+from tests.runs import CONF, composed, settings
+from trainer.cli import compose
+from trainer.config import flatten, load
+from trainer.config.overrides import for_hydra, in_words
+from trainer.errors import UserError
+
+OPTIONS = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "experiment"
+)
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+# Settings without which an option means nothing.
+NEEDS = {
+    "model=vision": ["model.name=resnet18"],
+    "data=imagefolder": ["data.dataset.root=/data"],
+    **{f"data={kind}": ["data.dataset.path=/data"] for kind in ("text_stream", "tokens", "hugging_face")},
+    "experiment=imagefolder_resnet50": ["data.dataset.root=/data"],
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_composes(option: str) -> None:
+    assert settings(option, *NEEDS.get(option, []))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes(experiment: str) -> None:
+    option = f"experiment={experiment}"
+    assert settings(option, *NEEDS.get(option, []))
+
+
+def test_groups_are_not_empty() -> None:
+    assert len(EXPERIMENTS) >= 4
+    assert {"strategy", "comm", "model", "data", "optim", "schedule", "checkpoint"} <= {
+        option.split("=")[0] for option in OPTIONS
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+foo=1", "foo is not a setting"),
+        ("+train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
+        (
+            "+strategy.bucket_cap=1",
+            "strategy.bucket_cap is not a setting; did you mean strategy.bucket_cap_mb?",
+        ),
+        ("+data.root=x", "data.root is not a setting"),
+        ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
+        ("train.compile=perhaps", "train.compile: Value 'perhaps' is not a valid bool"),
+        ("train.epochs=0", "train.epochs is 0, but must be at least 1"),
+        ("train.max_steps=0", "train.max_steps is 0, but must be at least 1"),
+        ("optim.lr=nan", "optim.lr is nan, but must be a finite number"),
+        ("optim.lr=-1", "optim.lr is -1, but must be at least 0"),
+        ("optim.lr=fast", "optim.lr is 'fast', but must be a number"),
+        ("schedule.final_fraction=inf", "schedule.final_fraction is inf, but must be a finite number"),
+        ("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
+        ("train.clip_grad_norm=0", "train.clip_grad_norm is 0.0, but must be greater than 0"),
+        ("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
+        ("seed=18446744073709551616", "seed is 18446744073709551616, but must be from 0 to 2**64 - 1"),
+        ("run_dir=", "run_dir is empty, but must be a path, or null"),
+        ("resume=", "resume is empty, but must be auto, the path of a checkpoint, or null"),
+        (
+            "strategy.bucket_cap_mb=1e300",
+            "strategy.bucket_cap_mb is 1e+300, but must be greater than 0, and at",
+        ),
+        (
+            "comm=ring comm.segment_mb=1e300",
+            "comm.segment_mb is 1e+300, but must be at least 0.01, and at most",
+        ),
+        ("train=5", "train is 5, but must hold settings, as train.NAME=VALUE"),
+        ("distributed=null", "distributed is None, but must hold settings"),
+        (
+            "distributed.timeout_s=1e300",
+            "distributed.timeout_s is 1e+300, but must be greater than 0, and at",
+        ),
+        ("distributed.timeout_s=0", "distributed.timeout_s is 0.0, but must be greater than 0"),
+        ("train.epochs=???", "train.epochs has no value"),
+        ("~model._target_", "model has no _target_"),
+        (
+            "strategy.first_bucket_mb=30",
+            "strategy.first_bucket_mb is 30.0, but must be at most strategy.bucket_cap_mb, 25.0",
+        ),
+        (
+            "checkpoint.keep_best={metric:eval/loss,mode:low}",
+            "checkpoint.keep_best.mode is low, but must be one of min, max",
+        ),
+        (
+            "strategy=fsdp strategy.shard_group=0",
+            "strategy.shard_group is 0, but must be world, host or a number of ranks",
+        ),
+        (
+            "checkpoint.keep_best={metric:eval/loss} train.eval_every_epochs=0",
+            "checkpoint.keep_best needs evaluations",
+        ),
+        ("+strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
+    ],
+)
+def test_refuses(override: str, words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load(composed(*override.split(" ")))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
+        ("epochs=1", "epochs is not a setting; did you mean train.epochs?"),
+        ("experimint=digits_mlp", "experimint is not a setting; did you mean experiment?"),
+        ("checkpoints=sharded", "checkpoints is not a setting; did you mean checkpoint?"),
+        ("qqq=1", "qqq is not a setting; `python train.py --cfg job` prints all settings"),
+        (
+            "experiment=digits_mpl",
+            "experiment is digits_mpl, but must be one of digits_mlp, digits_multi_label",
+        ),
+        ("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
+        ("strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single"),
+        ("strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
+        ("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
+        (
+            "data.dataset.colour=1",
+            "(+data.dataset.colour=VALUE gives it to what data.dataset._target_ names",
+        ),
+        ("+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"),
+        ("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
+        ("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value"),
+        ("comm.segment=1", "comm.segment is not a setting; did you mean comm.segment_mb?"),
+    ],
+)
+def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str, words: str) -> None:
+    with pytest.raises(HydraException) as refused:
+        composed(override)
+    message = in_words(refused.value)
+    assert words in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("override", ["model=null", "optim=5", "comm=null"])
+def test_what_hydra_trips_over_is_a_mistake_in_the_settings(
+    monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", override])
+    with pytest.raises(UserError, match=f"^{override} cannot be composed: .+$"):
+        compose()
+
+
+def test_nan_is_a_fault_also_among_others() -> None:
+    assert for_hydra(["fault=none,nan,kill", "fault=nan"]) == ["fault=none,'nan',kill", "fault='nan'"]
+
+
+def test_zero_and_null_are_values() -> None:
+    config = settings("seed=0", "optim.lr=0", "train.clip_grad_norm=null")
+    assert config.seed == 0
+    assert config.optim["lr"] == 0
+    assert config.train.clip_grad_norm is None
+    assert settings("seed=null").seed is None
+
+
+def test_flatten_names_settings_as_the_command_line_does() -> None:
+    flat = flatten(settings("train.epochs=7"))
+    assert flat["train.epochs"] == 7
+    assert flat["data.dataset._target_"].endswith("Digits")
+    assert all(not isinstance(value, dict) or not value for value in flat.values())
+
+
+def test_config_imports_no_torch() -> None:
+    files = list(Path(CONF.parent, "trainer", "config").glob("*.py"))
+    assert files
+    assert not [file.name for file in files if "import torch" in file.read_text()]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategy=fsdp", "comm=powersgd"], "strategy=fsdp; take strategy=ddp, or comm=ring, tree,"),
+        (["strategy=fsdp", "comm=ring", "comm.cuda_graph=true"], "comm.cuda_graph=true needs strategy=ddp"),
+        (
+            ["strategy=single", "comm.wire_dtype=bf16"],
+            "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
+        ),
+        (["comm=ring", "comm.wire_dtype=fp8"], "comm.wire_dtype is fp8, but must be one of fp32, bf16, fp16"),
+        (
+            ["train.compile_mode=max-autotune"],
+            "train.compile_mode is max-autotune, but train.compile is false",
+        ),
+        (["comm=hierarchical", "comm.segment_mb=0"], "comm.segment_mb is 0.0, but must be at least 0.01"),
+        (["comm=powersgd", "comm.start_step=1"], "comm.start_step is 1, but must be at least 2"),
+        (["comm=powersgd", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"),
+        (["comm.algorithm=butterfly"], "comm.algorithm is butterfly, but must be one of native, ring, tree"),
+    ],
+)
+def test_refuses_an_all_reduce_that_cannot_be(overrides: list[str], words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load(composed(*overrides))
+    assert words in str(refused.value)

@@ -1,0 +1,93 @@
+"""Rows come to rank 0, each sample once and in the dataset's order, whatever the world size; what differs is named."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.data.settings import eval_loader
+from tests.ranks import run_ranks
+from trainer.distributed.gather_samples import SampleGather
+from trainer.distributed.process_group import Dist
+from trainer.errors import UserError
+
+COLUMNS = {"label": torch.int64, "right": torch.bool, "score": torch.bfloat16, "nothing": torch.float32}
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return 19
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 7:
+            raise OSError("broken")
+        return torch.tensor([index, index / 2]), index
+
+
+def _dist() -> Dist:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    hosts = (0,) * world_size
+    return Dist(rank, rank, world_size, world_size, hosts, torch.device("cpu"), "gloo")
+
+
+def _gathered() -> tuple[list[int], dict[str, torch.Tensor]] | None:
+    here = _dist()
+    loader = eval_loader(Numbers(), 4, here.world_size, here.rank, on_bad_sample="skip")
+    gather = SampleGather(here, loader.batch_size, "Mine.rows")
+    of_all = []
+    for (values, labels), indices in loader:
+        rows = {"score": values.bfloat16(), "label": labels, "right": labels % 3 == 0}
+        rows["nothing"] = torch.zeros(len(labels), 0)
+        of_all.append(gather(rows, indices))
+    if not here.is_main:
+        assert of_all == [None] * len(of_all)
+        return None
+    indices = [index for part, _ in of_all for index in part]
+    return indices, {name: torch.cat([rows[name] for _, rows in of_all]) for name in COLUMNS}
+
+
+def _differing() -> list[str]:
+    here = _dist()
+    said = []
+    width = torch.zeros(2, 1 + here.rank)
+    for rows, indices in (({"a": width}, [0, 1]), ({"a": torch.zeros(3)}, [0, 1])):
+        with pytest.raises(UserError) as raised:
+            SampleGather(here, 4, "Mine.rows")(rows, indices)
+        said.append(str(raised.value))
+    for wrong in ([torch.zeros(2)], {"a": [0, 1]}):
+        with pytest.raises(UserError) as raised:
+            SampleGather(here, 4, "Mine.rows")(wrong, [0, 1])  # type: ignore[arg-type]
+        said.append(str(raised.value))
+    gather = SampleGather(here, 4, "Mine.rows")
+    gather({"a": torch.zeros(2)}, [0, 1])
+    with pytest.raises(UserError) as raised:
+        gather({"a": torch.zeros(2).double()}, [2, 3])
+    return [*said, str(raised.value)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_sample_comes_once_and_in_order(world_size: int) -> None:
+    (indices, rows), *others = run_ranks(_gathered, world_size)
+    expected = [index for index in range(19) if index != 7]
+    assert others == [None] * (world_size - 1)
+    assert indices == rows["label"].tolist() == expected
+    assert rows["right"].tolist() == [index % 3 == 0 for index in expected]
+    assert rows["score"].float().tolist() == [[index, index / 2] for index in expected]
+    assert {name: column.dtype for name, column in rows.items()} == COLUMNS
+
+
+def test_rows_that_differ_are_named() -> None:
+    for said in run_ranks(_differing, 2):
+        for message, words in zip(
+            said,
+            (
+                r"rank 1 .* differs from rank 0 in the rows that Mine\.rows gives: .*\(2,\)",
+                r"gives a of shape \(3,\) for a batch of 2 samples; its first dimension must be 2",
+                r"Mine\.rows gives a list, but must give tensors by name",
+                r"gives a as a list, but must give a tensor",
+                r"gives .*float64.*, but gave .*float32.* for the batch before",
+            ),
+            strict=True,
+        ):
+            assert re.search(words, message)

@@ -1,0 +1,391 @@
+"""How runs end that do not end well: who is named, what is printed, and that nobody is left behind."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.programs import finish, finish_ranks, torchrun
+from tests.ranks import ROOT, RankFailure, place, run_ranks
+from tests.runs import context_of, train
+
+TINY = (
+    "data.dataset._target_=tests.user_parts.Stripes",
+    "model._target_=tests.user_parts.Tiny",
+    "~model.input_shape",
+    "~model.num_classes",
+    "~model.hidden",
+    "train.global_batch_size=24",
+    "train.epochs=2",
+)
+PATIENCE_S = 10  # a busy machine needs seconds for what takes a tenth of one
+
+
+def failing(rank: int, call: int, how: str) -> tuple[str, ...]:
+    return (
+        "data.task._target_=tests.user_parts.FailsAt",
+        "~data.task.label_smoothing",
+        f"+data.task.rank={rank}",
+        f"+data.task.call={call}",
+        f"+data.task.how='{how}'",
+    )
+
+
+def really(*argv: str) -> tuple[int, str]:
+    """Exit code and output of `python ARGV`, not forked: for what the interpreter or torchrun does."""
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout + done.stderr
+
+
+# ---- mistakes
+
+
+def refusals(*mistakes: tuple[str, ...]) -> list[str]:
+    messages = []
+    for mistake in mistakes:
+        try:
+            train("run_dir=/nowhere/that/exists", *mistake)
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+            if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
+                dist.destroy_process_group()
+        else:
+            messages.append("accepted")
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mistakes"),
+    [
+        pytest.param(
+            1,
+            {
+                ("train.micro_batch_size=30",): r"micro_batch_size is 30.*nearest that does: 32",
+                ("train.global_batch_size=2000",): r"1438 samples, fewer than one global batch of 2000",
+                ("distributed.device=cuda",): r"distributed.device=cuda, but torch sees no GPU",
+                ("distributed.backend=mpi",): r"built without MPI",
+                ("distributed.backend=nccl",): r"nccl needs CUDA",
+                ("+model.foo=1",): r"model: models.mlp.MLP .*'foo'",
+                ("model.hidden=[0]",): r"model: models.mlp.MLP .*width of at least 1",
+                ("model._target_=models.mlp.Mlp",): r"model: .*models.mlp.Mlp",
+                (
+                    "schedule.warmup_steps=100000",
+                ): r"schedule.warmup_steps is 100000, but this run ends after "
+                r"660 steps; set schedule.warmup_steps=66 ",
+                ("model.num_classes=7",): r"model.num_classes is 7, but the data has 10 classes: its largest "
+                r"label is 9; set model.num_classes=10",
+                (
+                    "checkpoint.keep_best={metric:eval/acuracy,mode:max}",
+                ): r"keep_best.metric is eval/acuracy, "
+                r"but must be one that evaluation yields: eval/loss, eval/accuracy",
+                (
+                    "data.dataset._target_=tests.user_parts.Stripes",
+                ): r"model.input_shape is auto, but Stripes has no",
+                ("strategy.sync_batchnorm=true",): r"sync_batchnorm=true needs CUDA",
+                ("strategy=fsdp", "strategy.cpu_offload=true"): r"cpu_offload=true",
+                ("resume=/nowhere",): r"/nowhere",
+                ("model.init_from=/nowhere",): r"/nowhere",
+            },
+            marks=pytest.mark.slow,
+        ),
+        (
+            2,
+            {
+                ("strategy=dp",): r"strategy=dp is one process, but 2 were started",
+                ("strategy=single",): r"strategy=single is one process, but 2 were started",
+                (
+                    "train.global_batch_size=63",
+                ): r"global_batch_size is 63.*2 replicas; nearest that does: 62",
+                ("train.global_batch_size=1",): r"nearest that does: 2",
+                (
+                    "strategy=fsdp",
+                    "strategy.shard_group=3",
+                ): r"groups of 3 ranks, which do not divide the 2 ranks",
+            },
+        ),
+    ],
+    ids=["one process", "two ranks"],
+)
+def test_mistakes_are_refused_with_a_way_out(
+    world_size: int, mistakes: dict[tuple[str, ...], str], tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("these are the refusals of a machine without a GPU")
+    options = [(*mistake, f"run_dir={tmp_path}") for mistake in mistakes]
+    for rank in run_ranks(refusals, world_size, *options, init=False):
+        for message, pattern in zip(rank, mistakes.values(), strict=True):
+            assert message.startswith("UserError: ")
+            assert re.search(pattern, message), message
+
+
+def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
+    ended = finish("train.py", "train.global_batch_size=2001", f"run_dir={tmp_path}")
+    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert ended.stderr.count("train.global_batch_size") == 1
+
+
+@pytest.mark.slow
+def test_a_mistake_is_printed_once_under_torchrun(tmp_path: Path) -> None:
+    ended = finish(*torchrun(2), "train.global_batch_size=2001", f"run_dir={tmp_path}")
+    assert ended.code != 0
+    assert ended.output.count("train.global_batch_size") == 1
+
+
+def test_what_another_rank_has_said_rank_0_does_not_repeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun's ranks may, when rank 0 loads torch for longer than the others wait for it."""
+    from trainer.launch import exits
+
+    monkeypatch.setattr(exits.time, "sleep", lambda seconds: None)
+    torchruns = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0"}
+    for variable, value in (torchruns | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(variable, value)
+    for rank in ("1", "2", "0"):
+        (tmp_path / "attempt_0" / rank).mkdir(parents=True)
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / rank / "error.json"))
+        exits._say_once("the same")
+        exits._say_once(f"{rank} alone")
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["[rank 1] the same", "[rank 1] 1 alone", "[rank 2] 2 alone", "0 alone"]
+
+
+def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
+    code, output = really("-X", "importtime", "train.py", "train.epoch=1")
+    said = [line for line in output.splitlines() if not line.startswith("import time:")]
+    assert (code, len(said)) == (2, 1), said
+    assert "train.epoch is not a setting" in said[0]
+    assert re.search(r"\| +omegaconf$", output, re.MULTILINE) and not re.search(
+        r"\| +torch$", output, re.MULTILINE
+    )
+
+
+def test_a_sweep_inside_ranks_is_refused() -> None:
+    env = {
+        **place(0, [0, 0]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }  # nobody gets to meet there
+    ended = finish("train.py", "-m", "optim.lr=0.1,0.2", env=env)
+    assert (ended.code, ended.output.count("-m (multirun) inside ranks")) == (2, 1), ended
+
+
+# ---- ranks that disagree
+
+
+def with_own_overrides(run_dir: Path, *by_rank: str) -> None:
+    train(f"run_dir={run_dir}", *TINY, by_rank[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ("seed=5", "rank 1 (host 0) differs from rank 0 in seed: 5 against 0"),
+        ("+model.width=9", "rank 1 (host 0) differs from rank 0 in model.width: 9 against None"),
+    ],
+)
+def test_disagreeing_settings_are_refused(theirs: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(with_own_overrides, 2, tmp_path, "seed=0", theirs, init=False)
+    assert all(named in report for report in failure.value.reports.values())
+    assert len(failure.value.reports) == 2
+
+
+def with_other(part: str, run_dir: Path) -> None:
+    import tests.user_parts as parts
+
+    if os.environ["RANK"] == "1":
+        model, data = parts.Tiny.__init__, parts.Stripes.__init__
+        if part == "model":
+            parts.Tiny.__init__ = lambda self: model(self, width=9)  # type: ignore[method-assign, misc]
+        else:
+            parts.Stripes.__init__ = lambda self, split: data(self, split, 120)  # type: ignore[method-assign, misc]
+    train(f"run_dir={run_dir}", *TINY)
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("model", "parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"),
+        ("data", "the length of the evaluation data: 120 against 128"),
+    ],
+)
+def test_disagreeing_parts_are_refused(part: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(with_other, 2, part, tmp_path, init=False)
+    assert len(failure.value.reports) == 2
+    assert all(f"differs from rank 0 in {named}" in report for report in failure.value.reports.values())
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        by_hand = ("distributed.rank=0", "distributed.world_size=2", f"distributed.init_method={address}")
+        ended = finish("train.py", *by_hand)
+    assert ended.code == 2
+    assert (
+        f"the port of {address} is taken on this host, by another run perhaps; give another" in ended.output
+    )
+
+
+# ---- losses that are not finite
+
+
+def up_to_nan(value: str, run_dir: Path) -> dict[str, Any]:
+    from trainer.errors import NonFiniteLossError
+    from trainer.loop import fit
+
+    history: list[list[torch.Tensor]] = []
+    with context_of(
+        *TINY, *failing(1, 5, value), f"run_dir={run_dir}", "checkpoint.every_epochs=null"
+    ) as context:
+        step = context.state.optimizer.step
+        context.state.optimizer.step = lambda *args: (  # type: ignore[method-assign]
+            step(*args),
+            history.append([parameter.detach().clone() for parameter in context.model.parameters()]),
+        )
+        try:
+            fit(context)
+        except NonFiniteLossError as error:
+            unchanged = all(
+                torch.equal(a, b) for a, b in zip(history[-1], context.model.parameters(), strict=True)
+            )
+            return {"message": str(error), "updates": len(history), "unchanged": unchanged}
+    raise AssertionError("the run ended as if all were well")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(value: str, tmp_path: Path) -> None:
+    for rank in run_ranks(up_to_nan, 2, value, tmp_path, init=False):
+        assert "the loss of step 5 is NaN or Inf on rank 1 (host 0)" in rank["message"]
+        assert rank["updates"] == 4
+        assert rank["unchanged"]
+
+
+# ---- ranks that fail, die or hang
+
+
+@pytest.mark.slow
+def test_torchrun_shows_the_root_cause_and_ends_all(tmp_path: Path) -> None:
+    raising = "data.dataset._target_=tests.user_parts.Raises"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
+    code, output = really(*launcher, "train.py", *TINY, raising, f"run_dir={tmp_path}")
+    root_cause = output.partition("Root Cause")[2]
+    assert code != 0
+    assert "rank      : 1 (local_rank: 1)" in root_cause
+    assert "RuntimeError: the answer was 41" in root_cause
+    assert "tests/user_parts.py" in root_cause
+
+
+@pytest.mark.parametrize("now", [100.0, 100.4, 100.999])
+def test_a_rank_that_leaves_after_another_does_so_in_a_later_second(
+    now: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ranks that end within one second torchrun blames the lowest."""
+    from trainer.faults import exit_report
+
+    slept: list[float] = []
+    monkeypatch.setattr(exit_report.time, "time", lambda: now)
+    monkeypatch.setattr(exit_report.time, "sleep", slept.append)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    exit_report.let_torchrun_look()
+    assert slept == []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "error.json")
+    exit_report.let_torchrun_look()
+    assert slept[0] > 0.25 and int(now + slept[0]) > int(now)
+
+
+def quiet(run_dir: Path, *overrides: str) -> None:
+    train(f"run_dir={run_dir}", *TINY, *overrides)
+
+
+def stuck_at(index: int, how: str) -> tuple[str, ...]:
+    stuck = ("data.dataset._target_=tests.user_parts.StuckAt", f"+data.dataset.index={index}")
+    return (*stuck, f"+data.dataset.how={how}", "data.num_workers=2", f"distributed.timeout_s={PATIENCE_S}")
+
+
+def ends_of(*runs: tuple[str, ...]) -> list[str]:
+    ends = []
+    for overrides in runs:
+        try:
+            train(*TINY, *overrides)
+        except Exception as error:
+            ends.append(f"{type(error).__name__}: {error}")
+            dist.destroy_process_group() if dist.is_initialized() else None
+    return ends
+
+
+@pytest.mark.slow
+def test_what_users_code_does_is_told_with_its_line_and_its_sample(tmp_path: Path) -> None:
+    runs = {"exit": failing(0, 2, "exit"), "loop": stuck_at(7, "loop"), "killed": stuck_at(7, "SIGKILL")}
+    runs["worker exits"] = stuck_at(7, "exit")
+    options = [(*overrides, f"run_dir={tmp_path}/{name}") for name, overrides in runs.items()]
+    (ends,) = run_ranks(ends_of, 1, *options, init=False)
+    said = {name: json.loads((tmp_path / name / "failure.json").read_text())["message"] for name in runs}
+    assert ends[0] == "RuntimeError: sys.exit(7) was called in the middle of the run"
+    assert re.search(
+        r"in forward of step 2, at tests/user_parts.py:\d+ in _act: .*sys.exit\(7\)", said["exit"]
+    )
+    stuck = r"its data worker \d+ has been reading sample 7 for [\d.]+ s, at tests/user_parts.py:\d+ in _act"
+    assert re.search(stuck, said["loop"]), said
+    assert re.search(
+        r"its data worker \d+ (died of SIGKILL|is gone without a word) while it read sample 7", said["killed"]
+    ), said
+    assert re.search(
+        r"in data of step \d+, at tests/user_parts.py:\d+ in _act: .*a data worker raised SystemExit: 7$",
+        said["worker exits"],
+    ), said
+
+
+HANGS = {"SIGKILL": "died", "SIGSTOP": "stopped", "loop": "hangs", "loop in C": "hangs", "exit": "raised"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HANGS)
+def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(quiet, 3, tmp_path, f"distributed.timeout_s={PATIENCE_S}", *failing(1, 3, how), init=False)
+    assert [failure.value.reports[rank] for rank in (0, 2)] == ["died with exit code 1"] * 2
+    verdict = json.loads((tmp_path / "failure.json").read_text())
+    assert (verdict["rank"], verdict["step"], verdict["phase"]) == (1, 3, "forward")
+    assert verdict["kind"] == HANGS[how]
+    assert ("does not let go of the interpreter" in verdict["message"]) == (how == "loop in C")
+    if not how.startswith("SIG"):
+        assert re.fullmatch(r"tests/user_parts.py:\d+ in _act", verdict["where"]), verdict
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_the_set_up_is_named(tmp_path: Path) -> None:
+    """Not after checkpoint.timeout_s, an hour, for which its group waits for a disk."""
+    made = "data.dataset._target_=tests.user_parts.StuckWhenMade"
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(quiet, 3, tmp_path, made, f"distributed.timeout_s={PATIENCE_S}", init=False)
+    assert [failure.value.reports[rank] for rank in (0, 2)] == ["died with exit code 1"] * 2
+    verdict = json.loads((tmp_path / "failure.json").read_text())
+    assert (verdict["rank"], verdict["phase"], verdict["kind"]) == (1, "set_up", "hangs")
+    assert re.fullmatch(r"tests/user_parts.py:\d+ in __init__", verdict["where"]), verdict
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_and_changes_no_bit(tmp_path: Path) -> None:
+    def hash_of(name: str, *fault: str) -> tuple[str, str]:
+        run_dir = tmp_path / name
+        ranks = finish_ranks(2, "train.py", *TINY, f"run_dir={run_dir}", "distributed.timeout_s=10", *fault)
+        assert [rank.code for rank in ranks] == [0, 0], ranks
+        output = "".join(rank.output for rank in ranks)
+        return json.loads((run_dir / "result.json").read_text())["param_sha256"], output
+
+    undisturbed, _ = hash_of("undisturbed")
+    slow, output = hash_of("slow", "fault=slow", "fault.seconds=3", "fault.step=4")
+    assert slow == undisturbed
+    assert re.search(r"rank 1 \(.*\) has been in forward of step 4 for [\d.]+ s.*; the others wait", output)

@@ -1,0 +1,99 @@
+"""What others wrote is taken as the type it must have, or named; none of it commands a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_compare import write
+from trainer.compare import main
+from trainer.errors import UserError
+from trainer.faults import exit_report
+from trainer.faults.verdict import Verdict
+from trainer.files import untrusted
+from trainer.files.untrusted import load_json, printable
+from trainer.run_dir.claim import RUN, run_id_of
+from trainer.sweep.results import columns, figures_of
+from trainer.sweep.trial_log import FILE, TrialLog, read_trials
+
+ESCAPE = "\x1b]0;yours\x07\x1b[2J"
+
+
+def test_text_of_others_is_one_line_that_commands_nothing() -> None:
+    assert printable(f"a\n{ESCAPE}\ud800é") == r"a\n\x1b]0;yours\x07\x1b[2J\ud800é"
+    assert printable("x" * 9000) == "x" * 300 + "... (9,000 characters)"
+
+
+def test_a_forged_verdict_commands_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    forged = Verdict((0,), "died", 1, f"rank 0 {ESCAPE}\nall is well", {})
+    exit_report.say(forged, 4, tmp_path)
+    exit_report.keep(forged, tmp_path, {})
+    for said in (capfd.readouterr().err, (tmp_path / "train.log").read_text()):
+        assert r"rank 0 \x1b]0;yours\x07\x1b[2J\nall is well" in said
+        assert said.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("trial", "x", "trial is 'x', but must be a whole number"),
+        ("trial", -1, "trial is -1"),
+        ("folder", "../escaped", "folder is '../escaped', but must be a name such as 000_lr-0.1"),
+        ("folder", "/000_a", "folder is '/000_a'"),
+        ("folder", "000_a\x1b", r"folder is '000_a\\x1b'"),
+        ("overrides", "a=1", "overrides is 'a=1', but must be a list"),
+        ("overrides", [1], "overrides is a list, but must be a list of str"),
+        ("swept", {"a": 1}, "swept: a is 1, but must be a text"),
+        ("state", "well", "state is 'well', but must be one of running, done"),
+        ("status", "0", "status is '0'"),
+        ("value", [1], "value is a list, but must be a number"),
+        ("seed", 1 << 70, "seed is .*, but must be a whole number of at most 64 bits"),
+        ("seconds", None, "seconds is None"),
+    ],
+)
+def test_a_row_that_no_sweep_writes_is_refused_by_its_line(
+    name: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    ledger = TrialLog(tmp_path)
+    ledger.write(ledger.trial([], ["a=1"], seed=0))
+    with (tmp_path / FILE).open("a") as file:
+        row = json.loads((tmp_path / FILE).read_text())
+        file.write(json.dumps({**row, name: value}) + "\n")
+    with pytest.raises(UserError, match=f"{FILE}, line 2: {words}"):
+        read_trials(tmp_path)
+
+
+def test_figures_are_printed_escaped_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forged = write(tmp_path / "forged", sha=f"{ESCAPE}a", strategy=ESCAPE, comm="\r")
+    assert main([write(tmp_path / "a"), forged]) == 0
+    assert capsys.readouterr().out.replace("\n", "").isprintable()
+    for figure, value in (("ms_per_step", "4"), ("strategy", 1), ("world_size", [2]), ("eval/loss", "x")):
+        folder = write(tmp_path / figure.replace("/", "_"), **{figure: value})
+        assert main([str(tmp_path / "a"), folder]) == 2
+        assert f"result.json: {figure} is {value!r}" in capsys.readouterr().err or value == [2]
+    assert columns([[ESCAPE]]).isprintable()
+    assert figures_of(Path(write(tmp_path / "named", **{ESCAPE: 1})))[-1].isprintable()
+
+
+def test_a_run_too_short_to_time_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"ms_per_step": None, "samples_per_second": None, "eval/loss": None}
+    assert main([write(tmp_path / "a"), write(tmp_path / "b", **short)]) == 0
+    assert "equal to the last bit: the models of a, b" in capsys.readouterr().out
+
+
+def test_a_run_id_that_is_none_is_not_taken(tmp_path: Path) -> None:
+    for text in ('{"run_id": "../x"}', '{"run_id": 1}', "[]", "{", '{"run_id": "%s"}' % ("x" * 65)):
+        (tmp_path / RUN).write_text(text)
+        assert run_id_of(tmp_path) is None
+
+
+def test_a_file_larger_than_any_run_writes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(untrusted, "MAX_JSON_BYTES", 10)
+    (tmp_path / "result.json").write_text('{"a": [1, 2, 3]}')
+    with pytest.raises(UserError, match="is larger than 10 bytes"):
+        load_json(tmp_path / "result.json")

@@ -1,0 +1,354 @@
+"""Evaluate, predict and sample: the figures of the run itself, each sample once, the same text with a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.programs import finish, finish_ranks
+from tests.ranks import run_ranks
+from tests.runs import settings, train
+from trainer import api, evaluate, predict, sample
+from trainer.checkpoint import Alone, read_model
+from trainer.config import to_yaml
+from trainer.config.saved_run import saved_settings
+from trainer.distributed.process_group import process_group
+from trainer.errors import UserError
+from trainer.files.atomic_file import output_file
+from trainer.inference.command import Ended, arguments, start
+
+STRIPES = [
+    "data.dataset={_target_: tests.user_parts.Stripes}",
+    "+data.dataset.num_samples=125",
+    "model._target_=tests.user_parts.Normed",
+    "~model.input_shape",
+    "~model.num_classes",
+    "~model.hidden",
+    "train.global_batch_size=16",
+    "train.epochs=1",
+    "checkpoint.every_steps=3",
+    "checkpoint.keep_last=9",
+    "ema.decay=0.9",
+    "distributed.device=cpu",
+]
+TEXT = [
+    "experiment=text_gpt",
+    "data.dataset.block_size=32",
+    "model.width=32",
+    "model.depth=2",
+    "train.global_batch_size=8",
+    "train.max_steps=20",
+    "schedule.warmup_steps=2",
+    "train.eval_every_epochs=0",
+    "distributed.device=cpu",
+]
+WAYS = {"single": 1, "ddp": 2, "fsdp": 2}
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def trained_and_evaluated(run_dir: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any] | None, bool]:
+    """What the run says, what its evaluation says, and whether its directory is else as it was."""
+    run = Path(run_dir)
+    result = train(*STRIPES, f"strategy={strategy}", f"run_dir={run}")
+    before = _contents(run)
+    evaluation = evaluate.evaluate(run)
+    predict.predict(run, run.with_suffix(".csv"))
+    after = _contents(run)
+    after.pop("evaluation.json", None)
+    return result, evaluation, after == before
+
+
+def _contents(run_dir: Path) -> dict[str, tuple[int, int]]:
+    found = {str(path.relative_to(run_dir)): path.stat() for path in run_dir.rglob("*") if path.is_file()}
+    return {name: (stat.st_mtime_ns, stat.st_size) for name, stat in found.items()}
+
+
+def evaluated_alone(folder: str) -> dict[str, dict[str, float]]:
+    runs = [(name, Path(folder, name)) for name in WAYS]
+    return {name: evaluate.evaluate(run, overrides=["strategy=single"]) or {} for name, run in runs}
+
+
+@pytest.mark.slow
+def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
+    results = {}
+    for strategy, world_size in WAYS.items():
+        run = tmp_path / strategy
+        (result, evaluation, unchanged), *_ = run_ranks(
+            trained_and_evaluated, world_size, str(run), strategy, init=False
+        )
+        assert evaluation is not None and unchanged
+        assert evaluation == json.loads((run / "evaluation.json").read_text())
+        assert {name: evaluation[name] for name in result if name.startswith("eval/")} == {
+            name: value for name, value in result.items() if name.startswith("eval/")
+        }
+        assert (evaluation["step"], evaluation["world_size"]) == (result["steps"], world_size)
+        rows = rows_of(tmp_path / f"{strategy}.csv")
+        assert [int(row["index"]) for row in rows] == list(range(125))
+        assert [int(row["label"]) for row in rows] == [k % 2 for k in range(125)]
+        right = sum(row["prediction"] == row["label"] for row in rows)
+        assert right / len(rows) == result["eval/accuracy"]
+        assert all(
+            float(row["probabilities_0"]) + float(row["probabilities_1"]) == pytest.approx(1) for row in rows
+        )
+        results[strategy] = result
+    alone = run_ranks(evaluated_alone, 1, str(tmp_path), init=False)[0]
+    for strategy, result in results.items():
+        assert alone[strategy]["eval/loss"] == pytest.approx(result["eval/loss"], rel=1e-6)
+        assert alone[strategy]["eval/accuracy"] == result["eval/accuracy"]
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that learned a text of characters of several bytes."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text").write_text("Öl für Åse: 5 € – ja, 𝄞! " * 400)
+    options = [*TEXT, f"data.dataset.path={folder}/text", f"run_dir={folder}/run"]
+    run_ranks(train, 1, *options, init=False)
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_the_same_text_with_and_without_cache_and_sharded(text_run: Path) -> None:
+    ask = ["-m", "trainer.sample", str(text_run), "--prompt", "Öl für €", "--tokens", "90", "--seed", "3"]
+    with_cache = finish(*ask)
+    assert with_cache.code == 0, with_cache.stderr
+    assert (
+        with_cache.stdout.startswith("Öl für €") and "90 tokens with a key-value cache" in with_cache.stderr
+    )
+    without = finish(*ask, "--no-cache")
+    assert without.stdout == with_cache.stdout and "90 tokens without a key-value" in without.stderr
+    sharded, other = finish_ranks(2, *ask, "strategy=fsdp")
+    assert sharded.stdout == with_cache.stdout, sharded.stderr
+    assert other.output == ""
+    likeliest = [finish(*ask, "--temperature", "0", "--seed", seed) for seed in "12"]
+    assert likeliest[0].stdout == likeliest[1].stdout != with_cache.stdout
+
+
+@pytest.mark.slow
+def test_processes_started_from_here(text_run: Path) -> None:
+    ended = finish(
+        "-m", "trainer.evaluate", str(text_run), "launch=local", "launch.processes=2", "strategy=fsdp"
+    )
+    assert ended.code == 0, ended.stderr
+    assert json.loads(ended.stdout)["world_size"] == 2
+
+
+def refusals(text_run: str, folder: str) -> dict[str, str]:
+    """What is said to each mistake that needs the model to be found."""
+    made: dict[str, Callable[[], object]] = {
+        "no checkpoint": lambda: evaluate.evaluate(Path(folder, "empty")),
+        "no best": lambda: evaluate.evaluate(text_run, "best"),
+        "not there": lambda: evaluate.evaluate(text_run, "step_00000007"),
+        "another model": lambda: evaluate.evaluate(
+            text_run, overrides=["model.width=64", "distributed.device=cpu"]
+        ),
+        "no data": lambda: evaluate.evaluate(
+            text_run,
+            overrides=[
+                "data.dataset={_target_: tests.user_parts.Stripes, num_samples: 0}",
+                "model.vocab_size=256",
+                "model.block_size=32",
+            ],
+        ),
+        "taken": lambda: predict.predict(text_run, Path(folder, "empty", "config.yaml")),
+        "no folder": lambda: predict.predict(text_run, Path(folder, "nowhere", "a.csv")),
+        "no kind": lambda: predict.predict(text_run, Path(folder, "a.txt")),
+    }
+    said = {}
+    for name, action in made.items():
+        with pytest.raises(UserError) as error:
+            action()
+        said[name] = str(error.value)
+    return said
+
+
+def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    shutil.copy(text_run / "config.yaml", tmp_path / "empty")
+    said = run_ranks(refusals, 1, str(text_run), str(tmp_path), init=False)[0]
+    assert f"{tmp_path}/empty has no checkpoint" in said["no checkpoint"]
+    assert "was not told what is best" in said["no best"]
+    assert "step_00000007 is no directory; say newest, best" in said["not there"]
+    assert "of another model" in said["another model"] and "[256, 32] float32 there" in said["another model"]
+    assert "the evaluation data is empty" in said["no data"]
+    assert "exists already" in said["taken"]
+    assert f"{tmp_path}/nowhere is no directory" in said["no folder"]
+    assert "must end in .csv, .jsonl or .pt" in said["no kind"]
+
+
+def test_what_cannot_be_sampled_is_named(text_run: Path, tmp_path: Path) -> None:
+    too_long = finish("-m", "trainer.sample", str(text_run), "--prompt", "x" * 33)
+    assert too_long.code == 2
+    assert "--prompt has 33 tokens, but must have 1 to 32, the model's block_size" in too_long.stderr
+    run_ranks(
+        train, 1, *STRIPES, "strategy=single", "train.max_steps=1", f"run_dir={tmp_path}/run", init=False
+    )
+    no_text = finish("-m", "trainer.sample", f"{tmp_path}/run")
+    assert no_text.code == 2 and "is no model of text: sampling needs" in no_text.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.lr=1", "optim.lr=1 has no effect once a run is trained"),
+        ("strategy=fspd", "did you mean strategy=fsdp"),
+        ("data.nmu_workers=1", "did you mean data.num_workers"),
+        ("strategy=ddp,fsdp", "give one value"),
+        ("strategy", "strategy"),
+    ],
+)
+def test_overrides_that_say_nothing_are_named(override: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES)))
+    with pytest.raises(UserError, match=words):
+        saved_settings(tmp_path, [override])
+
+
+def test_a_run_has_a_seed(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES, "seed=null")))
+    with pytest.raises(UserError, match=r"config\.yaml: seed is null"):
+        saved_settings(tmp_path)
+
+
+def told_to_end(folder: str, number: int) -> tuple[int, str, list[str]]:
+    """The exit status, what was said, and what is left."""
+    said = io.StringIO()
+
+    def do(options: Any, config: Any) -> None:
+        with process_group(config.distributed), output_file(Path(folder, "a.csv")):
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+
+    Path(folder, "config.yaml").write_text(to_yaml(settings(*STRIPES)))
+    sys.argv = ["trainer.predict", folder]
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(said):
+        start("trainer.predict", arguments("trainer.predict", None), do)
+    left = sorted(path.name for path in Path(folder).iterdir())
+    return int(str(ended.value.code)), said.getvalue(), left
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "words"), [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "\ninterrupted\n")]
+)
+def test_a_signal_leaves_nothing_in_part(tmp_path: Path, number: int, status: int, words: str) -> None:
+    ended = run_ranks(told_to_end, 1, str(tmp_path), number, init=False)
+    assert ended == [(status, words, ["config.yaml"])]
+
+
+def interrupted(folder: str) -> str:
+    """What a rank says of a Ctrl-C."""
+
+    def do(options: Any, config: Any) -> None:
+        raise KeyboardInterrupt
+
+    said, sys.argv = io.StringIO(), ["trainer.evaluate", folder]
+    with pytest.raises(SystemExit, match="130"), contextlib.redirect_stderr(said):
+        start("trainer.evaluate", arguments("trainer.evaluate", None), do)
+    return said.getvalue()
+
+
+def test_one_rank_says_that_it_was_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES)))
+    assert run_ranks(interrupted, 2, str(tmp_path), init=False) == ["\ninterrupted\n", ""]
+
+
+@pytest.mark.parametrize("seed", ["18446744073709551616", "-1"])
+def test_a_seed_is_one_of_64_bits(
+    seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainer.sample", str(tmp_path), f"--seed={seed}"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit, match="2"):
+        sample.main()
+    assert f"argument --seed: {seed} is not from 0 to 2**64 - 1" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_had_enough_ends_a_text_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for reader, code in ((None, 128 + signal.SIGPIPE), ("/dev/full", None)):
+        if reader is None:
+            gone, into = os.pipe()
+            os.close(gone)
+        else:
+            into = os.open(reader, os.O_WRONLY)
+        with os.fdopen(into, "w") as stdout:
+            monkeypatch.setattr(sys, "stdout", stdout)
+            with pytest.raises((Ended, UserError)) as ended, sample._writing_out():
+                print("text", flush=True)
+        monkeypatch.undo()
+        assert getattr(ended.value, "status", None) == code
+    assert "the text cannot be written: [Errno 28]" in str(ended.value)
+
+
+def test_settings_are_the_run_s_but_for_where_it_runs(tmp_path: Path) -> None:
+    was = settings(*STRIPES, "strategy=ddp", "comm=ring", "launch=local", "launch.processes=4", "seed=5")
+    was.distributed.rank, was.model["init_from"] = 1, "gone.pt"
+    (tmp_path / "config.yaml").write_text(to_yaml(was))
+    now = saved_settings(tmp_path, ["strategy=fsdp", "data.dataset.num_samples=99", "train.precision=bf16"])
+    assert (now.strategy.name, now.comm.algorithm, now.launch.name) == ("fsdp", "native", "as_started")
+    assert (now.distributed.rank, now.model["init_from"], now.seed) == (None, None, 5)
+    assert (now.data.dataset["num_samples"], now.train.precision) == (99, "bf16")
+    assert now.model["_target_"] == "tests.user_parts.Normed" and now.run_dir == str(tmp_path)
+
+
+def test_a_run_from_before_there_was_a_setting(tmp_path: Path) -> None:
+    lines = to_yaml(settings(*STRIPES)).splitlines()
+    old = [line for line in lines if not line.strip().startswith(("check_replicas_every", "fault:", "kind:"))]
+    assert len(old) == len(lines) - 3
+    (tmp_path / "config.yaml").write_text("\n".join(old))
+    assert saved_settings(tmp_path).train.check_replicas_every == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("manifest.json", "is a checkpoint: name its run"),
+        ("trials.jsonl", "is a sweep: name one"),
+        ("a", "no run"),
+    ],
+)
+def test_what_is_no_run_is_named(name: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=words):
+        saved_settings(tmp_path)
+
+
+class Deletes(Alone):
+    """Meets a run that goes on, and prunes its newest checkpoint while that is being read."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self.doomed: list[Path] = sorted((run_dir / "checkpoints").glob("step_*"))[-1:]
+
+    def everywhere(self, action: Callable[[], Any]) -> Any:
+        result = super().everywhere(action)
+        if self.doomed and isinstance(result, list):
+            shutil.rmtree(self.doomed.pop())
+        return result
+
+
+def test_a_checkpoint_that_goes_while_it_is_read(tmp_path: Path) -> None:
+    run_ranks(train, 1, *STRIPES, "strategy=single", f"run_dir={tmp_path}/run", init=False)
+    run = tmp_path / "run"
+    newest, before = sorted((run / "checkpoints").glob("step_*"))[-1:-3:-1]
+    model = api.load_model(run, "newest")
+    source = read_model(model, run, None, "newest", None, Deletes(run))
+    assert source.directory == before and not newest.exists()
+    damaged = next(before.glob("tensors*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    older = read_model(model, run, None, "newest", None, Alone())
+    assert older.manifest.step < source.manifest.step

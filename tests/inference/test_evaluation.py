@@ -1,0 +1,179 @@
+"""Evaluation from rows gives the figures of the whole data at any world size; tasks show what they say they show."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.data.settings import eval_loader
+from tests.ranks import run_ranks
+from tests.runs import context_of, train
+from trainer.data.digits import DigitTraits, TurnedDigits
+from trainer.errors import UserError
+from trainer.inference.evaluation import _floats, evaluate
+from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
+from trainer.tasks.ranking import auc
+
+MULTI_LABEL = ("experiment=digits_multi_label", "train.max_steps=4", "strategy=ddp", "run_dir={}")
+
+
+class Given(nn.Module):
+    """Hands its input through: the input is the output."""
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+
+def _evaluated(run_dir: str) -> dict[str, Any]:
+    """The figures, scores and labels of an untrained model; on rank 0 the rows, too."""
+    with context_of(*(word.format(run_dir) for word in MULTI_LABEL), "train.global_batch_size=48") as context:
+        found = evaluate(context, context.eval_loader)
+        return {"figures": found.figures, "rows": found.rows}
+
+
+def test_auc_is_that_of_all_samples_at_any_world_size(tmp_path: Any) -> None:
+    """359 held-out samples: no world size here divides them."""
+    alone, *more = [run_ranks(_evaluated, size, str(tmp_path / str(size)), init=False) for size in (1, 2, 3)]
+    rows = alone[0]["rows"]
+    assert torch.equal(rows["labels"], DigitTraits("eval").labels > 0.5)
+    expected = [auc(rows["scores"][:, k], rows["labels"][:, k]) for k in range(4)]
+    assert alone[0]["figures"]["auc"] == pytest.approx(sum(expected) / 4, abs=1e-14)
+    assert 0.2 < alone[0]["figures"]["auc"] < 0.8
+    for ranks in more:
+        assert torch.equal(ranks[0]["rows"]["labels"], rows["labels"])
+        torch.testing.assert_close(ranks[0]["rows"]["scores"], rows["scores"], atol=1e-5, rtol=0)
+        assert all(rank["rows"] is None for rank in ranks[1:])
+        assert all(rank["figures"] == ranks[0]["figures"] for rank in ranks)
+    try:
+        from sklearn.metrics import roc_auc_score
+    except ImportError:
+        return
+    for ranks in (alone, *more):
+        rows = ranks[0]["rows"]
+        theirs = roc_auc_score(rows["labels"].numpy(), rows["scores"].numpy(), average="macro")
+        assert abs(ranks[0]["figures"]["auc"] - theirs) < 1e-12
+
+
+def test_multi_label_figures_leave_out_what_has_no_ranking() -> None:
+    scores = torch.tensor([[2.0, 1, -1], [1, -1, -2], [-1, 2, -3]])
+    labels = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]])  # nobody has the third
+    task = MultiLabel()
+    rows = task.rows(Given(), (scores, labels))
+    figures = task.summarise_rows(rows)
+    assert set(figures) == set(task.figures)
+    assert figures["auc"] == (0.5 + 1) / 2
+    assert figures["mean_average_precision"] == pytest.approx(((1 + 2 / 3) / 2 + 1) / 2)
+    assert figures["f1"] == 2 * 2 / (4 + 3)
+    assert figures["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3)
+    assert figures["loss"] == pytest.approx(task.loss(Given(), (scores, labels)).item())
+    shown = task.show(Given(), Evaluation(figures, None, rows, None)).texts["eval/labels"]
+    assert "| 2 | 0 | nan | nan | 0.0000 |" in shown
+    with pytest.raises(UserError, match="one column for each label"):
+        task.loss(Given(), (scores[:, :2], labels))
+    for act in (task.weight, partial(task.rows, Given())):
+        for unknown in (-100, math.nan):
+            with pytest.raises(UserError, match="but MultiLabel takes 0 to 1, and none that does not count"):
+                act((scores, labels.where(labels > 0, unknown)))
+
+
+@pytest.mark.parametrize("columns", [(), (1,), (3,)])
+def test_regression_figures(columns: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randn(17, *columns, generator=generator) * 3 + 50
+    outputs = targets + torch.randn(17, *columns, generator=generator)
+    task = Regression()
+    parts = zip(outputs.split([5, 11, 1]), targets.split([5, 11, 1]), strict=True)
+    figures = task.summarise(torch.stack([task.eval_sums(Given(), part) for part in parts]).sum(0))
+    error, target = outputs.double() - targets.double(), targets.double()
+    expected = {
+        "loss": error.square().mean().item(),
+        "rmse": error.square().mean().sqrt().item(),
+        "mae": error.abs().mean().item(),
+        "r2": 1 - (error.square().sum() / (target - target.mean(0)).square().sum()).item(),
+    }
+    assert figures == pytest.approx(expected, rel=1e-9)
+    assert set(figures) == set(task.figures)
+    column = outputs.reshape(17, -1)  # as a model with a last layer of one unit returns them
+    assert task.loss(Given(), (column, targets)).item() == pytest.approx(expected["loss"], rel=1e-6)
+    with pytest.raises(UserError, match=r"the model returns 9; set model.num_classes="):
+        task.loss(Given(), (torch.zeros(17, 9), targets))
+
+
+def test_a_turned_digit_can_be_turned_back() -> None:
+    upright, turned = TurnedDigits("eval", 1e-3).images, TurnedDigits("eval", 90.0)
+    [(_, angles)] = [batch for batch, _ in eval_loader(turned, 359)]
+    assert -90 < angles.min() < -80 and 80 < angles.max() < 90
+    quarter = angles[:, 0] > 88  # nearly a quarter, counter-clockwise as pictures are drawn
+    assert quarter.any()
+    back = turned.images[quarter].rot90(-1, (2, 3))
+    there = turned.images[quarter].rot90(1, (2, 3))
+    errors = [(image - upright[quarter]).square().mean() for image in (back, there)]
+    assert 3 * min(errors) < max(errors)
+
+
+def test_what_a_classification_shows() -> None:
+    images = torch.randn(40, 1, 8, 8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4))
+    task, labels = Classification(), torch.arange(40) % 4
+    labels[5] = -100
+    sums = task.eval_sums(model, (images, labels))
+    shown = task.show(model, Evaluation({}, sums, None, (images, labels)))
+    confusions = sums[5:].view(4, 4)
+    assert confusions.sum() == 39
+    assert confusions.trace() == sums[1]
+    taken = model(images).argmax(1)
+    assert confusions[1, 2] == ((labels == 1) & (taken == 2)).sum()
+    assert (
+        f"| **1** | {' | '.join(str(int(count)) for count in confusions[1])} |"
+        in shown.texts["eval/confusion"]
+    )
+    picture = shown.images["eval/samples"]
+    assert picture.dtype == torch.uint8
+    assert picture.shape == (3, 4 * (64 + 14), 8 * 64)
+    many = nn.Linear(3, 30)
+    sums = task.eval_sums(many, (torch.randn(50, 3), torch.zeros(50, dtype=torch.int64)))
+    words = task.show(many, Evaluation({}, sums, None, (torch.randn(2, 3), torch.tensor([1, 2]))))
+    assert "0 as " in words.texts["eval/confusion"] and " of 50" in words.texts["eval/confusion"]
+    assert not words.images
+
+
+def test_what_a_language_model_shows() -> None:
+    class NextLetter(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            assert tokens.shape[1] == 8
+            return nn.functional.one_hot((tokens + 1) % 256, 256) * 99.0
+
+    tokens = torch.frombuffer(bytearray(b"abcdefgh"), dtype=torch.uint8).long()[None]
+    state = torch.get_rng_state()
+    shown = LanguageModelling(show_tokens=10).show(NextLetter(), Evaluation({}, None, None, (tokens, tokens)))
+    assert shown.texts == {"eval/text": "    abcdefgh\n\ngoes on:\n\n    ijklmnopqr"}
+    assert torch.equal(state, torch.get_rng_state())
+    assert not LanguageModelling(show_tokens=0).show(Given(), Evaluation({}, None, None, (tokens,))).texts
+
+
+@pytest.mark.slow
+def test_the_examples_learn(tmp_path: Any) -> None:
+    many = train(
+        "experiment=digits_multi_label",
+        f"run_dir={tmp_path / 'a'}",
+        "checkpoint.keep_best={metric: eval/auc, mode: max}",
+    )
+    assert many["eval/auc"] > 0.985 and many["eval/mean_average_precision"] > 0.98 and many["eval/f1"] > 0.93
+    turned = train("experiment=digits_regression", f"run_dir={tmp_path / 'b'}")
+    assert turned["eval/r2"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        (None, "Mine.summarise gives a NoneType, but must give numbers by name"),
+        ({"loss": "low"}, "Mine.summarise gives no number as loss: .*'low'"),
+        ({"loss": torch.zeros(2)}, "Mine.summarise gives no number as loss"),
+    ],
+)
+def test_figures_that_are_none_are_named(figures: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        _floats(figures, "Mine.summarise")

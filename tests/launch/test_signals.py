@@ -1,0 +1,138 @@
+"""A signal stops a run at a step boundary, saved; a second one stops it at once."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.programs import started_ranks
+from tests.ranks import ROOT, RankFailure, run_ranks
+from trainer.checkpoint.store import verify
+from trainer.errors import StoppedBySignal
+from trainer.launch import signals
+from trainer.launch.signals import STOP_SIGNALS, StopRequest
+
+
+def _raise_flags() -> list[str]:
+    """Each signal sets the flag, and the handlers that were there before come back."""
+    problems = []
+    signals.time.monotonic = lambda: 1000.0  # both in one moment, however busy the machine
+    for number in STOP_SIGNALS:
+        before = signal.getsignal(number)
+        with StopRequest() as request:
+            if request.is_set:
+                problems.append(f"{number} is set too early")
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # the same request, passed on by torchrun
+            if not request.is_set or request.signal != number:
+                problems.append(f"{number} does not set it")
+        if signal.getsignal(number) is not before:
+            problems.append(f"{number} is still handled")
+    return problems
+
+
+def test_a_signal_sets_the_flag_and_its_echo_does_no_harm() -> None:
+    assert run_ranks(_raise_flags, 1, init=False) == [[]]
+
+
+def _ask_twice(number: int) -> None:
+    with StopRequest():
+        os.kill(os.getpid(), number)
+        time.sleep(0.6)  # within half a second it would pass for an echo of the first
+        os.kill(os.getpid(), number)
+        raise AssertionError("it outlived the second signal")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_second_signal_ends_the_process_at_once(number: int) -> None:
+    with pytest.raises(RankFailure, match=f"died with exit code -{int(number)}"):
+        run_ranks(_ask_twice, 1, number, init=False)
+
+
+# ---- whole runs
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _for_ever(run_dir: Path, workers: int) -> list[str]:
+    noisy = ["data.dataset._target_=tests.checkpoint.noisy.Noisy", f"data.num_workers={workers}"]
+    noisy += ["train.epochs=1000000", "train.global_batch_size=12", "train.log_every_steps=1"]
+    return [*noisy, "train.eval_every_epochs=0", "checkpoint.every_epochs=null", f"run_dir={run_dir}"]
+
+
+def _wait_for_ten_steps(run_dir: Path, alive: Callable[[], bool], output: Callable[[], str]) -> None:
+    deadline = time.monotonic() + 200
+    while _last_step(run_dir) < 10:
+        assert alive() and time.monotonic() < deadline, output()
+        time.sleep(0.05)
+
+
+def _last_step(run_dir: Path) -> int:
+    log = run_dir / "train.log"
+    steps = re.findall(r"step (\d+)/", log.read_text()) if log.exists() else []
+    return int(steps[-1]) if steps else 0
+
+
+def _assert_saved(run_dir: Path) -> None:
+    manifest = verify(run_dir / "checkpoints" / "latest")
+    # Every step whose line was written is in the checkpoint, and no step is there that was not made.
+    assert manifest.step == _last_step(run_dir)
+    facts = json.loads((run_dir / "checkpoints" / "latest" / "state.json").read_text())
+    assert facts["state"]["progress"]["samples_seen"] == 12 * manifest.step
+    assert "Traceback" not in (run_dir / "train.log").read_text(), "a stop is no fault"
+
+
+CASES = {
+    "SIGUSR1 to rank 1": (signal.SIGUSR1, [1], 2),
+    "SIGTERM to rank 0": (signal.SIGTERM, [0], 0),
+    "SIGTERM to all": (signal.SIGTERM, [0, 1], 2),
+    "SIGHUP to all": (signal.SIGHUP, [0, 1], 0),
+    "SIGINT to rank 1": (signal.SIGINT, [1], 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_signal_to_any_process_saves_and_ends_all_ranks(tmp_path: Path, name: str) -> None:
+    number, targets, workers = CASES[name]
+    run_dir = tmp_path / "run"
+    with started_ranks(2, "train.py", *_for_ever(run_dir, workers)) as ranks:
+        _wait_for_ten_steps(
+            run_dir,
+            lambda: all(rank.poll() is None for rank in ranks),
+            lambda: "\n".join(rank.stdout + rank.stderr for rank in ranks),
+        )
+        for rank in targets:
+            os.killpg(ranks[rank].pid, number)  # with its workers, as torchrun does
+        ended = [rank.wait() for rank in ranks]
+    assert [rank.code for rank in ended] == [StoppedBySignal.exit_code] * 2, ended
+    assert sum(rank.output.count("stopped by a signal after step") for rank in ended) == 1, ended
+    _assert_saved(run_dir)
+
+
+@pytest.mark.slow
+def test_a_signal_to_torchrun_saves_and_ends_all_ranks(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1", "train.py", *_for_ever(run_dir, workers=2)]
+    log = tmp_path / "output.txt"
+    with log.open("w") as output:
+        torchrun = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _wait_for_ten_steps(run_dir, lambda: torchrun.poll() is None, log.read_text)
+        torchrun.send_signal(signal.SIGTERM)
+        assert torchrun.wait(200) != 0
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    assert "stopped by a signal after step" in log.read_text(), log.read_text()
+    _assert_saved(run_dir)

@@ -1,0 +1,255 @@
+"""Where the figures of a run go: several loggers at once, a user's own, W&B; and how TensorBoard lays them out."""
+
+import json
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.ranks import run_ranks
+from tests.runs import context_of, train
+from trainer.errors import UserError
+from trainer.faults import exit_report
+from trainer.faults.verdict import Verdict
+from trainer.loggers import tensorboard
+from trainer.run_dir.metrics_file import read_metrics
+
+SHORT = ("train.max_steps=8", "train.log_every_steps=2", "model.hidden=[16]", "checkpoint.every_epochs=null")
+NOTED = ("+logger.noted._target_=tests.user_parts.Noted", "+logger.noted.word=hear")
+WAYS = {"single": 1, "ddp": 2, "fsdp": 2}
+
+
+def test_each_logger_is_told_the_same(tmp_path: Path) -> None:
+    run_ranks(train, 2, *SHORT, *NOTED, f"run_dir={tmp_path}", init=False)
+    calls: list[list[Any]] = [json.loads(line) for line in (tmp_path / "noted.jsonl").open()]
+    assert calls[0] == ["begin", "hear", ["first_step", "run_id", "settings"]], "once: on rank 0"
+    assert calls[-1] == ["close"]
+    told: dict[str, dict[int, float]] = {}
+    for _, values, step in (call for call in calls if call[0] == "scalars"):
+        for name, value in values.items():
+            told.setdefault(name, {})[step] = value
+    written = read_metrics(tmp_path)
+    last = written.pop("comm/last_rank")
+    assert told == written
+    _, _, counts, edges, step = next(
+        call for call in reversed(calls) if call[:2] == ["histogram", "comm/last_rank"]
+    )
+    assert (sum(counts), step, edges[0]) == (4, 8, -0.5)
+    assert counts == [list(last.values()).count(rank) for rank in range(len(counts))]
+
+    page = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert page.Tags()["histograms"] == ["6_comm/last_rank"]
+    assert set(page.Tags()["scalars"]) == {tensorboard.tag(name, told) for name in told}
+    order = sorted(page.Tags()["scalars"])
+    places = [
+        order.index(tag)
+        for tag in ("1_loss/train", "2_eval/accuracy", "3_train/lr", "4_speed/samples_per_second")
+    ]
+    assert places == sorted(places)
+    assert order.index("5_memory/peak_mib/cpu") < order.index("6_comm/total_ms")
+
+
+def refused(run_dir: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as error, context_of(f"run_dir={run_dir}", "logger=jsonl", *overrides):
+        pass
+    return str(error.value)
+
+
+def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"logger\.away of run_dir=.* cannot be written: no route"):
+        train(*SHORT, "+logger.away._target_=tests.user_parts.Away", *NOTED, f"run_dir={tmp_path}")
+    assert (tmp_path / "result.json").exists()
+    assert '["close"]' in (tmp_path / "noted.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["+logger.mine._target_=tests.user_parts.Deaf"],
+            "logger.mine: tests.user_parts.Deaf makes a Deaf without text",
+        ),
+        (["+logger.mine._target_=tests.user_parts.Noted"], "missing 1 required positional argument: 'word'"),
+    ],
+)
+def test_every_rank_ends_on_what_is_no_logger(tmp_path: Path, overrides: list[str], words: str) -> None:
+    one, other = run_ranks(refused, 2, tmp_path, *overrides, init=False)
+    assert words in one
+    assert one == other
+
+
+def test_what_is_no_text_is_spelt_out_wherever_it_is_told(tmp_path: Path) -> None:
+    """Half a surrogate pair, which no file of UTF-8 holds."""
+    task = "data.task._target_=tests.user_parts.SaysNoText"
+    run_ranks(train, 1, *SHORT, "strategy=single", task, f"run_dir={tmp_path}", init=False)
+    exit_report.keep(Verdict((0,), "raised", 1, "at caf\udce9.py:1", {}), tmp_path, {})
+    log = (tmp_path / "train.log").read_text()
+    assert r"said \ud800" in log and r"at caf\udce9.py:1" in log
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert rb"shown \ud800" in events.read_bytes()
+
+
+def test_the_run_has_its_name_on_the_page() -> None:
+    board = tensorboard._logdir
+    assert (
+        board(Path("runs/2026-11-22/10-00-00"))
+        == "--logdir_spec 10-00-00:runs/2026-11-22/10-00-00/tensorboard"
+    )
+    assert board(Path("runs/a,b")) == "--logdir runs/a,b/tensorboard", "a comma separates runs there"
+
+
+def test_losses_are_on_one_footing() -> None:
+    smoothed = {"train/loss": 0.6, "train/plain_loss": 0.2}
+    assert tensorboard.tag("train/loss", {"train/loss": 0.2}) == "1_loss/train"
+    assert tensorboard.tag("train/plain_loss", smoothed) == "1_loss/train"
+    assert tensorboard.tag("train/loss", smoothed) == "1_loss/train_objective"
+    assert tensorboard.tag("eval/loss", {}) == "1_loss/eval"
+
+
+def records(file: Path) -> Iterator[Any]:
+    """What W&B has written: LevelDB's log format behind seven bytes of its own, a protobuf in each record."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def show_wandb(run_dir: Path) -> None:
+    from matplotlib.figure import Figure
+
+    pytest.MonkeyPatch().setenv("WANDB_SILENT", "true")
+    with context_of(
+        *SHORT, "logger=[tensorboard,wandb]", "logger.wandb.mode=offline", f"run_dir={run_dir}"
+    ) as context:
+        context.run_log.scalars({"train/loss": 0.5, "eval/accuracy": float("nan")}, 7)
+        context.run_log.texts({"said": "<b>"}, 7)
+        context.run_log.images(
+            {"seen": torch.rand(3, 8, 8), "grey": torch.zeros(1, 8, 8, dtype=torch.uint8)}, 7
+        )
+        context.run_log.histograms({"spread": (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]))}, 7)
+        context.run_log.figures(lambda: {"drawn": Figure()}, 7, at_end=True)
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    run_ranks(show_wandb, 1, tmp_path, init=False)
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-tests.wandb")
+    history: dict[str, Any] = {}
+    for record in records(file):
+        for item in record.history.item if record.WhichOneof("record_type") == "history" else ():
+            *path, last = item.nested_key or [item.key]
+            within = history
+            for key in path:
+                within = within.setdefault(key, {})
+            within[last] = json.loads(item.value_json)
+    assert history["train/loss"] == 0.5
+    assert history["step"] == 7
+    assert history["said"]["_type"] == "html-file"
+    assert history["seen"]["_type"] == history["grey"]["_type"] == history["drawn"]["_type"] == "image-file"
+    assert history["spread"]["values"] == [1, 2]
+    assert (tmp_path / "tensorboard").is_dir()
+
+
+class PlayedRun:
+    """As much of W&B's run as the logger calls: it writes down what it is told, a line a call."""
+
+    url = None
+
+    def __init__(self, dir: Path, **told: Any) -> None:
+        self.dir = dir / "wandb" / "offline-run" / "files"
+        self.dir.mkdir(parents=True)
+        self._lines = (self.dir / "told.jsonl").open("x")  # a second run would be one too many
+        self.log({"step": None} | {name: told[name] for name in ("id", "name", "mode", "resume", "config")})
+
+    def define_metric(self, *_: Any, **__: Any) -> None: ...
+
+    def log(self, values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=self._lines)
+
+    def finish(self) -> None:
+        self._lines.close()
+
+
+def with_played_wandb(*overrides: str) -> None:
+    wandb: Any = ModuleType("wandb")
+    wandb.init = lambda settings, **told: PlayedRun(**told)
+    wandb.Settings, wandb.errors = dict, SimpleNamespace(Error=ConnectionError)
+    wandb.Html = wandb.Image = wandb.Histogram = lambda *_, **__: {"_type": "media"}
+    sys.modules["wandb"] = wandb
+    train(*SHORT, "logger=wandb", "logger.wandb.mode=offline", *overrides)
+
+
+def with_wandb(*overrides: str) -> bool:
+    """Whether this rank has had to do with it."""
+    pytest.MonkeyPatch().setenv("WANDB_SILENT", "true")
+    train(*SHORT, "logger=wandb", "logger.wandb.mode=offline", *overrides)
+    if there := "wandb" in sys.modules:
+        sys.modules["wandb"].teardown()
+    return there
+
+
+def scalars_of(history: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for line in history:
+        for name, value in line.items():
+            if isinstance(value, int | float) and name != "step" and not name.startswith("_"):
+                found.setdefault(name, {})[line["step"]] = value
+    return found
+
+
+def curves(run_dir: Path) -> dict[str, dict[int, float]]:
+    """Of metrics.jsonl, what is a curve."""
+    return {name: values for name, values in read_metrics(run_dir).items() if not name.endswith("_rank")}
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+def test_wandb_is_told_every_scalar_by_rank_0_alone(strategy: str, tmp_path: Path) -> None:
+    run_ranks(with_played_wandb, WAYS[strategy], f"strategy={strategy}", f"run_dir={tmp_path}", init=False)
+    (told,) = tmp_path.glob("wandb/*/files/told.jsonl")
+    begun, *history = map(json.loads, told.open())
+    assert begun["id"] == json.loads((tmp_path / "run.json").read_text())["run_id"]
+    assert (begun["name"], begun["mode"], begun["resume"]) == (tmp_path.name, "offline", None)
+    assert begun["config"]["strategy.name"] == strategy
+    assert scalars_of(history) == curves(tmp_path)
+    assert {"train/loss", "eval/accuracy"} <= scalars_of(history).keys()
+    assert any(line.get("config", {}) for line in history), "the settings as a text"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", WAYS)
+def test_wandb_offline_holds_every_scalar(strategy: str, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'ringmaster-trainer[wandb]'")
+    world_size = WAYS[strategy]
+    ranks = run_ranks(with_wandb, world_size, f"strategy={strategy}", f"run_dir={tmp_path}", init=False)
+    assert ranks == [True, False][:world_size]
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert scalars_of(history_of(file)) == curves(tmp_path)
+
+
+def history_of(file: Path) -> Iterator[dict[str, Any]]:
+    """The numbers that were logged, a dict a call: of media, which are dicts there, each part has two keys."""
+    for record in records(file):
+        if record.WhichOneof("record_type") == "history":
+            items = [(list(item.nested_key) or [item.key], item.value_json) for item in record.history.item]
+            yield {path[0]: json.loads(value) for path, value in items if len(path) == 1}

@@ -1,0 +1,224 @@
+"""What a run would take of memory, counted on tensors that have none."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.runs import settings
+from trainer.memory.__main__ import STRATEGIES, main
+from trainer.memory.dry_run import DryRun, DryRunWorld, Footprint, FusedAttention
+from trainer.memory.fit import MOST, largest_micro_size
+from trainer.memory.ledger import MemoryLedger
+
+MLP = ("data=digits", "model=mlp", "model.hidden=[128,128,128,128]", "optim.lr=0.1")
+NUM_PARAMETERS = 64 * 128 + 3 * 128**2 + 128 * 10 + 4 * 128 + 10
+KB = 1024
+BARE = ("~model.input_shape", "~model.num_classes", "~model.hidden", "train.global_batch_size=8")
+ROWS = ("model._target_=tests.user_parts.Rows", "optim.momentum=0", "optim.weight_decay=0")
+COMPLEX = ("model._target_=tests.user_parts.Waves",)
+
+
+def test_a_tensor_counts_until_nobody_holds_it_and_as_long_as_its_memory_is_not_given_back() -> None:
+    with FakeTensorMode(), MemoryLedger() as ledger:
+        account = ledger.accounts[torch.device("cpu")]
+        first = torch.empty(KB)
+        second = first.view(32, 32) * 2
+        ledger.name("parameters", [second])
+        assert account.live_bytes == 8 * KB
+        del first
+        third = (second + 1).add_(1)
+        assert account.live_bytes == account.peak_bytes == 8 * KB
+        fourth = third.exp()
+        del second, third
+        assert account.live_bytes == 4 * KB and account.peak_bytes == 12 * KB
+        assert {kind: size for kind, size in account.peak().items() if size} == {
+            "parameters": 4 * KB,
+            "activations": 8 * KB,
+        }
+        ledger.forget_peaks()
+        del fourth
+        assert account.peak_bytes == 4 * KB and account.live_bytes == 0
+
+
+def test_attention_with_dropout_is_counted_as_a_gpu_computes_it() -> None:
+    with FakeTensorMode(), FusedAttention(), MemoryLedger() as ledger:
+        query = torch.empty(1, 1, 256, 8, requires_grad=True)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, None, 0.1).sum().backward()
+    assert ledger.accounts[torch.device("cpu")].peak_bytes < 256 * 256 * 4, (
+        "the scores of all pairs are there at a time"
+    )
+
+
+def _footprint(dry_run: DryRun, *choices: str, ranks: int = 4, accumulation: int = 1) -> Footprint:
+    config = settings(*MLP, *choices)
+    with dry_run.under(config, DryRunWorld(ranks, ranks)) as stage:
+        return stage.footprint(8, accumulation)
+
+
+def test_each_strategy_and_choice_takes_its_own() -> None:
+    dry_run = DryRun(settings(*MLP))
+    small, fsdp = "strategy.unit_min_params=1000", "strategy=fsdp"
+    single = _footprint(dry_run, "strategy=single", ranks=1)
+    ddp = _footprint(dry_run, "strategy=ddp")
+    whole = _footprint(dry_run, fsdp, small)
+    never = _footprint(dry_run, fsdp, small, "strategy.reshard_after_forward=false")
+    ahead = _footprint(dry_run, fsdp, small, "strategy.prefetch_units=3")
+    twice = _footprint(dry_run, fsdp, small, accumulation=2)
+    sharded = _footprint(dry_run, fsdp, small, "strategy.reduce_every_micro_batch=true", accumulation=2)
+    offloaded = _footprint(dry_run, fsdp, small, "strategy.cpu_offload=true")
+    hybrid = _footprint(dry_run, fsdp, small, "strategy.shard_group=2")
+    num_bytes = 4 * NUM_PARAMETERS
+    for found in (single, ddp):
+        for kind in ("parameters", "optimizer"):
+            assert found.parts[kind] == num_bytes
+    assert ddp.parts["gradients"] == num_bytes and ddp.peak >= single.peak
+    assert num_bytes / 4 <= whole.parts["parameters"] <= num_bytes / 4 * 1.1
+    assert num_bytes / 2 <= hybrid.parts["parameters"] <= num_bytes / 2 * 1.1
+    assert whole.peak < hybrid.peak < ddp.peak
+    assert never.peak > whole.peak < ahead.peak
+    assert whole.peak < sharded.peak < twice.peak
+    assert offloaded.peak + offloaded.host == whole.peak and offloaded.parts["parameters"] == 0
+    assert whole.start < single.start, "sharded unit by unit, never whole"
+
+
+def test_a_server_and_a_worker_take_their_own() -> None:
+    dry_run = DryRun(settings(*MLP))
+
+    def rank(number: int, *choices: str) -> Footprint:
+        config = settings(*MLP, "optim=adamw", "strategy=parameter_server", *choices)
+        with dry_run.under(config, DryRunWorld(4, 4, number)) as stage:
+            return stage.footprint(8, 1)
+
+    num_bytes = 4 * NUM_PARAMETERS
+    server, worker = rank(0), rank(1)
+    assert server.peak == server.parts["parameters"] == num_bytes, "for evaluations; it computes no gradients"
+    assert worker.parts["gradients"] == worker.parts["parameters"] == num_bytes
+    assert worker.parts["optimizer"] == 0 and worker.peak > 2 * num_bytes
+    # Its shard, as messages, too, two of AdamW, and a push of each of three workers.
+    assert server.host == pytest.approx(7 * num_bytes, rel=0.02)
+    assert worker.host == pytest.approx(2 * num_bytes, rel=0.05), "what it pulls, and what it pushes"
+    of_two, every = rank(0, "strategy.servers=2"), rank(0, "strategy.servers=all")
+    assert of_two.host == pytest.approx(6 / 2 * num_bytes, rel=0.05)
+    assert every.host == pytest.approx((2 + 8 / 4) * num_bytes, rel=0.05) and every.peak == worker.peak
+    stale = rank(0, "strategy.max_staleness=2")
+    assert stale.host == pytest.approx(10 * num_bytes, rel=0.02), "a copy for each worker that pulls"
+
+
+def test_each_device_of_a_replica_and_the_gpus_of_dp_take_their_own() -> None:
+    dry_run = DryRun(settings(*MLP))
+
+    def devices(world: DryRunWorld, *choices: str) -> dict[str, Footprint]:
+        with dry_run.under(settings(*MLP, *choices), world) as stage:
+            return stage.footprints(8, 1)
+
+    num_bytes, one = 4 * NUM_PARAMETERS, DryRunWorld(1, 1)
+    whole = devices(one, "strategy=single")[""]
+    halves = devices(one, "strategy=single", "strategy.devices_per_replica=2")
+    assert list(halves) == ["device 0", "device 1"]
+    for kind in ("parameters", "optimizer"):
+        assert sum(half.parts[kind] for half in halves.values()) == num_bytes
+    assert all(num_bytes < half.peak < whole.peak for half in halves.values())
+    twice = ("strategy.devices_per_replica=2", "strategy.devices=[cpu,cpu]")
+    assert devices(one, "strategy=single", *twice)[""].parts["parameters"] == num_bytes
+    buckets = devices(DryRunWorld(2, 2), "strategy=ddp", "strategy.devices_per_replica=2")
+    assert sum(half.parts["gradients"] for half in buckets.values()) == num_bytes
+
+    assert devices(one, "strategy=dp") == {"": whole}
+    first, other = devices(DryRunWorld(1, 4), "strategy=dp").values()
+    assert first.parts["optimizer"] == num_bytes and other.parts["optimizer"] == 0
+    # Gradients of its own pass, and the sum; of the other a copy of the model makes room for its gradients.
+    assert 4 * num_bytes < first.peak < 5 * num_bytes and num_bytes < other.peak < 2 * num_bytes
+
+
+def test_a_weight_whose_gradient_comes_as_rows_has_no_bucket() -> None:
+    config = settings("strategy=ddp", "data.dataset={_target_: tests.user_parts.Stripes}", *BARE, *ROWS)
+    with DryRun(config).under(config, DryRunWorld(2, 2)) as stage:
+        found = stage.footprint(8, 1).parts
+    assert found["parameters"] == 4 * (1000 * 6 + 6 * 2 + 2) and found["gradients"] < 4000
+
+
+def test_complex_weights_are_counted_under_an_optimizer_that_has_no_kernel_for_them() -> None:
+    config = settings("optim=adamw", "data.dataset={_target_: tests.user_parts.Stripes}", *BARE, *COMPLEX)
+    with DryRun(config).under(config, DryRunWorld(1, 1)) as stage:
+        found = stage.footprint(8, 1).parts
+    assert found["parameters"] == 8 * 6 * 8 + 4 * (8 * 2 + 2)
+
+
+@pytest.mark.parametrize(
+    ("compressed", "num_bytes"), [(False, 2 * 6 * 8 + 6 * 4), (True, 7 * 8 + 6 * 8 + 6 * 4)]
+)
+def test_a_sparse_tensor_counts_as_its_indices_and_values(compressed: bool, num_bytes: int) -> None:
+    stripes = ("data.dataset={_target_: tests.user_parts.Stripes}", *BARE)
+
+    def start(model: str, *more: str) -> int:
+        config = settings(*stripes, f"model._target_=tests.user_parts.{model}", *more)
+        with DryRun(config).under(config, DryRunWorld(1, 1)) as stage:
+            return stage.footprint(8, 1).start
+
+    assert start("Mixed", f"+model.compressed={compressed}") - start("Tiny") == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("peak", "answer"),
+    [
+        (lambda size: 100 + 7 * size, 128),
+        (lambda size: max(900, 12 * size), 83),
+        (lambda size: max(100 + size, 40 * size - 3000), 100),
+        (lambda size: 1001, 0),
+        (lambda size: 500, MOST),
+        (lambda size: 999 * size, 1),
+    ],
+)
+def test_the_largest_micro_batch_is_found_in_few_tries(peak: Callable[[int], int], answer: int) -> None:
+    tried = []
+
+    def counted(size: int) -> int:
+        tried.append(size)
+        return peak(size)
+
+    assert largest_micro_size(counted, 1000, 4) == answer
+    assert len(tried) <= 6, tried
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--world", "4", "--per-host", "2", "--gpu-gb", "0.01", "--reserve-gb", "0"]
+    main([*MLP, "strategy=ddp", *options, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"]["number"] == NUM_PARAMETERS
+    assert found["ddp"]["micro_batch"] == 16 and found["ddp"]["peak"] < 10e6
+    assert found["ddp"]["largest_micro_batch"] > 100
+    with pytest.raises(SystemExit) as end:
+        main([*MLP, "strategy=parameter_server", "--world", "1"])
+    assert end.value.code == 2 and "there is one rank" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main([*MLP, "--gpu-gb", "inf"])
+    assert end.value.code == 2 and "at most 1e6" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main([*MLP, "strategy.shard_groop=2"])
+    assert end.value.code == 2 and "shard_groop=2 is no setting of single" in capsys.readouterr().err
+
+
+def test_all_strategies_are_compared_and_one_that_refuses_the_run_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main([*MLP, "--world", "4", "--per-host", "2"])
+    text = capsys.readouterr().out
+    names = ("single", "dp, first GPU", "dp, each other", "ddp", "fsdp", "hybrid")
+    names += ("parameter_server, server", "parameter_server, worker")
+    lines = text.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:]] == list(names)
+    assert "not compiled" in lines[0] and "on the host" in lines[1]
+    assert [line.split()[-1] for line in lines[-2:]] == ["-", "21"], "a server computes no batch"
+    two = {name: STRATEGIES[name] for name in ("parameter_server", "ddp")}
+    monkeypatch.setattr("trainer.memory.__main__.STRATEGIES", two)
+    main([*MLP, "train.precision=fp16", "--world", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert "fp16" in found["refused"]["parameter_server"] and found["ddp"]["peak"]
+    with pytest.raises(SystemExit) as end:  # the first one's words, where all refuse
+        main([*BARE, "data.dataset={_target_: tests.user_parts.Stripes}", ROWS[0], "--world", "2"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "take strategy=ddp with comm=native" in said
+    assert said.count("strategy=parameter_server") == 1

@@ -1,0 +1,317 @@
+"""Parameter groups and frozen parameters: who is in which, and that each trains, saves and resumes so."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from models.gpt import GPT
+from tests import runs
+from tests.ranks import run_ranks
+from trainer.config import load
+from trainer.errors import UserError
+from trainer.loop import fit, train_epoch
+from trainer.optim.param_groups import (
+    build_optimizer,
+    freeze,
+    keep_frozen_statistics,
+    learning_rates,
+    parameter_sets,
+)
+from trainer.optim.schedules import ScheduleFacts, build_schedule
+from trainer.run_dir.metrics_file import read_metrics
+
+ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.5}
+UNDECAYED = {"below_dims": 2, "match": "position"}
+
+
+def _names(model: nn.Module, sets: list[dict[str, Any]]) -> dict[str, set[str]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {each.get("name", "base"): {names[p] for p in each["params"]} for each in sets}
+
+
+def test_what_decays_of_a_gpt() -> None:
+    model = GPT(vocab_size=8, block_size=4, width=4, depth=1, num_heads=1)
+    found = _names(model, parameter_sets(model, {**ADAMW, "undecayed": UNDECAYED}))
+    every = dict(model.named_parameters())
+    assert found.keys() == {"base", "undecayed"}
+    assert found["undecayed"] == {n for n, p in every.items() if p.ndim < 2} | {"position_embedding.weight"}
+    assert found["base"] | found["undecayed"] == every.keys()
+
+
+def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+    groups = [
+        {"match": r"^2\.", "lr_scale": 0.5, "name": "head"},
+        {"match": "bias", "weight_decay": 0.25},
+        {"match": "^0", "lr_scale": 0},
+    ]
+    sets = parameter_sets(model, {**ADAMW, "undecayed": UNDECAYED, "groups": groups})
+    assert _names(model, sets) == {
+        "undecayed": {"1.weight"},
+        "head": {"2.weight"},
+        "head/undecayed": {"2.bias"},
+        "bias": {"0.bias", "1.bias"},
+        "0": {"0.weight"},
+    }
+    values = {each["name"]: {key: each.get(key) for key in ("lr", "weight_decay")} for each in sets}
+    assert values == {
+        "undecayed": {"lr": None, "weight_decay": 0},
+        "head": {"lr": 0.05, "weight_decay": None},
+        "head/undecayed": {"lr": 0.05, "weight_decay": 0},
+        "bias": {"lr": None, "weight_decay": 0.25},
+        "0": {"lr": 0, "weight_decay": None},
+    }
+    optimizer = build_optimizer(model, {**ADAMW, "undecayed": UNDECAYED, "groups": groups})
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.5, 0, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optim.groups=[{match:'('}]", "optim.groups.0.match is (, but must be a regular expression"),
+        ("optim.groups=[{match:x,decay:0}]", "optim.groups.0.decay is not a setting; there is match, name"),
+        (
+            "optim.groups=[{match:x,weight_decay:-1}]",
+            "optim.groups.0.weight_decay is -1.0, but must be at least",
+        ),
+        ("optim.groups=[{match:x,lr_scale:nan}]", "optim.groups.0.lr_scale is nan, but must be at least 0"),
+        ("optim.groups=[{match:x,lr_scale:fast}]", "optim.groups.0.lr_scale: Value 'fast' of type 'str'"),
+        ("optim.groups=[{lr_scale:1}]", "optim.groups.0.match has no value"),
+        ("optim.groups=[x]", "optim.groups.0 is x, but must hold settings: match, name"),
+        ("optim.groups=head", "optim.groups is head, but must be a list"),
+        ("optim.undecayed={below_dims:-1}", "optim.undecayed.below_dims is -1, but must be at least 0"),
+        ("model.freeze=['[']", "model.freeze is [, but must be a regular expression of parameter names"),
+        ("model.freeze=[1]", "model.freeze is [1], but must be a list of regular expressions"),
+    ],
+)
+def test_refuses(override: str, words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load(runs.composed(override))
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        (
+            [{"match": "haed"}],
+            r"optim\.groups\.0\.match=haed matches none of 4 parameters; there are 1\.bias",
+        ),
+        ([{"match": "0"}, {"match": "1", "name": "0"}], "two of optim.groups are called 0; give each a name"),
+    ],
+)
+def test_refuses_of_this_model(groups: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        parameter_sets(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {**ADAMW, "groups": groups})
+
+
+def test_refuses_what_the_optimizer_does_not_have() -> None:
+    model, rprop = nn.Linear(2, 2), {"_target_": "torch.optim.Rprop", "lr": 0.1}
+    with pytest.raises(UserError, match="sets a weight_decay, but Rprop has none"):
+        build_optimizer(model, {**rprop, "groups": [{"match": "bias", "weight_decay": 0.1}]})
+    del rprop["lr"]
+    with pytest.raises(UserError, match=r"lr_scale multiplies optim\.lr, which has no value"):
+        build_optimizer(model, {**rprop, "groups": [{"match": "bias", "lr_scale": 0.1}]})
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    with pytest.raises(UserError, match="matches none of 6 parameters"):
+        freeze(model, {"freeze": "conv"})
+    freeze(model, {"freeze": [r"^[01]\."]})
+    keep_frozen_statistics(model)
+    model.train()
+    model(torch.randn(4, 2) + 5)
+    assert not model[1].running_mean.any() and model[2].running_mean.any()
+    assert [module.training for module in model] == [True, False, True]
+    with pytest.raises(UserError, match="leaves none of 6 parameters to train"):
+        freeze(model, {"freeze": "."})
+
+
+def halved(step: int) -> float:
+    return 0.5**step
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "StepLR": {"step_size": 3},
+    "MultiStepLR": {"milestones": [2, 5]},
+    "ConstantLR": {"total_iters": "auto"},
+    "LinearLR": {"total_iters": "auto"},
+    "ExponentialLR": {"gamma": 0.9},
+    "PolynomialLR": {"total_iters": "auto"},
+    "CosineAnnealingLR": {"T_max": "auto"},
+    "CosineAnnealingWarmRestarts": {"T_0": 3},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "cycle_momentum": False},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": "auto"},
+    "LambdaLR": {
+        "lr_lambda": {"_target_": "hydra.utils.get_method", "path": "tests.optim.test_param_groups.halved"}
+    },
+    "SequentialLR": {
+        "milestones": [3],
+        "schedulers": [
+            {"_target_": "torch.optim.lr_scheduler.LinearLR", "total_iters": 3},
+            {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": "auto"},
+        ],
+    },
+    "ChainedScheduler": {"schedulers": [{"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2}]},
+    "ours.wsd": {"total_steps": "auto", "warmup_steps": 2},
+    "ours.one_cycle": {"total_steps": "auto"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_schedule_scales_each_group_and_goes_on(name: str) -> None:
+    """Of two groups one has a tenth of the other's learning rate; at the end a state goes through JSON."""
+    from trainer.checkpoint.tree import put_together, take_apart
+
+    module = "trainer.optim.schedules" if name.startswith("ours.") else "torch.optim.lr_scheduler"
+    node = {"_target_": f"{module}.{name.removeprefix('ours.')}", **SCHEDULES[name]}
+
+    def fresh() -> tuple[Any, Any]:
+        model = nn.Linear(2, 2)
+        groups = [{"match": "bias", "lr_scale": 0.1}]
+        optimizer = build_optimizer(model, {**ADAMW, "groups": groups})
+        return optimizer, build_schedule(node, optimizer, ScheduleFacts(10, 5))
+
+    optimizer, schedule = fresh()
+    for _ in range(4):
+        schedule.step()
+    rates = learning_rates(optimizer, [group["lr"] for group in optimizer.param_groups])
+    if name not in ("CyclicLR", "OneCycleLR"):  # they are told rates, not factors
+        assert rates["train/lr/bias"] == pytest.approx(rates["train/lr"] / 10)
+    again, resumed = fresh()
+    tensors, plain = take_apart({"schedule": schedule.state_dict(), "optimizer": optimizer.state_dict()})
+    saved = put_together(plain, tensors)
+    again.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["schedule"])
+    for _ in range(5):
+        schedule.step(), resumed.step()
+        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in again.param_groups]
+
+
+def test_shapes_of_wsd_and_one_cycle() -> None:
+    def rates(name: str, **options: Any) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        schedule = build_schedule(
+            {"_target_": f"trainer.optim.schedules.{name}", "total_steps": "auto", **options},
+            optimizer,
+            ScheduleFacts(100, 5),
+        )
+        found = []
+        for _ in range(100):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step(), schedule.step()
+        return found
+
+    found = rates("wsd", warmup_steps=9, decay_fraction=0.5, final_fraction=0.1)
+    assert found[:10] == pytest.approx([n / 10 for n in range(1, 11)])
+    assert set(found[10:54]) == {1.0} and found[77] == pytest.approx(0.55, abs=0.02)
+    assert found[99] == pytest.approx(0.12, abs=0.02)
+    cycle = rates("one_cycle")
+    torchs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(torchs, max_lr=1.0, total_steps=100)
+    for mine in cycle:
+        assert mine == pytest.approx(torchs.param_groups[0]["lr"], abs=1e-9)
+        torchs.step()
+        if schedule.last_epoch < 99:
+            schedule.step()
+
+
+COMMON = (
+    "optim=adamw",
+    "optim.lr=0.05",
+    "model._target_=tests.user_parts.Normed",
+    "~model.input_shape",
+    "~model.num_classes",
+    "~model.hidden",
+    "data.dataset={_target_:tests.user_parts.Stripes}",
+    "train.global_batch_size=16",  # 8 steps an epoch
+    "train.max_steps=8",
+    "train.log_every_steps=2",
+    "schedule=wsd",
+    "model.freeze=['^layers.1']",
+    "optim.groups=[{match:'^layers.3',lr_scale:0.5,name:head},{match:'^layers.0.bias',lr_scale:0}]",
+    "checkpoint.every_steps=5",
+)
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2}
+
+
+def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], dict[int, float]]:
+    """Those that each update used, and those that were logged."""
+    options = (f"strategy={strategy}", *overrides, "train.max_steps=6", "train.log_every_steps=2")
+    options += ("schedule=one_cycle", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
+    used: list[float] = []
+    with runs.context_of(*options, f"run_dir={run_dir}") as context:
+        optimizer = context.state.optimizer
+        optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
+        fit(context)
+    return used, read_metrics(run_dir)["train/lr"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [("single",), ("fsdp",), ("parameter_server", "strategy.servers=1", "strategy.max_staleness=inf")],
+    ids=lambda settings: settings[0],
+)
+def test_the_rate_that_a_step_used_is_logged_with_it(settings: tuple[str, ...], tmp_path: Path) -> None:
+    world_size = 1 if settings[0] == "single" else 2
+    used, logged = run_ranks(_rates, world_size, tmp_path, *settings, init=False)[0]
+    assert len(set(used)) == 6
+    assert logged == {step: used[step - 1] for step in (2, 4, 6)}
+
+
+def _whole(context: Any) -> dict[str, Tensor]:
+    state = context.state.model.state_dict()
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in state.items()}
+
+
+def _train_and_resume(root: Path, strategy: str, foreign: str | None) -> dict[str, Any]:
+    options = (*COMMON, f"strategy={strategy}")
+    with runs.context_of(*options, f"run_dir={root / 'whole'}") as context:
+        begin = _whole(context)
+        fit(context)
+        end = _whole(context)
+        trained = sum(len(group["params"]) for group in context.state.optimizer.param_groups)
+    stop = root / "whole" / "checkpoints" / "step_00000005"
+    once = (*options, "checkpoint.every_steps=null", f"resume={stop}")
+    with runs.context_of(*once, f"run_dir={root / 'resumed'}") as context:
+        fit(context)
+        resumed = _whole(context)
+    if foreign is not None:
+        with runs.context_of(*once[:-1], f"resume={foreign}", f"run_dir={root / 'foreign'}") as context:
+            assert context.state.progress.step == 5
+            next(train_epoch(context))
+    # The last, since its process group is not let go of.
+    other = runs.context_of(*once, "optim.undecayed=null", f"run_dir={root / 'other'}")
+    with pytest.raises(UserError) as refused, other:
+        pass
+    return {"begin": begin, "end": end, "resumed": resumed, "trained": trained, "refused": str(refused.value)}
+
+
+@pytest.mark.slow
+def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> None:
+    """Each goes on from the checkpoint of the one before, too."""
+    ends = {}
+    foreign = None
+    for strategy, world in STRATEGIES.items():
+        root = tmp_path / strategy
+        results = run_ranks(_train_and_resume, world, root, strategy, foreign, init=False)
+        foreign = str(root / "whole" / "checkpoints" / "step_00000005")
+        for result in results:
+            begin, end = result["begin"], result["end"]
+            unchanged = {name for name in begin if begin[name].equal(end[name])}
+            assert unchanged == {name for name in begin if name.startswith("layers.1.")} | {"layers.0.bias"}
+            assert result["trained"] == 4
+            assert all(end[name].equal(result["resumed"][name]) for name in end)
+            assert "groups of [1, 1, 1, 1] parameters, this run's has 3 of [1, 2, 1]" in result["refused"]
+            assert "layers.3.bias (head/undecayed there, head here)" in result["refused"]
+        ends[strategy] = results[0]["end"]
+    for strategy in ("ddp", "fsdp"):
+        for name, value in ends[strategy].items():
+            torch.testing.assert_close(value, ends["single"][name], rtol=1e-4, atol=1e-5)

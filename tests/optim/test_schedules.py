@@ -1,0 +1,163 @@
+"""Which of torch's optimizers and schedules fit: ReduceLROnPlateau does, others are refused before a step."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import context_of, train
+from trainer.checkpoint.tree import put_together, take_apart
+from trainer.errors import UserError
+from trainer.optim.schedules import check_optimizer, check_schedule
+from trainer.optim.train_state import Progress, TrainState
+
+PLATEAU = (
+    "strategy=single",
+    "schedule=plateau",
+    "schedule.patience=0",
+    "+schedule.threshold=0.9",  # a loss that does not fall to a tenth is on a plateau
+    "schedule.factor=0.5",
+    "model.hidden=[8]",
+    "checkpoint.keep_last=9",
+)
+
+
+def _plateau(run_dir: Path) -> list[Any]:
+    whole = train(*PLATEAU, "train.epochs=4", f"run_dir={run_dir / 'whole'}")
+    stopped = run_dir / "whole" / "checkpoints" / "step_00000044"
+    options = (*PLATEAU, "train.epochs=4", f"run_dir={run_dir / 'resumed'}", f"resume={stopped}")
+    (run_dir / "resumed").mkdir()
+    with context_of(*options) as context:
+        restored = context.state.schedule.state_dict()
+    resumed = train(*options[:-2], f"run_dir={run_dir / 'again'}", f"resume={stopped}")
+    with pytest.raises(UserError, match="eval_every_epochs=0 never evaluates; set it to 1"):
+        train(*PLATEAU, "train.eval_every_epochs=0", f"run_dir={run_dir / 'never'}")
+    return [whole["param_sha256"], resumed["param_sha256"], restored]
+
+
+@pytest.mark.slow
+def test_plateau_follows_the_evaluation_and_is_in_the_checkpoint(tmp_path: Path) -> None:
+    whole, resumed, restored = run_ranks(_plateau, 1, tmp_path, init=False)[0]
+    assert restored["last_epoch"] == 2, "two evaluations in two epochs, not one step for each of 44 steps"
+    assert restored["_last_lr"][0] < 0.1
+    assert whole == resumed
+
+
+def _model(sparse: bool) -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 3, sparse=sparse), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sparse", "words"),
+    [
+        (torch.optim.LBFGS, False, "LBFGS evaluates the loss several times within a step"),
+        (
+            torch.optim.SparseAdam,
+            True,
+            r"SparseAdam takes sparse gradients only, and 1\.weight has dense ones",
+        ),
+        (torch.optim.AdamW, True, r"AdamW takes no sparse gradients, and 0\.weight has them"),
+        (
+            partial(torch.optim.AdamW, capturable=True),
+            False,
+            r"capturable=true is for steps that a GPU records; 0\.weight is on the CPU",
+        ),
+        (partial(torch.optim.SGD, differentiable=True), False, "differentiable=true is for gradients"),
+        (partial(torch.optim.SGD, fused=True), False, None),
+        (torch.optim.SGD, True, None),
+        (torch.optim.AdamW, False, None),
+        (torch.optim.Adafactor, False, None),
+    ],
+)
+def test_an_optimizer_that_would_fail_is_refused(optimizer: Any, sparse: bool, words: str | None) -> None:
+    model = _model(sparse)
+    if words is None:
+        check_optimizer(optimizer(model.parameters(), lr=0.1), model)
+        return
+    with pytest.raises(UserError, match=words):
+        check_optimizer(optimizer(model.parameters()), model)
+
+
+class CountsSteps(torch.optim.SGD):
+    """Keeps something of its own beside what it keeps for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        own = self.state["own"]  # type: ignore[index]
+        own["steps"] = own.get("steps", 0) + 1
+        own["mean"] = torch.full((2,), float(own["steps"]))
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps slow weights where no checkpoint finds them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.fast = self.param_groups[0]["params"]
+        self.slow = [parameter.detach().clone() for parameter in self.fast]
+
+
+class Wraps(torch.optim.SGD):
+    """Leaves the step to an optimizer with a state of its own, or with its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1, shared: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        self.inner = torch.optim.AdamW(self.param_groups, lr=lr)
+        if shared:
+            self.state = self.inner.state
+
+
+def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused() -> None:
+    model = _model(sparse=False)
+    for optimizer, name in ((Lookahead, "slow"), (Wraps, "inner")):
+        with pytest.raises(UserError, match=f"keeps tensors as its attribute {name}, which no checkpoint"):
+            check_optimizer(optimizer(model.parameters()), model)
+    check_optimizer(Wraps(model.parameters(), shared=True), model)
+
+
+def test_what_is_no_optimizer_and_no_schedule_is_named() -> None:
+    model = _model(sparse=False)
+    with pytest.raises(UserError, match=r"optim is a NoneType; it must be a torch\.optim\.Optimizer"):
+        check_optimizer(None, model)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="schedule is a NoneType; it must be"):
+        check_schedule(None, evaluates=True)  # type: ignore[arg-type]
+
+
+def test_what_an_optimizer_keeps_under_a_name_goes_into_the_state() -> None:
+    def fresh() -> TrainState:
+        model = _model(sparse=False)
+        optimizer = CountsSteps(model.parameters(), lr=0.1, momentum=0.9)
+        return TrainState(
+            model,
+            optimizer,
+            LambdaLR(optimizer, lambda _: 1.0),
+            torch.amp.GradScaler(enabled=False),
+            Progress(),
+        )
+
+    state, other = fresh(), fresh()
+    for _ in range(3):
+        state.model(torch.arange(4)).sum().backward()
+        state.optimizer.step()
+    tensors, plain = take_apart(state.state_dict())
+    assert tensors["optimizer.state.own.mean"].tolist() == [3, 3]
+    other.load_state_dict(put_together(copy.deepcopy(plain), tensors))
+    assert other.optimizer.state["own"]["steps"] == 3  # type: ignore[index]
+    assert len(other.optimizer.state) == 4
+
+
+def test_a_run_says_so_before_its_first_step(tmp_path: Path) -> None:
+    options = (
+        "strategy=single",
+        "optim._target_=torch.optim.LBFGS",
+        "~optim.momentum",
+        "~optim.weight_decay",
+    )
+    with pytest.raises(RankFailure, match="optim: LBFGS evaluates the loss several times"):
+        run_ranks(train, 1, *options, f"run_dir={tmp_path}", init=False)

@@ -1,0 +1,111 @@
+"""What a run is: its progress, and state dicts with the plain module's names."""
+
+import copy
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint import tiny
+from trainer.checkpoint.tree import put_together, take_apart
+from trainer.errors import UserError
+from trainer.optim.train_state import Progress, parameter_names
+
+
+def test_progress_counts_steps_epochs_and_samples() -> None:
+    progress = Progress()
+    seen = []
+    for _ in range(7):
+        progress.advance(global_batch_size=10, data_left=39 - progress.samples_in_epoch >= 20)
+        seen.append((progress.step, progress.epoch, progress.samples_in_epoch, progress.samples_seen))
+    assert seen[:4] == [(1, 0, 10, 10), (2, 0, 20, 20), (3, 1, 0, 30), (4, 1, 10, 40)]
+    assert seen[6] == (7, 2, 10, 70)
+
+
+def test_progress_knows_the_way_to_go_with_another_batch_size() -> None:
+    progress = Progress(step=3, samples_in_epoch=30, samples_seen=30)
+    for batch_size, position, steps in (
+        (5, (0, 30), 2 + 2 * 8),
+        (10, (0, 30), 1 + 2 * 4),
+        (16, (1, 0), 2 * 2),
+    ):
+        here = dataclasses.replace(progress)
+        here.settle(batch_size, 43)
+        assert (here.epoch, here.samples_in_epoch) == position
+        assert here.steps_to_go(3, batch_size, 43) == steps
+        for _ in range(steps):
+            assert here.epoch < 3
+            here.advance(batch_size, data_left=43 - here.samples_in_epoch >= 2 * batch_size)
+        assert (here.epoch, here.samples_in_epoch, here.steps_to_go(3, batch_size, 43)) == (3, 0, 0)
+
+
+def _step(state: Any) -> None:
+    state.model(torch.ones(4, 5)).sum().backward()
+    state.optimizer.step()
+    state.schedule.step()
+    state.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_state_dict_goes_back_in(optimizer: str, steps: int) -> None:
+    """Also what torch.distributed.checkpoint.state_dict cannot: no step yet, no state at all, an idle
+    parameter."""
+    state, fresh = tiny.train_state(optimizer=optimizer), tiny.train_state(seed=1, optimizer=optimizer)
+    for _ in range(steps):
+        _step(state)
+    before = copy.deepcopy(state.state_dict())
+    fresh.load_state_dict(copy.deepcopy(before))
+    for state_of in (state, fresh):
+        tensors, plain = take_apart(state_of.state_dict())
+        expected_tensors, expected_plain = take_apart(before)
+        assert plain == expected_plain
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in expected_tensors.items())
+    assert "unused" not in before["optimizer"]["state"]
+    assert (optimizer == "sgd" or steps == 0) == (not any(before["optimizer"]["state"].values()))
+
+
+@pytest.mark.slow
+def test_names_are_those_of_the_plain_module() -> None:
+    net = tiny.Net()
+    plain = [name for name, _ in parameter_names(net)]
+    net.first = torch.compile(net.first)  # type: ignore[assignment]
+    assert "first._orig_mod.weight" in dict(net.named_parameters())
+    assert [name for name, _ in parameter_names(net)] == plain
+
+
+def test_tied_weights_have_one_optimizer_state() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+            self.head.weight = self.embed.weight
+
+    assert [name for name, _ in parameter_names(Tied())] == ["embed.weight"]
+
+
+def test_a_tree_comes_apart_and_together() -> None:
+    tree = {
+        "tuple": (1, [2.5, None], "x", True),
+        "counter": Counter({3: 1}),
+        "keys": {1: "a", (2, 3): {"b": torch.ones(2)}},
+        "dollar": {"$tensor": "no"},
+        "nan": float("inf"),
+        "dtype": torch.bfloat16,
+        "tensor": torch.arange(3),
+    }
+    tensors, plain = take_apart(tree)
+    assert sorted(tensors) == ["keys.(2, 3).b", "tensor"]
+    back = put_together(plain, tensors)
+    assert back["tensor"] is tree["tensor"]
+    assert back["keys"][(2, 3)]["b"] is tree["keys"][(2, 3)]["b"]  # type: ignore[index]
+    for key in ("tuple", "counter", "dollar", "nan", "dtype"):
+        assert back[key] == tree[key] and type(back[key]) is type(tree[key])
+
+
+def test_a_tree_refuses_what_would_need_a_pickle() -> None:
+    with pytest.raises(UserError, match=r"schedule\.factor, a function"):
+        take_apart({"schedule": {"factor": test_progress_counts_steps_epochs_and_samples}})

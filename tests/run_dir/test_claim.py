@@ -1,0 +1,262 @@
+"""Whose directory it is: one run's at a time, and one run's for ever."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_ends import TINY
+from tests.faults.test_launchers_end import attempt
+from tests.programs import finish
+from tests.ranks import run_ranks
+from trainer.checkpoint.hashing import write_text
+from trainer.checkpoint.store import Store
+from trainer.errors import UserError
+from trainer.run_dir import claim as run_dir_module
+from trainer.run_dir.claim import LOCK, RUN, RunDir, claim
+
+
+def claimed(path: Path | None, resume: str | None = None, wait_s: float = 1) -> RunDir:
+    with ExitStack() as held:
+        return claim(str(path) if path else None, resume, held, wait_s)
+
+
+def save(run_dir: Path, step: int, run_id: str) -> Path:
+    store = Store(run_dir / "checkpoints", run_id)
+    directory = store.begin(step)
+    return store.commit(step, "full", {"a": write_text(directory / "a", "a")}, {})
+
+
+def test_two_runs_that_start_in_the_same_second_get_two_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> "Stopped":  # type: ignore[override]
+            return cls(2026, 1, 2, 3, 4, 5)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_dir_module, "datetime", Stopped)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # what was looked up a moment before
+    names = [str(claimed(None).path) for _ in range(3)]
+    assert names == [f"runs/2026-01-02/03-04-05{end}" for end in ("", "-2", "-3")]
+
+
+@pytest.mark.parametrize(
+    "trace",
+    ["checkpoints/step_00000010/state.json", "result.json", "tensorboard/events.out.1", "metrics.jsonl"],
+)
+def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: str) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / trace).parent.mkdir(parents=True)
+    (run_dir / trace).write_text("")
+    (tmp_path / "run-2").mkdir()
+    with pytest.raises(UserError, match=f"holds another run .*resume=auto .*run_dir={run_dir}-3 starts anew"):
+        claimed(run_dir)
+    if not trace.startswith("checkpoints"):  # whose they are nobody knows, and there is nothing to go on from
+        with pytest.raises(UserError, match=f"{trace.split('/')[0]}.* no checkpoint .*run_dir={run_dir}-3 "):
+            claimed(run_dir, "auto")
+        (run_dir / RUN).write_text('{"run_id": "ours"}')
+    assert claimed(run_dir, "auto").path == run_dir
+
+
+@pytest.mark.parametrize("name", [".", "sub/.."])
+def test_a_directory_without_a_name_has_a_way_out_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "run" / "sub").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "run")
+    (tmp_path / "run" / "result.json").touch()
+    with pytest.raises(UserError, match=f"run_dir={tmp_path}/run-2 starts anew"):
+        claimed(Path(name))
+
+
+def test_a_loop_of_links_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    run_id = claimed(tmp_path / "run").run_id
+    save(tmp_path / "run", 5, run_id)
+    with pytest.raises(UserError, match="loop"):
+        claimed(tmp_path / "run", str(tmp_path / "loop"))
+
+
+def test_what_a_mistake_leaves_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("it was refused")
+    (tmp_path / "config.yaml").write_text("")
+    assert claimed(tmp_path).run_id != claimed(tmp_path).run_id
+
+
+def test_a_run_keeps_its_id_and_another_gets_one_of_its_own(tmp_path: Path) -> None:
+    run_dir, other = tmp_path / "run", tmp_path / "other"
+    run_id = claimed(run_dir, "auto").run_id
+    assert claimed(run_dir, "auto").run_id == run_id == json.loads((run_dir / RUN).read_text())["run_id"]
+    checkpoint = save(run_dir, 5, run_id)
+    assert claimed(run_dir, str(checkpoint)).run_id == run_id, "sent back"
+    assert claimed(other, str(checkpoint)).run_id != run_id
+    (run_dir / RUN).unlink()
+    assert claimed(run_dir, "auto").run_id == run_id, "as its newest checkpoint says"
+
+
+def test_a_used_run_directory_goes_on_with_no_other_run(tmp_path: Path) -> None:
+    run_id = claimed(tmp_path / "run").run_id
+    save(tmp_path / "run", 5, run_id)
+    elsewhere, theirs = save(tmp_path / "copies", 5, run_id), save(tmp_path / "other", 5, "theirs")
+    assert claimed(tmp_path / "run", str(elsewhere)).run_id == run_id
+    with pytest.raises(
+        UserError, match=f"holds another run .* than resume={theirs}.*run_dir={tmp_path}/run-2"
+    ):
+        claimed(tmp_path / "run", str(theirs))
+
+
+# ---- the lock
+
+
+@contextmanager
+def alive_in(run_dir: Path) -> Iterator[int]:
+    """Another process that holds the lock, and has forked a worker that does not end with it."""
+    pipe, sign = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with ExitStack() as held:
+            claim(str(run_dir), "auto", held, 1)
+            worker = os.fork()
+            if worker:
+                os.write(sign, str(worker).encode())
+            time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(pipe, 20))
+    try:
+        yield pid
+    finally:
+        for process in (pid, worker):
+            os.kill(process, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def refused(attempt: Callable[[], object]) -> tuple[str, float]:
+    begin = time.monotonic()
+    try:
+        attempt()
+    except UserError as error:
+        return str(error), time.monotonic() - begin
+    return "accepted", time.monotonic() - begin
+
+
+def a_second_run(run_dir: Path) -> dict[str, tuple[str, float]]:
+    found = {}
+    with alive_in(run_dir) as pid:
+        found["alive"] = refused(lambda: claimed(run_dir, "auto"))
+        found["pid"] = (str(pid), 0.0)
+        socket.gethostname = lambda: "elsewhere"
+        found["elsewhere"] = refused(lambda: claimed(run_dir, "auto", wait_s=1.5))
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        found["dead"] = refused(lambda: claimed(run_dir, "auto"))  # while its worker lives on
+    return found
+
+
+def test_a_second_live_run_is_refused_by_name_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    (found,) = run_ranks(a_second_run, 1, tmp_path, init=False)
+    pid, here = found["pid"][0], socket.gethostname()
+    for case in ("alive", "elsewhere"):
+        assert f"another run is alive in run_dir={tmp_path}: pid {pid} on {here}" in found[case][0]
+        assert f"run_dir={tmp_path}-2" in found[case][0]
+    assert found["elsewhere"][1] >= 1.5, "that host may be dead, and its lock about to go"
+    assert found["dead"][0] == "accepted"
+
+
+def test_a_file_system_without_locks_is_told_of_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    monkeypatch.setattr(run_dir_module.log, "warning", lambda text, *args: told.append(text % args))
+    assert claimed(tmp_path).path == tmp_path
+    assert told == [
+        f"the file system of run_dir={tmp_path} has no locks (No locks available): "
+        "nothing keeps a second run out of it"
+    ]
+    assert (tmp_path / LOCK).exists()
+
+
+# ---- disks
+
+
+def test_an_impossible_run_directory_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run"), tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match=f"run_dir={path} cannot be written: "):
+            claimed(path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a tmpfs")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)], check=False)
+    if mounted.returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def read_only(disk: Path) -> str:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    return "Read-only file system"
+
+
+def full(disk: Path) -> str:
+    with pytest.raises(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return "No space left on device"
+
+
+@pytest.mark.parametrize("harm", [read_only, full])
+def test_a_disk_that_takes_nothing_is_one_message(small_disk: Path, harm: Callable[[Path], str]) -> None:
+    words = harm(small_disk)
+    ended = finish("train.py", *TINY, f"run_dir={small_disk}/run")
+    assert (ended.code, ended.output.count("\n")) == (2, 1), ended
+    assert f"run_dir={small_disk}/run cannot be written" in ended.stderr and words in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_in_mid_run_ends_it_for_good(small_disk: Path, tmp_path_factory: Any) -> None:
+    """The same end again, at once, where torchrun restarts it: what is full is full for the next attempt, too."""
+    subprocess.run(["mount", "-o", "remount,size=200k", str(small_disk)], check=True)
+    launch = tmp_path_factory.mktemp("launch")
+    for_long = ("train.epochs=100000", "train.log_every_steps=1", "train.eval_every_epochs=0")
+    run = (*TINY, *for_long, "checkpoint.every_epochs=null", f"run_dir={small_disk}/run")
+    ended = attempt(0, launch, *run)
+    assert (ended.code, "Traceback" in ended.output) == (2, False), ended
+    assert (small_disk / "run" / "metrics.jsonl").read_text().count("\n") > 5, "it was under way"
+    *_, message = ended.stderr.splitlines()
+    assert f"run_dir={small_disk}/run cannot be written: [Errno 28] No space left" in message
+    assert ended.output.count(message) == 1
+    again = attempt(1, launch, *run)
+    assert (again.code, again.stdout, again.stderr) == (2, "", message + "\n")
+
+
+@pytest.mark.slow
+def test_a_run_directory_deleted_meanwhile_is_one_message(tmp_path: Path) -> None:
+    deleting = "data.dataset._target_=tests.user_parts.Deletes"
+    options = (*TINY, deleting, f"+data.dataset.directory={tmp_path}/run", "train.log_every_steps=1")
+    ended = finish("train.py", *options, f"run_dir={tmp_path}/run", "checkpoint.every_epochs=null")
+    assert (ended.code, ended.output.count("cannot be written"), "Traceback" in ended.output) == (
+        2,
+        1,
+        False,
+    ), ended
+    assert f"run_dir={tmp_path}/run cannot be written: [Errno 2]" in ended.stderr

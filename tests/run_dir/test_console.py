@@ -1,0 +1,122 @@
+"""What is printed while a run goes on: rows that fit, and not too many of them."""
+
+import io
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.programs import started
+from trainer.run_dir import console
+from trainer.run_dir.console import ProgressBar, folded
+
+LINE = "step 1,250/5,000  epoch 2.27  loss 0.8293  lr 3.94e-02  123456 samples/s"
+
+
+@pytest.mark.parametrize("columns", [20, 60, 100])
+def test_no_number_is_cut_off_or_parted_from_its_name(columns: int) -> None:
+    rows = folded(LINE, columns).split("\n")
+    assert max(map(len, rows)) <= columns
+    assert (len(rows) == 1) == (columns == 100)
+    for pair in ("step 1,250/5,000", "loss 0.8293", "lr 3.94e-02", "123456 samples/s"):
+        assert sum(pair in row for row in rows) == 1
+    assert (
+        folded("data  Digits, 1,438 samples, 359 held out", 30)
+        == "data  Digits, 1,438 samples,\n    359 held out"
+    )
+    assert folded("rows  as  they  are", 80) == "rows  as  they  are"
+    assert folded("", 80) == ""
+
+
+@pytest.fixture
+def printed() -> Iterator[list[logging.LogRecord]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    console.log.addHandler(handler)
+    console.log.setLevel(logging.DEBUG)
+    yield records
+    console.log.removeHandler(handler)
+
+
+def test_without_a_terminal_lines_are_few_and_carry_the_time_left(
+    printed: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    progress = ProgressBar(total_steps=160, first_step=60)
+    for step in range(61, 161):
+        now[0] += 0.4
+        progress.advance()
+        if step % 10 == 0:
+            progress.step_line(f"step {step}")
+        if step == 130:
+            progress.line("eval")
+    progress.close()
+    shown = [record.getMessage() for record in printed if record.levelno == logging.INFO]
+    shown_as = [
+        "step 70  00:36 left",
+        "step 100  00:24 left",
+        "step 130  00:12 left",
+        "eval  00:12 left",
+        "step 160",
+    ]
+    assert shown == shown_as
+    assert len(printed) == 11, "train.log has them all"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("no_color", "words"), [("", "\033[1meval\033[0m\n"), ("1", "eval\n")])
+def test_evaluations_stand_out_unless_no_color_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, no_color: str, words: str
+) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    record = logging.makeLogRecord({"msg": "eval", "stands_out": True})
+    console._Console(screen).emit(record)
+    assert screen.getvalue() == words
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"), [("utf-8", "caf\\udce9 é\n".encode()), ("ascii", rb"caf\udce9 \xe9" + b"\n")]
+)
+def test_what_a_terminal_has_no_letters_for_is_spelt_out(encoding: str, words: bytes) -> None:
+    screen = io.TextIOWrapper(written := io.BytesIO(), encoding=encoding)
+    console._Console(screen).emit(logging.makeLogRecord({"msg": "caf\udce9 é"}))
+    screen.flush()
+    assert written.getvalue() == words
+
+
+SLOW_TO_IMPORT = """
+import sys, time
+import ringmaster
+import trainer.cli
+
+def main():
+    print("importing", flush=True)
+    time.sleep(60)
+
+trainer.cli.main = main
+ringmaster.main()
+"""
+
+
+def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_TO_IMPORT)
+    with started(str(tmp_path / "slow.py")) as program:
+        deadline = time.monotonic() + 30
+        while "importing" not in program.stdout:
+            assert program.poll() is None and time.monotonic() < deadline, program.stderr
+            time.sleep(0.02)
+        program.send_signal(signal.SIGINT)
+        ended = program.wait(10)
+    assert ended.code == -signal.SIGINT
+    assert ended.stderr == "interrupted before the run began: nothing was trained\n"

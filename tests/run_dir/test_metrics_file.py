@@ -1,0 +1,41 @@
+"""metrics.jsonl: whole lines, one for a step, and none of a step that a resumed run makes again."""
+
+import json
+import math
+from pathlib import Path
+
+from trainer.run_dir.metrics_file import FILE, MetricsFile, read_metrics
+
+
+def lines(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
+
+
+def test_one_line_a_step_also_where_it_is_written_in_two_parts(tmp_path: Path) -> None:
+    scalars = MetricsFile(tmp_path, first_step=0)
+    scalars.write({"train/loss": 0.5}, 10)
+    scalars.write({"train/loss": 0.25}, 20)
+    scalars.write({"eval/loss": 0.75}, 20)
+    scalars.write({"train/loss": math.nan}, 30)
+    assert lines(tmp_path) == [
+        {"step": 10, "train/loss": 0.5},
+        {"step": 20, "train/loss": 0.25, "eval/loss": 0.75},
+        {"step": 30, "train/loss": None},
+    ]
+    assert read_metrics(tmp_path) == {"train/loss": {10: 0.5, 20: 0.25}, "eval/loss": {20: 0.75}}
+    scalars.close()
+
+
+def test_a_resumed_run_makes_the_steps_after_it_again(tmp_path: Path) -> None:
+    before = MetricsFile(tmp_path, first_step=0)
+    for step in (10, 20, 30):
+        before.write({"train/loss": 1.0}, step)
+    before.close()
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 40, "train/lo')  # killed while it wrote
+    assert read_metrics(tmp_path) == {"train/loss": {10: 1.0, 20: 1.0, 30: 1.0}}
+    after = MetricsFile(tmp_path, first_step=20)
+    assert [line["step"] for line in lines(tmp_path)] == [10, 20]
+    after.write({"train/loss": 2.0}, 30)
+    after.close()
+    assert [line["train/loss"] for line in lines(tmp_path)] == [1.0, 1.0, 2.0]

@@ -1,0 +1,170 @@
+"""The same seed and global batch give the same model under every strategy, on any number of ranks."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from tests.runs import trained
+
+COMMON = (
+    "train.max_steps=10",
+    "train.global_batch_size=64",
+    "train.eval_every_epochs=0",
+    "schedule=constant",
+)
+MODELS = {
+    "mlp": ("data=digits", "model=mlp", "model.hidden=[64,64]", "optim.lr=0.1"),
+    "gpt": (
+        "data=text",
+        "model=gpt",
+        "data.dataset.block_size=32",
+        "model.width=32",
+        "model.depth=2",
+        "model.num_heads=2",
+        "optim=sgd",
+        "optim.lr=0.1",
+    ),
+}
+STRATEGIES = {
+    "ddp x2": (2, "strategy=ddp"),
+    "ddp x4": (4, "strategy=ddp"),
+    "fsdp x2": (2, "strategy=fsdp"),
+    "fsdp x4": (4, "strategy=fsdp"),
+    "fsdp hybrid 2x2": (4, "strategy=fsdp", "strategy.shard_group=host"),
+}
+HOSTS = {"fsdp hybrid 2x2": [0, 1, 0, 1]}  # as `mpirun --map-by node` numbers them
+
+
+def options(run_dir: Path, model: str) -> tuple[str, ...]:
+    return (*COMMON, *MODELS[model], f"run_dir={run_dir}", "checkpoint.every_epochs=null")
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    root = tmp_path_factory.mktemp("single")
+    runs = [(*options(root / name, name), "strategy=single") for name in MODELS]
+    return dict(zip(MODELS, run_ranks(trained_each, 1, *runs, init=False)[0], strict=True))
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest |a - b| / (atol + rtol |b|) with the tolerances of fp32 sums; above 1 is too far."""
+    assert one.keys() == other.keys()
+    return max(((one[k] - other[k]).abs() / (1e-6 + 1e-4 * other[k].abs())).max().item() for k in one)
+
+
+def trained_each(*runs: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    return [trained(*overrides) for overrides in runs]
+
+
+def assert_all_equal_single(
+    run_dir: Path,
+    single: dict[str, dict[str, Tensor]],
+    strategy: str,
+    models: list[str],
+    micros: list[int | None],
+) -> None:
+    """One start of ranks for all models and batches under a strategy."""
+    world_size, *overrides = STRATEGIES[strategy]
+    cases = [
+        (model, micro)
+        for model, micro in itertools.product(models, micros)
+        if micro or world_size == 2 or model == "mlp"  # a GPT on four ranks takes its time
+    ]
+    runs = [
+        (
+            *options(run_dir / f"{model}-{micro}", model),
+            *overrides,
+            f"train.micro_batch_size={micro or 'null'}",
+        )
+        for model, micro in cases
+    ]
+    ranks = run_ranks(trained_each, world_size, *runs, init=False, hosts=HOSTS.get(strategy))
+    for (model, micro), *results in zip(cases, *ranks, strict=True):
+        for rank, theirs in enumerate(results):
+            for name, value in theirs.items():
+                assert torch.equal(value, results[0][name]), (
+                    f"{model}: rank {rank} differs from rank 0 in {name}"
+                )
+        print(f"{model} {strategy} {micro=}: {distance(results[0], single[model]):.3f} of the tolerance")
+        assert distance(results[0], single[model]) < 1, f"{model} {micro=}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]], strategy: str) -> None:
+    assert_all_equal_single(tmp_path, single, strategy, list(MODELS), [None, 8])
+
+
+COMMS = ("ring", "tree", "halving_doubling", "hierarchical", "master_worker")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_schedules_of_shards_equal_single(
+    tmp_path: Path, single: dict[str, dict[str, Tensor]], world_size: int
+) -> None:
+    """On one host and on two, hybrid, prefetched, with the sums of micro-batches: in one start of ranks."""
+    cases = [("mlp", f"comm={comm}", "strategy.prefetch_units=1") for comm in COMMS]
+    cases += [("gpt", "comm=hierarchical", "strategy.prefetch_units=1")]
+    cases += [("mlp", "comm=ring", "strategy.shard_group=host", "train.micro_batch_size=8")]
+    cases += [("mlp", "comm=ring", "strategy.reduce_every_micro_batch=true", "train.micro_batch_size=8")]
+    runs = [
+        (
+            *options(tmp_path / str(number), model),
+            "strategy=fsdp",
+            "strategy.unit_min_params=1000",
+            *overrides,
+        )
+        for number, (model, *overrides) in enumerate(cases)
+    ]
+    hosts = [rank // 2 for rank in range(world_size)]
+    ranks = run_ranks(trained_each, world_size, *runs, init=False, hosts=hosts)
+    for (model, *overrides), *results in zip(cases, *ranks, strict=True):
+        for theirs in results[1:]:
+            assert all(torch.equal(theirs[name], value) for name, value in results[0].items()), overrides
+        print(
+            f"x{world_size} {model} {overrides}: {distance(results[0], single[model]):.4f} of the tolerance"
+        )
+        assert distance(results[0], single[model]) < 1, overrides
+
+
+DEAF = ("strategy=ddp", "comm.timeline=false")  # DDP takes one hook, and the test brings its own
+UNGUARDED = "train.check_replicas_every=null"  # else the replica check would be the one to find it
+
+
+def deaf_on_rank_1(*overrides: str) -> dict[str, Tensor]:
+    """A broken double: rank 1 takes part in the all-reduce, and then keeps its own gradient."""
+    from trainer.strategies.ddp import Ddp
+
+    class Deaf(Ddp):
+        def wrap(self, *args):  # type: ignore[no-untyped-def]
+            model = super().wrap(*args)
+            model.register_comm_hook(None, keep_own_gradient)
+            return model
+
+    import trainer.strategies.ddp as module
+
+    module.Ddp = Deaf
+    return trained(*overrides)
+
+
+def keep_own_gradient(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    own = bucket.buffer().clone()
+    dist.all_reduce(bucket.buffer())
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(own if dist.get_rank() == 1 else bucket.buffer() / dist.get_world_size())
+    return future
+
+
+@pytest.mark.slow
+def test_catches_a_rank_that_skips_the_reduction(
+    tmp_path: Path, single: dict[str, dict[str, Tensor]]
+) -> None:
+    sound, deaf = run_ranks(deaf_on_rank_1, 2, *options(tmp_path, "mlp"), *DEAF, UNGUARDED, init=False)
+    assert distance(deaf, single["mlp"]) > 100
+    assert not all(torch.equal(sound[name], deaf[name]) for name in sound)

@@ -1,0 +1,243 @@
+"""Labels that do not count: the same model at any world size, whose figures are means over those that do."""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from models.gpt import GPT
+from tests.data.streams import Numbers
+from tests.ranks import run_ranks
+from tests.runs import context_of
+from trainer.data.device import Mirrored
+from trainer.data.digits import Digits
+from trainer.data.text.in_memory import Text
+from trainer.errors import UserError
+from trainer.tasks import Classification, LanguageModelling, Regression
+from trainer.tasks.label_weights import divided, weight_of
+
+STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in which no label counts
+
+
+class Blanked(Digits):
+    """Digits, of which one in ten has a label."""
+
+    def __init__(self, split: str) -> None:
+        super().__init__(split)
+        kept = torch.rand(len(self), generator=torch.Generator().manual_seed(7)) < 0.1
+        self.labels = torch.where(kept, self.labels, -100)
+
+
+class Padded(Text):
+    """Windows of text, most of them all padding, the others from a place of their own on."""
+
+    def __init__(self, split: str, **options: Any) -> None:
+        super().__init__(split, **options)
+        self.numbers = self.numbers[:200]
+
+    def __getitems__(self, indices: Any) -> tuple[Tensor, Tensor]:
+        tokens, targets = super().__getitems__(indices)
+        lengths = torch.tensor([(index * 7) % 64 for index in indices])[:, None] - 52
+        return tokens, torch.where(torch.arange(16) < lengths, targets, -100)
+
+    def draw(self, indices: Any, numbers: Any) -> tuple[Tensor, Tensor]:
+        return self.__getitems__(indices)
+
+
+class Unlabelled(Numbers):
+    """A stream, of which one in twelve has a label."""
+
+    def samples(self, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for number, (row, label) in enumerate(super().samples(begin), start=begin):
+            yield row, label if number % 12 == 11 else torch.tensor(-100)
+
+
+PLAIN = (f"train.max_steps={STEPS}", f"train.global_batch_size={SAMPLES}", "schedule=constant")
+PLAIN += ("optim.momentum=0", "optim.weight_decay=0", "checkpoint.every_epochs=null")
+DATA = {
+    "digits": (
+        "data.dataset._target_=tests.tasks.test_label_weights.Blanked",
+        "model.hidden=[32]",
+        "data.task.label_smoothing=0",
+    ),
+    "text": (
+        "data=text",
+        "data.dataset._target_=tests.tasks.test_label_weights.Padded",
+        "data.dataset.block_size=16",
+        "model=gpt",
+        "model.width=16",
+        "model.depth=1",
+        "model.num_heads=2",
+        "optim.lr=0.3",
+        "+data.task.show_tokens=0",
+    ),
+    "stream": (
+        "data.dataset._target_=tests.tasks.test_label_weights.Unlabelled",
+        "model.input_shape=[10]",
+        "model.hidden=[8]",
+        "data.task.label_smoothing=0.1",
+    ),
+}
+WAYS = {
+    "single": (1, "strategy=single"),
+    "single, accumulated": (1, "strategy=single", "train.micro_batch_size=2"),
+    "single, fp16": (1, "strategy=single", "train.micro_batch_size=2", "train.precision=fp16"),
+    "ddp": (2, "strategy=ddp"),
+    "ddp, accumulated": (2, "strategy=ddp", "train.micro_batch_size=1"),
+    "ddp, ring": (2, "strategy=ddp", "comm=ring", "train.micro_batch_size=2"),
+    "fsdp": (2, "strategy=fsdp", "strategy.unit_min_params=100"),
+    "fsdp, accumulated": (2, "strategy=fsdp", "train.micro_batch_size=2", "train.clip_grad_norm=1000"),
+    "servers": (2, "strategy=parameter_server", "strategy.servers=all"),
+    "servers, apart": (3, "strategy=parameter_server", "strategy.servers=1", "train.micro_batch_size=2"),
+    "servers, in turn": (
+        2,
+        "strategy=parameter_server",
+        "strategy.servers=all",
+        "strategy.max_staleness=inf",
+    ),
+}
+ALL_DATA = ("single, accumulated", "ddp, accumulated", "fsdp")
+
+
+def fitted(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """The figures of a run, and its model."""
+    from trainer.loop import fit
+
+    with context_of(*overrides) as context:
+        figures = fit(context)
+        state = context.state.model.state_dict()
+        whole = {n: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for n, v in state.items()}
+        return figures, whole
+
+
+def _each(runs: list[tuple[str, ...]]) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    return [fitted(*overrides) for overrides in runs]
+
+
+def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """As `fitted` on one process, in plain torch: sums over the whole batch, over how many labels count."""
+    with context_of(*overrides) as context:
+        model, lr = copy.deepcopy(context.state.model), context.state.optimizer.param_groups[0]["lr"]
+        smoothing = getattr(context.task, "label_smoothing", 0.0)
+        losses: list[float] = []
+        of_last_epoch = 0
+        for epoch in range(9):
+            of_last_epoch = len(losses)
+            for inputs, labels in context.train_loader.epoch(epoch):
+                if len(losses) == STEPS:
+                    break
+                logits = model(inputs).movedim(-1, 1)
+                count = max(1, int((labels != -100).sum()))
+                loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / count
+                model.zero_grad()
+                loss.backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= lr * parameter.grad
+                losses.append(loss.item())
+            if len(losses) == STEPS:
+                break
+        assert {0.0} < set(losses), f"some step has no label, and most have: {losses}"
+        mean = sum(losses[of_last_epoch:]) / len(losses[of_last_epoch:])
+        return {"train/loss": mean} | held_out(model, context.eval_loader), model.state_dict()
+
+
+@torch.no_grad()
+def held_out(model: nn.Module, loader: Any) -> dict[str, float]:
+    """Means over all held-out labels that count, each sample looked at alone."""
+    losses: list[Tensor] = []
+    hits = count = 0
+    for (inputs, labels), indices in loader:
+        for index in range(len(indices)):
+            logits = model(inputs[index : index + 1]).movedim(-1, 1).double()
+            label = labels[index : index + 1]
+            losses.append(F.cross_entropy(logits, label, reduction="sum"))
+            hits += int((logits.argmax(1) == label).sum())
+            count += int((label != -100).sum())
+    loss = float(sum(losses)) / count
+    return {"eval/loss": loss, "eval/accuracy": hits / count, "eval/perplexity": math.exp(loss)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Figures and model by the data and how it was trained; one start of ranks for each world size."""
+    root = tmp_path_factory.mktemp("weights")
+
+    def options(data: str, *way: str) -> tuple[str, ...]:
+        return (*PLAIN, *DATA[data], *way, f"run_dir={root / str(abs(hash((data, way))))}")
+
+    found: dict[str, dict[str, Any]] = {data: {} for data in DATA}
+    for size in (1, 2, 3):
+        ways = [way for way, (world, *_) in WAYS.items() if world == size]
+        cases = [(data, way) for way in ways for data in DATA if data == "digits" or way in ALL_DATA]
+        [ran, *_] = run_ranks(_each, size, [options(d, *WAYS[w][1:]) for d, w in cases], init=False)
+        for (data, way), result in zip(cases, ran, strict=True):
+            found[data][way] = result
+    for data in DATA:
+        found[data]["by hand"] = run_ranks(by_hand, 1, *options(data, "strategy=single"), init=False)[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("data", "way"), [(data, way) for data in DATA for way in WAYS if data == "digits" or way in ALL_DATA]
+)
+def test_the_model_and_its_figures_are_those_made_by_hand(
+    found: dict[str, dict[str, Any]], data: str, way: str
+) -> None:
+    figures, model = found[data][way]
+    expected, by_hand = found[data]["by hand"]
+    assert all(math.isfinite(figures[name]) for name in figures.keys() & expected.keys())
+    if way == "servers, in turn":  # no steps in common: each push is the mean over its own labels
+        return
+    tolerance = 1e-3 if "fp16" in way else 1e-5
+    for name, value in by_hand.items():
+        torch.testing.assert_close(model[name], value, rtol=10 * tolerance, atol=tolerance)
+    for name in figures.keys() & expected.keys():
+        assert figures[name] == pytest.approx(expected[name], rel=tolerance), name
+    metric = "eval/perplexity" if data == "text" else "eval/accuracy"
+    assert {"train/loss", "eval/loss", metric} <= figures.keys() & expected.keys()
+
+
+HEADS = ("logits", "loss", *(["chunks"] if hasattr(F, "linear_cross_entropy") else []))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_label_leaves_gradients_of_zero(head: str, compiles: bool) -> None:
+    """And the others' as they are."""
+    torch.manual_seed(0)
+    model = GPT(vocab_size=50, block_size=8, width=16, depth=1, num_heads=2)
+    task = LanguageModelling(head=head)
+    if compiles:
+        task.compile()
+    tokens, targets = torch.randint(50, (2, 3, 8))
+    for labels, divisor in ((torch.full_like(targets, -100), None), (targets, 1)):
+        model.zero_grad()
+        loss = divided(task.loss(model, (tokens, labels)), divisor)
+        loss.backward()
+        largest = max(parameter.grad.abs().max().item() for parameter in model.parameters())
+        assert math.isfinite(largest) and (largest > 0) == (loss.item() > 0) == (divisor is not None)
+
+
+@pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
+def test_a_weight_that_is_no_number_of_labels_is_refused(weight: float) -> None:
+    class Mine:
+        def weight(self, batch: Any) -> Tensor:
+            return torch.tensor(weight)
+
+    with pytest.raises(UserError, match=f"Mine.weight gives {float(weight)}, but must give how many labels"):
+        weight_of(Mine(), None)
+
+
+def test_the_weight_is_of_what_the_task_sees() -> None:
+    """Who is to be mirrored travels round the batch."""
+    batch = (torch.zeros(3, 1, 8, 8), torch.tensor([1, -100, 2]))
+    assert weight_of(Classification(), batch) == 2
+    assert weight_of(Classification(), Mirrored(batch, torch.zeros(3))) == 2
+    assert weight_of(Regression(), batch) == 1

@@ -1,0 +1,134 @@
+"""`trainer.train` and `trainer.load_model`: in a program, after a failure, in a notebook's kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trainer
+from tests.ranks import run_ranks
+from tests.runs import settings
+from trainer.config import to_yaml
+from trainer.errors import NonFiniteLossError, UserError
+from trainer.training import run_hash
+
+ROOT = Path(__file__).parents[1]
+TINY = ["train.max_steps=4", "train.log_every_steps=2", "distributed.device=cpu", "model.hidden=[8]"]
+
+
+def failures_in_between(run_dir: str) -> list[str]:
+    """The hashes of a run before and after others that failed here at every stage; what those raised."""
+    os.environ.clear()
+    told = [trainer.train([*TINY, f"run_dir={run_dir}/0"])["param_sha256"]]
+    for number, wrong in enumerate(
+        (["train.epoch=1"], ["model=nothing"], ["model._target_=models.mlp.Mpl"], ["optim.lr=1e30"])
+    ):
+        with pytest.raises((UserError, NonFiniteLossError)) as error:
+            trainer.train([*TINY, *wrong, "train.max_steps=40", f"run_dir={run_dir}/wrong-{number}"])
+        told.append(str(error.value))
+    return [*told, trainer.train([*TINY, f"run_dir={run_dir}/1"], processes=1)["param_sha256"]]
+
+
+@pytest.mark.slow
+def test_after_a_failure_the_next_call_works(tmp_path: Path) -> None:
+    before, unknown, group, target, diverged, after = run_ranks(
+        failures_in_between, 1, str(tmp_path), init=False
+    )[0]
+    assert before == after
+    assert "train.epoch is not a setting; did you mean train.epochs?" in unknown
+    assert "model is nothing, but must be one of" in group
+    assert "models.mlp.Mpl" in target
+    assert "NaN or Inf" in diverged
+
+
+def loaded(run_dir: str, form: str) -> list[str]:
+    """The hashes of what a run made, and of what is loaded from it in each of the ways there are."""
+    os.environ.clear()
+    options = [
+        f"checkpoint={form}",
+        "checkpoint.every_steps=11",
+        "checkpoint.keep_last=99",
+        f"run_dir={run_dir}",
+    ]
+    options += ["checkpoint.keep_best={metric: eval/loss, mode: max}", "model=mlp", "train.max_steps=44"]
+    made = trainer.train([*TINY, *options])["param_sha256"]
+    torch.manual_seed(5)
+    first = Path(run_dir, "checkpoints", "step_00000011")
+    models = [trainer.load_model(run_dir, name) for name in ("newest", "best", first)]
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert drawn == torch.rand(1)  # loading is no draw of the program's
+    assert not any(model.training for model in models)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return [made, *map(run_hash.parameters_sha256, models)]
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_model_is_loaded_from_its_run(form: str, tmp_path: Path) -> None:
+    made, newest, best, first = run_ranks(loaded, 1, str(tmp_path), form, init=False)[0]
+    assert newest == made
+    assert len({newest, best, first}) == 3  # the worst evaluation came after the first epoch of two
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is no run: it has no config\.yaml"):
+        trainer.load_model(tmp_path)
+    (tmp_path / "config.yaml").write_text(to_yaml(settings("model.hidden=[8]")))
+    with pytest.raises(UserError, match=r"checkpoint.keep_best is null"):
+        trainer.load_model(tmp_path, "best")
+    with pytest.raises(UserError, match=f"{tmp_path} has no checkpoint"):
+        trainer.load_model(tmp_path)
+
+
+def test_a_class_of_main_gets_a_word_on_what_to_do() -> None:
+    with pytest.raises(UserError, match=r"model._target_ is __main__.Net.*say model._target_=mine.Net"):
+        trainer.train(["model._target_=__main__.Net"], processes=2)
+    with pytest.raises(UserError, match="must be a list"):
+        trainer.train("strategy=ddp")
+
+
+CELLS = [
+    f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport trainer, torch, json, pathlib\nsha = []",
+    "try:\n    trainer.train(['strategy=dpp'], processes=2)\nexcept ValueError as error:\n    print(error)",
+    "class Net(torch.nn.Linear):\n    def __init__(self): super().__init__(64, 10)\n"
+    "    def forward(self, x): return super().forward(x.flatten(1))\n"
+    "net = ['~model', '+model._target_=__main__.Net', 'train.max_steps=2', 'run_dir=net']\n"
+    "trainer.train(net)\n"
+    "try:\n    trainer.train(net, processes=2)\nexcept ValueError as error:\n    print(error)",
+    "try:\n    trainer.train(['optim.lr=1e30', 'train.max_steps=40'], processes=2)\n"
+    "except ArithmeticError as error:\n    print(error)",
+    "result = trainer.train(['train.max_steps=8', 'seed=3', \"run_dir='it\\\"s, one'\"], processes=2)\n"
+    "print('sha', result['param_sha256'], result['world_size'])",
+    "print(type(trainer.load_model('it\"s, one')).__name__)",
+]
+
+
+@pytest.mark.slow
+def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    kernel: dict[str, Any] = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
+    specs = tmp_path / "data" / "kernels" / "here"
+    specs.mkdir(parents=True)
+    (specs / "kernel.json").write_text(json.dumps(kernel | {"display_name": "here", "language": "python"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUPYTER_PATH", str(tmp_path / "data"))
+        nbclient.NotebookClient(
+            notebook, timeout=250, kernel_name="here", resources={"metadata": {"path": str(tmp_path)}}
+        ).execute()
+    said = ["".join(out.get("text", "") for out in cell.outputs) for cell in notebook.cells]
+    assert "strategy is dpp, but must be one of" in said[1]
+    assert "__main__.Net" in said[2] and "mine.Net" in said[2]
+    assert "NaN or Inf" in said[3]
+    assert len(list(tmp_path.glob("runs/*/*/failure.json"))) == 1, "processes need no run directory"
+    assert "1 x 2 processes on cpu" in said[4]  # rank 0's log reaches the cell
+    assert said[4].rstrip().splitlines()[-1].startswith("sha ")
+    assert said[5].strip() == "MLP"

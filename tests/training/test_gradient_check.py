@@ -1,0 +1,206 @@
+"""No update is made of gradients that are not finite: on any rank, by any strategy, with any all-reduce."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import run_ranks
+from tests.runs import context_of
+from trainer.errors import NonFiniteLossError
+from trainer.loop import fit
+from trainer.run_dir.metrics_file import read_metrics
+from trainer.training.gradient_check import GradientCheck
+
+# The third loss of the last rank is finite, and its slope NaN.
+SLOPE = (
+    *("data.task._target_=tests.user_parts.FailsAt", "~data.task.label_smoothing", "+data.task.call=3"),
+    *("+data.task.how=slope", "train.max_steps=4", "train.eval_every_epochs=0"),
+    *("schedule=constant", "train.log_every_steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9"),
+)
+CLIPPED = ("train.clip_grad_norm=1.0", "train.log_every_steps=50")
+UNLOGGED = ("train.log_every_steps=50",)
+# On every rank, and then in the shard of the last one alone.
+ONE_ROW = ("model._target_=tests.user_parts.NanInItsLastRow", "data.task.call=99")
+ONE_ROW += ("~model.hidden", "~model.input_shape", "~model.num_classes")
+SERVED = ("strategy=parameter_server", "distributed.timeout_s=60")
+ALONE = {
+    "single": ("strategy=single",),
+    "single_clipped": ("strategy=single", *CLIPPED),
+    "single_fused": ("strategy=single", "optim=adamw", "+optim.fused=true"),
+    "dp_in_bf16": ("strategy=dp", "train.precision=bf16"),
+    "fsdp": ("strategy=fsdp", *UNLOGGED),
+}
+TOGETHER = {
+    "native": ("strategy=ddp",),
+    "native_clipped": ("strategy=ddp", *CLIPPED),
+    "native_without_a_hook": ("strategy=ddp", "comm.timeline=false", *UNLOGGED),
+    "some_unused": ("strategy=ddp", "strategy.find_unused_parameters=true", *UNLOGGED),
+    **{
+        name: ("strategy=ddp", f"comm={name}", *UNLOGGED)
+        for name in ("ring", "tree", "halving_doubling", "master_worker")
+    },
+    "hierarchical_in_bf16": ("strategy=ddp", "comm=hierarchical", "comm.wire_dtype=bf16", *UNLOGGED),
+    "powersgd": ("strategy=ddp", "comm=powersgd", "comm.start_step=2", *UNLOGGED),
+    "fsdp": ("strategy=fsdp", *UNLOGGED),
+    "fsdp_one_row": ("strategy=fsdp", *ONE_ROW, *UNLOGGED),
+    "fsdp_clipped": ("strategy=fsdp", *CLIPPED),
+    "fsdp_logged": ("strategy=fsdp",),
+    "fsdp_replicated": ("strategy=fsdp", "strategy.shard_group=1", *UNLOGGED),
+    "fsdp_ring": ("strategy=fsdp", "comm=ring", "train.precision=bf16", *UNLOGGED),
+    "server": (*SERVED, "strategy.servers=1", *UNLOGGED),
+    "all_serve": (*SERVED, "strategy.servers=all", *CLIPPED),
+}
+
+
+def local(parameter: Tensor) -> Tensor:
+    parameter = parameter.detach()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def until_refused(run_dir: Path, *overrides: str) -> dict[str, Any]:
+    updates: list[list[Tensor]] = []
+    with context_of(*SLOPE, *overrides, f"run_dir={run_dir}") as context:
+        update = context.strategy.update
+
+        def noted(state: Any) -> None:
+            update(state)
+            updates.append([local(p).clone() for p in state.model.parameters()])
+
+        context.strategy.update = noted  # type: ignore[method-assign]
+        with pytest.raises(NonFiniteLossError) as refused:
+            fit(context)
+        now = map(local, context.state.model.parameters())
+        same = all(torch.equal(a, b) for a, b in zip(updates[-1], now, strict=True))
+        return {"error": refused.value, "updates": len(updates), "same": same}
+
+
+def each_until_refused(root: Path, cases: dict[str, tuple[str, ...]], last: int) -> dict[str, dict[str, Any]]:
+    rank = f"+data.task.rank={last}"
+    return {name: until_refused(root / name, rank, *overrides) for name, overrides in cases.items()}
+
+
+@pytest.mark.parametrize("cases", [ALONE, TOGETHER], ids=["alone", "together"])
+def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
+    cases: dict[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    last = int(cases is TOGETHER)
+    ranks = run_ranks(each_until_refused, last + 1, tmp_path, cases, last, hosts=range(last + 1), init=False)
+    for name in cases:
+        for rank in ranks:
+            found, error = rank[name], rank[name]["error"]
+            assert (found["updates"], found["same"], error.exit_code) == (2, True, 3), name
+            known = not last or name in ("server", "all_serve")  # before it met the others
+            where = f"rank {last} (host {last})" if known else "some rank"
+            what = "head.weight" if name == "fsdp_one_row" else "1.weight (and of 5 more)"
+            said = f"the gradient of {what} is NaN or Inf in step 3 on {where}; no rank applied that step"
+            assert str(error).startswith(said), (name, str(error))
+            assert error.ranks == ((last,) if known else ()), name
+        saved = (tmp_path / name / "checkpoints").glob("step_*")
+        assert sorted(path.name for path in saved) == ["step_00000001", "step_00000002"], name
+
+
+def steep(run_dir: Path, *overrides: str) -> list[list[Tensor]]:
+    """Parameters after a step whose gradients are finite and their norm is not: not logged, and logged."""
+    found: list[list[Tensor]] = []
+    for every in (50, 1):
+        words = (f"train.log_every_steps={every}", f"run_dir={run_dir}/{every}", *overrides)
+        own = ("+data.task.rank=0", "data.task.how=steep", "data.task.call=1", "train.max_steps=1")
+        with context_of(*SLOPE, *own, "optim.lr=1e-25", *words) as context:
+            fit(context)
+            found.append([local(p).clone() for p in context.state.model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_to_log_the_norm_changes_no_gradient(strategy: str, tmp_path: Path) -> None:
+    world_size = 1 + (strategy != "single")
+    for plain, logged in run_ranks(steep, world_size, tmp_path, f"strategy={strategy}", init=False):
+        assert all(p.isfinite().all() and torch.equal(p, q) for p, q in zip(plain, logged, strict=True))
+    logged_values = read_metrics(tmp_path / "1")
+    assert "train/loss" in logged_values
+    assert "train/grad_norm" not in logged_values, "JSON has no number for it"
+
+
+# ---- one rank's check
+
+
+def checked(
+    gradients: list[Tensor], norm: Tensor | None = None, on_cuda: bool = False, **options: Any
+) -> nn.Module:
+    """A step of these, which is made or not."""
+    model = nn.ParameterList([torch.zeros_like(gradient.to_dense()) for gradient in gradients])
+    for parameter, gradient in zip(model, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, **options)
+    state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=torch.amp.GradScaler(enabled=False))
+    facts: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, rank=0, place=lambda rank: "here")
+    check = GradientCheck(facts, differ=False, is_to_blame=lambda: True)
+    check._on_cuda = on_cuda
+    with check.all_finite(7, state, norm):
+        optimizer.step()
+    return model
+
+
+def rows(*values: float) -> Tensor:
+    return torch.sparse_coo_tensor(
+        [[2] * len(values)], torch.tensor(values)[:, None], (4, 1), check_invariants=True
+    )
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.tensor([3e38, 3e38]),
+        torch.tensor([6e4, 6e4], dtype=torch.float16),
+        torch.tensor([1e308, 1e308], dtype=torch.float64),
+        torch.tensor([3e38 + 3e38j, 3e38]),
+        rows(1.0, 2.0),
+    ],
+)
+def test_a_sum_that_overflows_is_no_fault_of_its_gradients(gradient: Tensor) -> None:
+    made = checked([torch.ones(3), gradient])
+    assert torch.equal(made[1], -gradient.to_dense())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "gradient", [torch.ones(3), torch.ones(3).half(), torch.ones(3, dtype=torch.complex64), rows(1.0, 2.0)]
+)
+def test_one_element_that_is_not_finite_is_found(gradient: Tensor, bad: float) -> None:
+    found = gradient.clone()
+    (found._values() if found.is_sparse else found)[1] = bad
+    with pytest.raises(NonFiniteLossError, match=r"the gradient of 1 is NaN or Inf in step 7 on here"):
+        checked([torch.ones(3), found])
+
+
+def test_gradients_are_not_clipped_to_nothing_where_their_norm_overflows() -> None:
+    huge = torch.tensor([1e20, 1e20])
+    with pytest.raises(NonFiniteLossError, match="the norm of the gradients, each of them finite, is NaN or"):
+        checked([huge], nn.utils.get_total_norm([huge]))
+
+
+def test_a_fused_optimizer_leaves_an_update_out_that_the_host_learns_of_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, whose host reads the flag when it has launched the update."""
+    updates: list[bool] = []
+    step = torch.optim.SGD.step
+
+    def noted(self: Any, *args: Any) -> None:
+        step(self, *args)
+        updates.append(not any(p.any() for group in self.param_groups for p in group["params"]))
+
+    monkeypatch.setattr(torch.optim.SGD, "step", noted)
+    with pytest.raises(NonFiniteLossError, match=r"the gradient of 1 \(and of 1 more\) is NaN or Inf"):
+        checked(
+            [torch.ones(2), torch.tensor([1.0, torch.nan]), torch.tensor([torch.inf])],
+            on_cuda=True,
+            fused=True,
+        )
+    assert updates == [True]
+    assert torch.equal(checked([torch.ones(2)], on_cuda=True, fused=True)[0], -torch.ones(2))

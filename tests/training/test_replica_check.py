@@ -1,0 +1,183 @@
+"""The replica guard: a single bit that differs is found at the next check, and its rank and tensor are named."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import run_ranks
+from tests.runs import context_of
+from trainer.errors import ReplicasDifferError
+from trainer.faults.injection.injector import flip
+from trainer.training.context import TrainingContext
+
+QUICK = (
+    "data.dataset._target_=tests.user_parts.Stripes",
+    "model._target_=tests.user_parts.Normed",
+    "~model.input_shape",
+    "~model.num_classes",
+    "~model.hidden",
+    "train.global_batch_size=24",
+    "train.max_steps=3",
+    "train.eval_every_epochs=0",
+    "optim=adamw",
+)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def found(context: TrainingContext) -> dict[str, Any] | None:
+    """What a check says now; the steps are made up, since a step is checked but once."""
+    context.state.progress.step += 1
+    try:
+        context.replica_check.check(context.state)
+    except ReplicasDifferError as error:
+        return {"ranks": error.ranks, "message": str(error), "status": error.exit_code}
+    return None
+
+
+def flips(overrides: tuple[str, ...], seed: int, count: int) -> dict[str, Any]:
+    """Train, then turn over `count` bits, one at a time, each on a rank of its own; say what was found."""
+    from trainer.loop import fit
+
+    with context_of(*QUICK, *overrides) as context:
+        fit(context)
+        seen: dict[str, Any] = {"trained": found(context), "flips": []}
+        for buffer in context.state.model.buffers():
+            buffer += context.dist.rank
+        seen["buffers"] = found(context)
+        names = dict(context.state.replicated())
+        draw = random.Random(seed)
+        for _ in range(count):
+            rank, name = draw.randrange(context.dist.world_size), draw.choice(sorted(names))
+            where = draw.randrange(local(names[name]).numel()), draw.randrange(32)
+            if rank == context.dist.rank:
+                flip(local(names[name]), *where)
+            seen["flips"].append((rank, name, found(context)))
+            if rank == context.dist.rank:
+                flip(local(names[name]), *where)
+        seen["mended"] = found(context)
+    return seen
+
+
+@pytest.mark.slow
+def test_every_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    for rank in run_ranks(flips, 3, (f"run_dir={tmp_path}",), 1, 20, init=False):
+        assert rank["trained"] is rank["buffers"] is rank["mended"] is None
+        assert {name.partition(" of ")[0] for _, name, _ in rank["flips"]} >= {
+            "exp_avg",
+            "exp_avg_sq",
+            "step",
+        }
+        for odd, name, verdict in rank["flips"]:
+            assert verdict["ranks"] == (odd,)
+            others = ", ".join(str(other) for other in range(3) if other != odd)
+            assert f"rank {odd} (host 0), unlike ranks {others}, first in {name}." in verdict["message"]
+            assert verdict["status"] == 1
+
+
+@pytest.mark.slow
+def test_two_replicas_are_both_named_and_none_is_blamed(tmp_path: Path) -> None:
+    hybrid = ("strategy=fsdp", "strategy.shard_group=2", f"run_dir={tmp_path}")
+    for rank in run_ranks(flips, 4, hybrid, 2, 6, init=False):
+        assert rank["trained"] is rank["mended"] is None
+        for odd, name, verdict in rank["flips"]:
+            assert verdict["ranks"] == ()
+            first = odd % 2
+            assert (
+                f"rank {first + 2} (host 0), unlike rank {first} (host 0), first in {name};"
+                in verdict["message"]
+            )
+
+
+def saves(run_dir: Path) -> dict[str, Any]:
+    from trainer.loop import fit
+
+    with context_of(*QUICK, f"run_dir={run_dir}", "checkpoint.every_steps=2") as context:
+        step = context.state.optimizer.step
+
+        def diverge(*args: Any) -> None:
+            step(*args)
+            if (
+                context.dist.rank == 1 and context.state.progress.step == 2
+            ):  # the third update, after the first save
+                flip(next(context.state.model.parameters()), 0, 3)
+
+        context.state.optimizer.step = diverge  # type: ignore[method-assign]
+        with pytest.raises(ReplicasDifferError, match="after step 3 \\(they held the same at step 2\\)"):
+            fit(context)
+    return {"saved": sorted(path.name for path in (run_dir / "checkpoints").iterdir())}
+
+
+def test_nothing_is_saved_of_replicas_that_differ(tmp_path: Path) -> None:
+    assert run_ranks(saves, 2, tmp_path, init=False)[0]["saved"] == ["latest", "step_00000002"]
+
+
+def trained_alike(run_dir: Path, options: list[tuple[str, ...]]) -> list[dict[str, Any] | None]:
+    from trainer.loop import fit
+
+    seen = []
+    for option in options:
+        with context_of(*QUICK, "checkpoint.every_epochs=null", f"run_dir={run_dir}", *option) as context:
+            fit(context)  # checks at its end, and would raise
+            seen.append(found(context))
+    return seen
+
+
+@pytest.mark.slow
+def test_every_all_reduce_leaves_replicas_equal(tmp_path: Path) -> None:
+    """Also where sums travel rounded: whoever made a sum must keep what it sent, not what it had."""
+    algorithms = ("native", "ring", "tree", "halving_doubling", "hierarchical", "master_worker")
+    options = [(f"comm={algorithm}", "comm.wire_dtype=bf16") for algorithm in algorithms]
+    options += [("comm=powersgd",), ("comm=hierarchical", "train.precision=fp16")]
+    for rank in run_ranks(trained_alike, 4, tmp_path, options, hosts=[0, 0, 1, 1], init=False):
+        assert rank == [None] * len(options)
+
+
+def test_null_checks_nothing(tmp_path: Path) -> None:
+    options = (f"run_dir={tmp_path}", "train.check_replicas_every=null")
+    for rank in run_ranks(flips, 2, options, 1, 1, init=False):
+        assert [verdict for _, _, verdict in rank["flips"]] == [None]
+
+
+def hashes_of(*tensors: Tensor) -> list[int]:
+    from trainer.distributed.process_group import Dist
+    from trainer.training.replica_check import ReplicaCheck
+
+    check = ReplicaCheck(Dist(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo"), [], 1)
+    return [int(check._hash(tensor)) for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn]
+)
+def test_the_hash_takes_any_dtype(dtype: torch.dtype) -> None:
+    zeros, one = torch.zeros(2, 7, dtype=dtype), torch.zeros(2, 7, dtype=dtype)
+    one.view(torch.uint8)[1, -1] = 1
+    first, second, empty = hashes_of(zeros, one, zeros[:0])
+    assert len({first, second}) == 2
+    assert empty == 0
+
+
+def test_the_hash_sees_what_a_sum_does_not() -> None:
+    values = torch.arange(1.0, 700_000)  # several chunks
+    swapped, signs, moved = values.clone(), values.clone(), torch.cat([values[1 << 18 :], values[: 1 << 18]])
+    swapped[[3, 4]] = swapped[[4, 3]]
+    signs[[3, 400_000]] *= -1
+    assert len(set(hashes_of(values, swapped, signs, moved))) == 4
+
+
+def test_the_hash_follows_memory_and_copies_no_dense_tensor() -> None:
+    from trainer.training.replica_check import _words
+
+    images = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).weight.detach()
+    assert _words(images).data_ptr() == images.data_ptr()
+    contiguous = torch.empty(0)
+    contiguous.set_(images.untyped_storage(), 0, (images.numel(),))  # type: ignore[call-overload]
+    assert hashes_of(images) == hashes_of(contiguous)

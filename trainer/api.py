@@ -1,0 +1,89 @@
+"""Training and its models for a program or a notebook: what the command does, as functions."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from trainer.cli import LAUNCHERS
+from trainer.config import Config, SlurmLaunchConfig, flatten, load
+from trainer.config.overrides import CONF, for_hydra, in_words, set_to
+from trainer.config.saved_run import saved_settings
+from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.faults import exit_report
+from trainer.files.untrusted import load_json
+from trainer.inference.restore import restored_model
+from trainer.launch.fresh import launched_by
+from trainer.launch.local import unused_run_dir
+from trainer.run import run
+
+
+def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
+    """See `trainer.train`."""
+    if isinstance(overrides, str):
+        raise UserError(
+            f"overrides is the string {overrides!r}, but must be a list of strings: [{overrides!r}]"
+        )
+    overrides = list(overrides)
+    if processes is not None and processes != 1:
+        overrides += ["launch=local", f"launch.processes={processes}"]
+    settings = composed(overrides)
+    launcher = LAUNCHERS.get(settings.launch.name)
+    if launcher is None or launched_by() is not None:
+        return run(settings)
+    _refuse_classes_of_main(settings)
+    if isinstance(settings.launch, SlurmLaunchConfig) and (
+        settings.launch.dry_run or not settings.launch.wait
+    ):
+        raise UserError(
+            "launch.dry_run=true and launch.wait=false leave no result to return; give them on a command "
+            "line: ringmaster launch=slurm ..."
+        )
+    settings.run_dir = settings.run_dir or str(unused_run_dir())  # the launcher would choose another
+    run_dir = Path(settings.run_dir)
+    status = launcher(settings, [*overrides, set_to("run_dir", settings.run_dir)])
+    if status:
+        raise _end(status, run_dir)
+    return load_json(run_dir / "result.json")
+
+
+def load_model(run_dir: str | Path, checkpoint: str | Path) -> nn.Module:
+    """See `trainer.load_model`."""
+    return restored_model(saved_settings(Path(run_dir)), str(checkpoint))
+
+
+def composed(overrides: list[str]) -> Config:
+    """The settings that `overrides` make of conf/. UserError: they cannot be composed, or do not hold."""
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            settings = compose("train", overrides=for_hydra(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(in_words(error)) from error
+    return load(settings)
+
+
+def _refuse_classes_of_main(settings: Config) -> None:
+    for name, value in flatten(settings).items():
+        if isinstance(value, str) and value.startswith("__main__."):
+            word = value.rpartition(".")[2]
+            raise UserError(
+                f"{name} is {value}, of this notebook or script: the processes of the run cannot import it. "
+                f"Write it to a file beside, mine.py for instance, and say {name}=mine.{word}; or train in "
+                "this process, without processes= and launch="
+            )
+
+
+def _end(status: int, run_dir: Path) -> Exception:
+    """The exception that the run would have ended with in this process."""
+    found = exit_report.read_failure(run_dir) or {}
+    message = found.get("message") or f"the run ended with status {status}; its output says why"
+    if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
+        return StoppedBySignal(found["step"])
+    for kind in (UserError, NonFiniteLossError):
+        if status == kind.exit_code:
+            return kind(message)
+    return RuntimeError(message)

@@ -1,0 +1,153 @@
+"""What a run is made of, as its settings name it: data, task and model, the same in training and after it."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainer.checkpoint import Agreement, weights_for
+from trainer.config import Config, DataConfig, model_settings
+from trainer.config.instantiate import instantiate
+from trainer.data.device import Normalise, ToDevice
+from trainer.data.loading.base import EvalLoader, Share, TrainLoader
+from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.loaders import eval_loader, train_loader
+from trainer.data.transforms import Transformed, mirrored_at_random
+from trainer.distributed.process_group import Dist
+from trainer.errors import UserError
+from trainer.meta_init.deferred import Deferred
+from trainer.strategies import Strategy
+from trainer.tasks import Task, offers
+
+
+def load_data(
+    config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist
+) -> tuple[Any, TrainLoader, EvalLoader | None]:
+    """The training data, and the loaders of this process's share of both kinds."""
+    train_set = build_dataset(config.data, "train")
+    replica = strategy.replica if strategy.trains else 0  # which then reads nothing
+    to_train = train_loader(train_set, config.data, batch, _share(config, dist, replica))
+    if not config.train.evaluates:
+        return train_set, to_train, None
+    return train_set, to_train, load_held_out(config, batch, strategy, dist)[1]
+
+
+def load_held_out(
+    config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist
+) -> tuple[Any, EvalLoader]:
+    """The held-out data, and the loader of this process's share of it."""
+    eval_set = build_dataset(config.data, "eval")
+    num_parts, part = strategy.evaluators(dist.rank)
+    eval_batch = dataclasses.replace(batch, num_replicas=num_parts)
+    return eval_set, eval_loader(eval_set, config.data, eval_batch, _share(config, dist, part))
+
+
+def _share(config: Config, dist: Dist, replica: int) -> Share:
+    assert config.seed is not None
+    return Share(replica, config.seed, dist.device, config.distributed.timeout_s, dist.heartbeat)
+
+
+def build_dataset(data: DataConfig, split: str) -> Any:
+    """The dataset as it is read: with the transforms of the settings and, for training, who is mirrored."""
+    dataset = instantiate("data.dataset", data.dataset, split=split)
+    setting = f"{split}_transforms"
+    if nodes := getattr(data, setting):
+        transforms = [instantiate(f"data.{setting}[{number}]", node) for number, node in enumerate(nodes)]
+        dataset = Transformed(dataset, transforms, f"data.{setting}")
+    return mirrored_at_random(dataset) if data.images.flip and split == "train" else dataset
+
+
+def build_to_device(config: Config, device: torch.device, train_set: Any) -> ToDevice:
+    """How batches come to the device; images are normalised as the settings say, or else the dataset."""
+    images, normalise = config.data.images, None
+    mean, std = images.mean or getattr(train_set, "mean", None), images.std or getattr(train_set, "std", None)
+    if mean is not None and std is not None:
+        normalise = Normalise(mean, std, device)
+    return ToDevice(device, config.train.channels_last, normalise)
+
+
+def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
+    """Build the model; `auto` settings come from the training data."""
+    for name, things in (("num_classes", "classes"), ("vocab_size", "tokens")):
+        given, there = node.get(name), getattr(train_set, name, None)
+        if isinstance(given, int) and isinstance(there, int) and given < there:
+            raise UserError(
+                f"model.{name} is {given}, but the data has {there} {things}: its largest label is "
+                f"{there - 1}; set model.{name}={there}, or auto"
+            )
+    model = instantiate("model", model_settings(node), facts=train_set)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model: {node['_target_']} makes a {type(model).__name__}, which is no torch.nn.Module"
+        )
+    parameters = dict(model.named_parameters())
+    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+        raise UserError(
+            f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch; ranks and "
+            "optimizer need it before: name the sizes, as in torch.nn.Linear for LazyLinear"
+        )
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        if problem := _not_to_be_saved(tensor):
+            raise UserError(f"model: {node['_target_']} has {name}, which {problem}")
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(
+            f"model: {node['_target_']} has nothing to train: none of its {len(parameters)} parameters "
+            "requires a gradient"
+        )
+    return model
+
+
+def _not_to_be_saved(tensor: Tensor) -> str | None:
+    if tensor.layout != torch.strided:
+        return (
+            f"is sparse ({str(tensor.layout).removeprefix('torch.')}): no checkpoint could hold it. Keep its "
+            "indices and values as buffers, and make it of them in the forward pass; or, where it is always "
+            "the same, keep it as a plain attribute"
+        )
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return (
+            "has one number in several places, as expand() makes it: no checkpoint could be read into it. "
+            "Register a .clone() of it"
+        )
+    return None
+
+
+def build_task(config: Config) -> Task:
+    task: Task = instantiate("data.task", config.data.task)
+    evaluates = offers(task, "eval_sums", "summarise") or offers(task, "rows", "summarise_rows")
+    if not offers(task, "loss") or (config.train.evaluates and not evaluates):
+        raise UserError(
+            f"data.task: {config.data.task['_target_']} makes a {type(task).__name__} without loss, or "
+            "without what evaluation needs: eval_sums and summarise, or rows and summarise_rows; "
+            "trainer.tasks.Task describes them, and train.eval_every_epochs=0 needs none of the latter"
+        )
+    if config.train.compile and offers(task, "compile"):
+        task.compile()
+    return task
+
+
+def start_from(node: dict[str, Any], model: Deferred, agreement: Agreement, dist: Dist) -> None:
+    """Give `model` the weights it is to begin with: those of `init_from`, or those it names itself.
+
+    A model may have an attribute `pretrained`, a function that returns the path of a file of weights.
+    """
+    source, ignore = node.get("init_from"), node.get("init_ignore") or ()
+    named = getattr(model.module, "pretrained", None)
+    if source is not None and named is not None:
+        raise UserError(f"model.init_from={source} and model.weights={node.get('weights')}: take one of them")
+    if named is not None:  # the first process of each host may have to fetch the file for the others
+        agreement.everywhere(lambda: _file(named) if dist.local_rank == 0 else None)
+        source = agreement.everywhere(lambda: _file(named))
+    if source is not None:  # a file that one host does not see ends all ranks, in one message
+        model.load(agreement.everywhere(lambda: weights_for(model.module, source, ignore)))
+
+
+def _file(pretrained: Callable[[], Path]) -> Path:
+    try:
+        return pretrained()
+    except (ValueError, OSError) as error:
+        raise UserError(f"model.weights: {error}") from error

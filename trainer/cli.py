@@ -1,0 +1,95 @@
+"""From a command line to a run: compose the settings, then launch the run or be one of its processes."""
+
+import gc
+import os
+import sys
+import traceback
+from typing import Any
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from trainer import config
+from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, for_hydra, in_words
+from trainer.errors import UserError
+from trainer.faults.left_running import ends_in_time
+from trainer.launch import local, slurm
+from trainer.launch.exits import exits
+from trainer.launch.fresh import die_with_parent, extend_path, launched_by
+from trainer.launch.place import place, publish
+
+LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
+
+
+@ends_in_time()
+def main() -> None:
+    """Do what `sys.argv` says, as every Hydra program would, and end with the status of the run."""
+    die_with_parent()
+    extend_path()
+    with exits():
+        argv, sys.argv = sys.argv[1:], for_hydra(sys.argv)
+        composed = compose()
+        if len(composed) > 1:
+            raise UserError(f"hydra/sweeper: {EACH_TRIAL_LAUNCHES}")
+        for settings in composed:
+            start(config.load(settings), argv)
+
+
+def compose() -> list[DictConfig]:
+    """The settings of the run that the command line asks for; none for --help and the like, nor for a sweep.
+
+    Only collected: Hydra would report the errors of what runs inside it, and cut their tracebacks.
+    """
+    composed: list[DictConfig] = []
+
+    def ringmaster(settings: DictConfig) -> None:
+        composed.append(settings)
+
+    wanted = os.environ.get("HYDRA_FULL_ERROR")
+    # Hydra would otherwise print errors by itself, on every rank, and hide their traceback from torchrun.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(ringmaster)()
+    except Exception as error:
+        if isinstance(error, HydraException | OmegaConfBaseException) or not _is_of_hydra(error):
+            raise
+        groups = [each for each in sys.argv[1:] if (CONF / each.partition("=")[0]).is_dir()]
+        what = " ".join(groups) or "the command line"
+        raise UserError(f"{what} cannot be composed: {in_words(error)}") from error
+    finally:  # what is launched would inherit it, and end with a traceback instead of its message
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if wanted is not None:
+            os.environ["HYDRA_FULL_ERROR"] = wanted
+    return composed
+
+
+def _is_of_hydra(error: Exception) -> bool:
+    """Whether Hydra itself raised it, no sweep within: it trips over model=null, no less a mistake."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return str(last[0].f_globals.get("__name__")).startswith("hydra.")
+
+
+def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
+    """Run here, or have it run by the launcher that the settings name, with the same command line.
+
+    Returns:
+        What result.json holds, where the run was this process's own.
+
+    Raises:
+        SystemExit: with the status of the processes that were launched, unless that is 0.
+    """
+    launcher = LAUNCHERS.get(settings.launch.name)
+    if launcher is not None and launched_by() is None:
+        if status := launcher(settings, argv):
+            sys.exit(status)
+        return None
+    publish(place(settings.distributed))
+    # What is imported stays: to look through it for garbage, again and again, is a fifth of the start-up.
+    gc.disable()
+    from trainer.run import run  # torch is loaded only once the settings are good
+
+    gc.freeze()
+    gc.enable()
+    return run(settings)

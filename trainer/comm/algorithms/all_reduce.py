@@ -1,0 +1,180 @@
+"""All-reduce algorithms as data; what a schedule is stands in schedule.py."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from trainer.comm.algorithms.places import Hosts, by_host, line, places_in_hosts
+from trainer.comm.algorithms.places import tree as tree_of
+from trainer.comm.algorithms.schedule import Collective, Kind, Op, Phase, Schedule, chosen, in_phases
+
+Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its part
+
+
+def _ring(ring: Sequence[int], place: int, parts: int, low: int = 0) -> Schedule:
+    """Reduce-scatter, then all-gather, of the len(ring) parts from `low`, each rank passing to the right."""
+    size = len(ring)
+    left, right = ring[place - 1], ring[(place + 1) % size]
+
+    def op(kind: Kind, peer: int, index: int) -> Op:
+        begin = low + index % size
+        return Op(kind, peer, begin, begin + 1)
+
+    owned = (low + (place + 1) % size, low + (place + 1) % size + 1)
+    if size == 1:
+        return Schedule(parts, (), owned, ())
+    span, repeat = (low, low + size), size - 1
+    reduce = Phase((op(Kind.SEND, right, place), op(Kind.ADD, left, place - 1)), repeat, span)
+    gather = Phase((op(Kind.SEND, right, place + 1), op(Kind.COPY, left, place)), repeat, span)
+    return Schedule(parts, (reduce,), owned, (gather,))
+
+
+def ring(rank: int, hosts: Sequence[int]) -> Schedule:
+    """Each rank passes 1/P of the bucket to its right neighbour, P-1 times to add and P-1 times to copy.
+
+    Sends 2N(P-1)/P bytes per rank, the least there is, in 2(P-1) rounds. Source: Patarasuk & Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+    """
+    order, place = line(Hosts.of(hosts))
+    return _ring(order, place[rank], parts=len(hosts))
+
+
+@lru_cache(maxsize=16)
+def _deepest(hosts: Hosts) -> int:
+    return max(kin.depth for kin in tree_of(hosts))
+
+
+def tree(rank: int, hosts: Sequence[int]) -> Schedule:
+    """Sums climb a binary tree to its root, the total comes down again: 2 log2 P rounds of N bytes.
+
+    A binary tree of the hosts' first ranks, and one inside each host, so that each host's link carries N
+    bytes up and N down per neighbour. Source: Thakur, Rabenseifner & Gropp, "Optimization of collective
+    communication operations in MPICH", IJHPCA 2005, section 4; NCCL's trees are laid out alike.
+    """
+    tree = tree_of(Hosts.of(hosts))
+    parent, children, depth = tree[rank].parent, tree[rank].children, tree[rank].depth
+    deepest = _deepest(Hosts.of(hosts))
+    up: list[list[Op]] = [[] for _ in range(deepest)]
+    down: list[list[Op]] = [[] for _ in range(deepest)]
+    for child in children:
+        up[deepest - depth - 1].append(Op(Kind.ADD, child, 0, 1))
+        down[depth].append(Op(Kind.SEND, child, 0, 1))
+    if parent is not None:
+        up[deepest - depth].append(Op(Kind.SEND, parent, 0, 1))
+        down[depth - 1].append(Op(Kind.COPY, parent, 0, 1))
+    owned = (0, 1) if parent is None else (0, 0)
+    return Schedule(1, in_phases(up), owned, in_phases(down))
+
+
+def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
+    """Pairs exchange halves, quarters, eighths ... to add, then the same way back to copy: 2 log2 P rounds.
+
+    Sends 2N(P-1)/P bytes per rank at a power of two. Other world sizes fold their P - 2^k excess ranks into
+    a neighbour first (N bytes) and hand them the result last (N bytes). Nearest partners exchange the largest
+    chunks, so that what crosses hosts is small. Source: Rabenseifner, "Optimization of collective reduction
+    operations", ICCS 2004; Thakur, Rabenseifner & Gropp 2005, section 4.5.
+    """
+    order, places = line(Hosts.of(hosts))
+    place, world_size = places[rank], len(hosts)
+    levels = world_size.bit_length() - 1
+    core, excess = 1 << levels, world_size - (1 << levels)
+
+    # The first 2 * excess places are pairs, of which the first takes part and the second only hands over.
+    def core_rank(index: int) -> int:
+        return order[2 * index if index < excess else index + excess]
+
+    folded = place < 2 * excess
+    partner = order[place ^ 1] if folded else -1
+    if folded and place % 2:
+        idle = (Phase((), repeat=levels),) if levels else ()
+        fold_in, fold_out = Op(Kind.SEND, partner, 0, core), Op(Kind.COPY, partner, 0, core)
+        return Schedule(core, (Phase((fold_in,)), *idle), (0, 0), (*idle, Phase((fold_out,))))
+
+    index = place // 2 if folded else place - excess
+    low, high = 0, core
+    halving: list[Phase] = []
+    doubling: list[Phase] = []
+    for level in range(levels):
+        peer, middle = core_rank(index ^ (1 << level)), (low + high) // 2
+        lower, upper = (low, middle), (middle, high)
+        keep, give = (upper, lower) if index >> level & 1 else (lower, upper)
+        halving.append(Phase((Op(Kind.SEND, peer, *give), Op(Kind.ADD, peer, *keep))))
+        doubling.insert(0, Phase((Op(Kind.SEND, peer, *keep), Op(Kind.COPY, peer, *give))))
+        low, high = keep
+    if excess:
+        halving.insert(0, Phase((Op(Kind.ADD, partner, 0, core),) if folded else ()))
+        doubling.append(Phase((Op(Kind.SEND, partner, 0, core),) if folded else ()))
+    return Schedule(core, tuple(halving), (low, high), tuple(doubling))
+
+
+@lru_cache(maxsize=16)
+def _shard_rings(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """By shard, the rank of each host that owns it: as many shards as the smallest host has ranks."""
+    return tuple(zip(*by_host(hosts), strict=False))
+
+
+def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
+    """Reduce-scatter inside each host, a ring across hosts for every shard, all-gather inside each host.
+
+    Each host's link carries 2N(H-1)/H bytes for H hosts, however many ranks share it; a flat ring carries
+    2N(P-1)/P. There are as many shards as the smallest host has ranks; further ranks of a larger host give
+    to the owners of the shards and take from them. Source: Jia et al., "Highly Scalable Deep Learning
+    Training System with Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
+    """
+    members = by_host(Hosts.of(hosts))
+    host, index = places_in_hosts(Hosts.of(hosts))[rank]
+    local, num_hosts = members[host], len(members)
+    rings = _shard_rings(Hosts.of(hosts))
+    num_shards = len(rings)
+    owners = local[:num_shards]
+
+    def shard(kind: Kind, peer: int, number: int) -> Op:
+        return Op(kind, peer, number * num_hosts, (number + 1) * num_hosts)
+
+    scatter = [shard(Kind.SEND, owner, j) for j, owner in enumerate(owners) if owner != rank]
+    gather = [shard(Kind.COPY, owner, j) for j, owner in enumerate(owners) if owner != rank]
+    parts = num_shards * num_hosts
+    if index < num_shards:
+        others = [peer for peer in local if peer != rank]
+        scatter += [shard(Kind.ADD, peer, index) for peer in others]
+        gather = [shard(Kind.SEND, peer, index) for peer in others] + gather
+        across = _ring(rings[index], host, parts, low=index * num_hosts)
+    else:
+        idle = (Phase((), repeat=num_hosts - 1),) if num_hosts > 1 else ()
+        across = Schedule(parts, idle, (0, 0), idle)
+    first, last = Phase(tuple(scatter)), Phase(tuple(gather))
+    return Schedule(parts, (first, *across.reduce), across.owned, (*across.gather, last))
+
+
+def master_worker(rank: int, hosts: Sequence[int]) -> Schedule:
+    """All send to rank 0, which adds and sends back: (P-1)N bytes into one rank. The baseline to beat.
+
+    Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, with one
+    synchronous server.
+    """
+    if rank != 0:
+        return Schedule(1, (Phase((Op(Kind.SEND, 0, 0, 1),)),), (0, 0), (Phase((Op(Kind.COPY, 0, 0, 1),)),))
+    workers = range(1, len(hosts))
+    collect = tuple(Op(Kind.ADD, worker, 0, 1) for worker in workers)
+    hand_out = tuple(Op(Kind.SEND, worker, 0, 1) for worker in workers)
+    return Schedule(1, (Phase(collect),), (0, 1), (Phase(hand_out),))
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "ring": ring,
+    "tree": tree,
+    "halving_doubling": halving_doubling,
+    "hierarchical": hierarchical,
+    "master_worker": master_worker,
+}
+
+
+def build(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
+    """The schedule of `rank` under the named algorithm.
+
+    Args:
+        hosts: the host index of every rank; ranks of one host need not be neighbours.
+
+    Raises:
+        ValueError: no such algorithm, or no such rank.
+    """
+    return chosen(ALGORITHMS, Collective.ALL_REDUCE, algorithm, rank, hosts)(rank, hosts)

@@ -1,0 +1,268 @@
+"""All-gathers and reduce-scatters as data: every rank owns one block, of the length of all others.
+
+A reduce-scatter is its all-gather run backwards: where a block went out from its owner and was copied, the
+partial sums come back the same way and are added, so the owner ends with the sum. It is right because in an
+all-gather each rank receives each block of the others exactly once, and it moves the same bytes. Source: the
+duality is that of Chan, Heimlich, Purkayastha & van de Geijn, "Collective communication: theory, practice,
+and experience", Concurrency and Computation 2007, section 3.
+
+Parts are numbered as an algorithm likes them, next to each other what it sends together; `Schedule.blocks`
+says whose block each is.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+from trainer.comm.algorithms.places import Hosts, by_host, line, places_in_hosts
+from trainer.comm.algorithms.places import tree as tree_of
+from trainer.comm.algorithms.schedule import Collective, Kind, Op, Phase, Schedule, chosen, in_phases
+
+_OPPOSITE = {Kind.SEND: Kind.ADD, Kind.COPY: Kind.SEND}
+
+
+def all_gather(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
+    """The all-gather of `rank` under the named algorithm: at the end it holds the blocks of all ranks.
+
+    Args:
+        hosts: the host index of every rank; ranks of one host need not be neighbours.
+
+    Raises:
+        ValueError: no such algorithm, or no such rank.
+    """
+    found = chosen(ALL_GATHERS, Collective.ALL_GATHER, algorithm, rank, hosts)
+    blocks, own, gather = found(rank, Hosts.of(hosts))
+    return Schedule(len(hosts), (), (own, own + 1), gather, blocks)
+
+
+def reduce_scatter(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
+    """The reduce-scatter of `rank`: at the end it holds the sum of its own block; see `all_gather`."""
+    forth = all_gather(algorithm, rank, hosts)
+    back = tuple(_backwards(phase) for phase in reversed(forth.gather))
+    return Schedule(forth.parts, back, forth.owned, (), forth.blocks)
+
+
+def _backwards(phase: Phase) -> Phase:
+    last = phase.round(phase.repeat - 1)
+    ops = tuple(Op(_OPPOSITE[op.kind], op.peer, op.begin, op.end) for op in last)
+    return Phase(ops, phase.repeat, phase.ring, not phase.forward)
+
+
+Found = tuple[tuple[int, ...], int, tuple[Phase, ...]]  # whose block each part is, this rank's part, rounds
+
+
+def _ring(rank: int, hosts: Hosts) -> Found:
+    """Each rank passes what it got last to its right neighbour: N(P-1)/P bytes sent, in P-1 rounds.
+
+    Source: see `algorithms.ring`, of which this is the second half.
+    """
+    order, place_of = line(hosts)
+    place = place_of[rank]
+    return (
+        order,
+        place,
+        _pass_on(order[place - 1], order[(place + 1) % len(order)], place, range(len(order) + 1)),
+    )
+
+
+def _pass_on(left: int, right: int, place: int, bounds: Sequence[int]) -> tuple[Phase, ...]:
+    """A ring in which the rank at place i has the parts [bounds[i], bounds[i + 1]) at first."""
+    size = len(bounds) - 1
+
+    def ops(number: int) -> tuple[Op, ...]:
+        sent, got = (place - number) % size, (place - number - 1) % size
+        send = Op(Kind.SEND, right, bounds[sent], bounds[sent + 1])
+        return send, Op(Kind.COPY, left, bounds[got], bounds[got + 1])
+
+    if size == 1:
+        return ()
+    if bounds[-1] - bounds[0] == size:  # all alike: one phase, however many ranks
+        return (Phase(ops(0), size - 1, (bounds[0], bounds[-1])),)
+    return tuple(Phase(ops(number)) for number in range(size - 1))
+
+
+def _tree(rank: int, hosts: Hosts) -> Found:
+    """Blocks climb the tree of `algorithms.tree` to its root, and all come down again: 2 log2 P rounds.
+
+    Each link carries up to N bytes either way, twice what is needed and more: for small units.
+    """
+    kin, (order, begins, ends, deepest) = tree_of(hosts), _subtrees(hosts)
+    parent, children, depth = kin[rank].parent, kin[rank].children, kin[rank].depth
+    up: list[list[Op]] = [[] for _ in range(deepest)]
+    down: list[list[Op]] = [[] for _ in range(deepest)]
+    for child in children:
+        up[deepest - depth - 1].append(Op(Kind.COPY, child, begins[child], ends[child]))
+        down[depth] += _all_but(Kind.SEND, child, begins[child], ends[child], (0, len(hosts)))
+    if parent is not None:
+        up[deepest - depth].append(Op(Kind.SEND, parent, begins[rank], ends[rank]))
+        down[depth - 1] += _all_but(Kind.COPY, parent, begins[rank], ends[rank], (0, len(hosts)))
+    return order, begins[rank], in_phases((*up, *down))
+
+
+@lru_cache(maxsize=16)
+def _subtrees(hosts: Hosts) -> tuple[tuple[int, ...], list[int], list[int], int]:
+    """Ranks in preorder; by rank, where its subtree begins and ends in that order; the greatest depth."""
+    kin = tree_of(hosts)
+    order: list[int] = []
+    begins, ends = [0] * len(hosts), [0] * len(hosts)
+    waiting = [next(rank for rank, place in enumerate(kin) if place.parent is None)]
+    while waiting:
+        rank = waiting.pop()
+        begins[rank] = len(order)
+        order.append(rank)
+        waiting += reversed(kin[rank].children)
+    for rank in reversed(order):
+        ends[rank] = ends[kin[rank].children[-1]] if kin[rank].children else begins[rank] + 1
+    return tuple(order), begins, ends, max(place.depth for place in kin)
+
+
+def _all_but(kind: Kind, peer: int, begin: int, end: int, parts: tuple[int, int]) -> list[Op]:
+    """Moves of the parts [low, high), without those in [begin, end)."""
+    low, high = parts
+    return [Op(kind, peer, first, last) for first, last in ((low, begin), (end, high)) if first < last]
+
+
+def _halving_doubling(rank: int, hosts: Hosts) -> Found:
+    """Pairs exchange what they have, twice as much each time: log2 P rounds, N(P-1)/P bytes sent.
+
+    The farthest partners begin, with one block, so that what crosses hosts is small. At other world sizes
+    than powers of two, P - 2^k excess ranks give their block to a neighbour first, which hands them all the
+    others last. Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations
+    in MPICH", IJHPCA 2005, sections 4.1 and 4.3.
+    """
+    order, place_of = line(hosts)
+    place, world_size = place_of[rank], len(hosts)
+    levels = world_size.bit_length() - 1
+    excess = world_size - (1 << levels)
+    blocks, begins = _groups(hosts)
+
+    # The first 2 * excess places are pairs, of which the first takes part and the second only hands over.
+    folded = place < 2 * excess
+    partner = order[place ^ 1] if folded else -1
+    index = place // 2 if folded else place - excess
+    group = _reversed_bits(index, levels)
+    if folded and place % 2:
+        own = begins[group] + 1
+        idle = (Phase((), repeat=levels),) if levels else ()
+        last = Phase(tuple(_all_but(Kind.COPY, partner, own, own + 1, (0, world_size))))
+        return blocks, own, (Phase((Op(Kind.SEND, partner, own, own + 1),)), *idle, last)
+
+    own = begins[group]
+    rounds = []
+    for level in reversed(range(levels)):
+        other = index ^ (1 << level)
+        peer, span = order[2 * other if other < excess else other + excess], 1 << (levels - 1 - level)
+        low, theirs = group & -span, (group & -span) ^ span
+        send = Op(Kind.SEND, peer, begins[low], begins[low + span])
+        rounds.append(Phase((send, Op(Kind.COPY, peer, begins[theirs], begins[theirs + span]))))
+    if excess:
+        taken = (Op(Kind.COPY, partner, own + 1, own + 2),) if folded else ()
+        given = _all_but(Kind.SEND, partner, own + 1, own + 2, (0, world_size)) if folded else ()
+        rounds = [Phase(taken), *rounds, Phase(tuple(given))]
+    return blocks, own, tuple(rounds)
+
+
+@lru_cache(maxsize=16)
+def _groups(hosts: Hosts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks in the order of their parts, pairs side by side; and the part at which each group begins.
+
+    Group g is the rank, or pair, whose index has the bits of g in reverse: who shares its lowest bits, and so
+    is reached first, lies next to it.
+    """
+    order, _ = line(hosts)
+    levels = len(order).bit_length() - 1
+    excess = len(order) - (1 << levels)
+    indices = [_reversed_bits(group, levels) for group in range(1 << levels)]
+    groups = [order[2 * i : 2 * i + 2] if i < excess else (order[i + excess],) for i in indices]
+    begins = (0, *accumulate(len(group) for group in groups))
+    return tuple(rank for group in groups for rank in group), begins
+
+
+def _reversed_bits(value: int, bits: int) -> int:
+    return int(f"{value:0{bits}b}"[::-1], 2) if bits else 0
+
+
+def _hierarchical(rank: int, hosts: Hosts) -> Found:
+    """A ring across hosts for each place within them, then all to all inside each host.
+
+    Each host's link carries N(H-1)/H bytes for H hosts, the least there is, however many ranks share it; a
+    flat ring's carries N(P-1)/P. There are as many rings as the smallest host has ranks; further ranks of a
+    larger host give their block to a rank in one first. Source: as of `algorithms.hierarchical`.
+    """
+    groups = by_host(hosts)
+    host, index = places_in_hosts(hosts)[rank]
+    local, (rings, blocks, bounds) = groups[host], _rings(hosts)
+
+    def parts(ring: int) -> tuple[int, int]:
+        return bounds[ring * len(groups)], bounds[(ring + 1) * len(groups)]
+
+    def own(index: int) -> int:
+        return bounds[index % rings * len(groups) + host] + index // rings
+
+    def exchange(kind: Kind, peer: int, ring: int, receiver: int) -> list[Op]:
+        """All of a ring's blocks but that of who gets them, where it has been there before."""
+        if receiver % rings != ring:
+            return [Op(kind, peer, *parts(ring))]
+        return _all_but(kind, peer, own(receiver), own(receiver) + 1, parts(ring))
+
+    first: list[Op] = []
+    inside: list[Op] = []
+    across: tuple[Phase, ...] = (Phase((), repeat=len(groups) - 1),) if len(groups) > 1 else ()
+    if index < rings:
+        first = [Op(Kind.COPY, local[i], own(i), own(i) + 1) for i in range(index + rings, len(local), rings)]
+        chunks = bounds[index * len(groups) : (index + 1) * len(groups) + 1]
+        left, right = groups[host - 1][index], groups[(host + 1) % len(groups)][index]
+        across = _pass_on(left, right, host, chunks)
+        for other, peer in enumerate(local):
+            if other != index:
+                inside += exchange(Kind.SEND, peer, index, other)
+    else:
+        first = [Op(Kind.SEND, local[index % rings], own(index), own(index) + 1)]
+    for ring, peer in enumerate(local[:rings]):
+        if ring != index:
+            inside += exchange(Kind.COPY, peer, ring, index)
+    before = (Phase(tuple(first)),) if rings * len(groups) < len(hosts) else ()
+    return blocks, own(index), (*before, *across, Phase(tuple(inside)))
+
+
+@lru_cache(maxsize=16)
+def _rings(hosts: Hosts) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """How many; ranks in the order of their parts, ring by ring, host by host; where each host's begin."""
+    groups = by_host(hosts)
+    rings = min(len(ranks) for ranks in groups)
+    chunks = [ranks[ring::rings] for ring in range(rings) for ranks in groups]
+    bounds = (0, *accumulate(len(chunk) for chunk in chunks))
+    return rings, tuple(rank for chunk in chunks for rank in chunk), bounds
+
+
+def _master_worker(rank: int, hosts: Hosts) -> Found:
+    """All give their block to rank 0, which hands out the others: (P-1)^2 N/P bytes out of one rank.
+
+    The baseline to beat. Source: as of `algorithms.master_worker`.
+    """
+    world_size = len(hosts)
+    if rank != 0:
+        hand_in = Phase((Op(Kind.SEND, 0, rank, rank + 1),))
+        take = Phase(tuple(_all_but(Kind.COPY, 0, rank, rank + 1, (0, world_size))))
+        return _in_order(world_size), rank, (hand_in, take)
+    collect = tuple(Op(Kind.COPY, worker, worker, worker + 1) for worker in range(1, world_size))
+    hand_out = [
+        op
+        for worker in range(1, world_size)
+        for op in _all_but(Kind.SEND, worker, worker, worker + 1, (0, world_size))
+    ]
+    return _in_order(world_size), 0, (Phase(collect), Phase(tuple(hand_out)))
+
+
+@lru_cache(maxsize=16)
+def _in_order(world_size: int) -> tuple[int, ...]:
+    return tuple(range(world_size))
+
+
+ALL_GATHERS: dict[str, Callable[[int, Hosts], Found]] = {
+    "ring": _ring,
+    "tree": _tree,
+    "halving_doubling": _halving_doubling,
+    "hierarchical": _hierarchical,
+    "master_worker": _master_worker,
+}

@@ -1,0 +1,116 @@
+"""One rank's schedule, laid out over a bucket of known length: which elements move at which visit."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainer.comm.algorithms.pipeline import IN_FLIGHT, num_segments, segment_bounds, sweeps
+from trainer.comm.algorithms.schedule import Kind, Op, Schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One message: the elements [begin, end) of each piece of the bucket, never none; mostly one piece."""
+
+    kind: Kind
+    peer: int
+    pieces: tuple[tuple[int, int], ...]
+    numel: int
+
+    def take(self, sums: "Tensor", received: "Tensor") -> None:
+        """Add what has arrived to `sums`, or copy it there."""
+        taken = 0
+        for begin, end in self.pieces:
+            chunk, piece = sums[begin:end], received[taken : taken + end - begin]
+            taken += end - begin
+            if self.kind is Kind.ADD:
+                chunk.add_(piece)
+            else:
+                chunk.copy_(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """Take in `receives`, then finish the sum of `owned` if there is one, then let `sends` go."""
+
+    receives: tuple[Move, ...]
+    owned: tuple[int, int] | None
+    sends: tuple[Move, ...]
+
+
+def lay_out(
+    schedule: Schedule, numel: int, itemsize: int, segment_bytes: int, width: int
+) -> list[list[Visit]]:
+    """The visits of one bucket, sweep by sweep; a sweep's receives are what the sweep before it sent.
+
+    Args:
+        itemsize: bytes of an element on the wire.
+        segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
+    """
+    rounds = [*schedule.rounds(), ()]
+    count = num_segments(numel, itemsize, segment_bytes)
+    assert schedule.blocks is None or numel % schedule.parts == 0, "blocks are of one length"
+    bounds = segment_bounds(numel if schedule.blocks is None else numel // schedule.parts, count)
+
+    def visit(segment: int, k: int) -> Visit:
+        arriving = _messages(schedule, rounds[k - 1], bounds[segment], numel) if k > 0 else ()
+        receives = tuple(move for move in arriving if move.kind is not Kind.SEND)
+        sending = _messages(schedule, rounds[k], bounds[segment], numel)
+        sends = tuple(move for move in sending if move.kind is Kind.SEND)
+        owned = _pieces(schedule, *schedule.owned, bounds[segment], numel)
+        assert len(owned) <= 1, "what a rank owns lies in one piece"
+        return Visit(receives, owned[0] if owned and k == schedule.num_reduce_rounds else None, sends)
+
+    return [
+        [visit(segment, k) for segment, k in sweep]
+        for sweep in sweeps(len(bounds), schedule.num_rounds, width)
+    ]
+
+
+def _pieces(
+    schedule: Schedule, begin: int, end: int, segment: tuple[int, int], numel: int
+) -> tuple[tuple[int, int], ...]:
+    """The elements of the parts [begin, end) within a segment: of the bucket, or of each block."""
+    first, last = segment
+    if schedule.blocks is None:
+        low, high = (first + schedule.boundary(part, last - first) for part in (begin, end))
+        return ((low, high),) if low < high else ()
+    if first == last:
+        return ()
+    block, pieces = numel // schedule.parts, list[tuple[int, int]]()
+    for rank in sorted(schedule.blocks[begin:end]):  # on both sides of a message
+        low, high = rank * block + first, rank * block + last
+        if pieces and pieces[-1][1] == low:
+            low = pieces.pop()[0]
+        pieces.append((low, high))
+    return tuple(pieces)
+
+
+def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int], numel: int) -> Iterator[Move]:
+    for op in ops:
+        if pieces := _pieces(schedule, op.begin, op.end, segment, numel):
+            yield Move(op.kind, op.peer, pieces, sum(end - begin for begin, end in pieces))
+
+
+def chunks_in_flight(schedule: Schedule, width: int) -> int:
+    """Chunks of a rank, one after another, that hold all those whose readers have their visit still ahead.
+
+    A chunk sent at one visit is read at the next of its segment. So at any visit there is, for each segment
+    in flight, one round's at most; and no more than `width` segments are in the same round.
+    """
+    per_round = [{(op.begin, op.end) for op in ops if op.kind is Kind.SEND} for ops in schedule.rounds()]
+    if per_round and schedule.num_reduce_rounds < len(per_round):
+        per_round[schedule.num_reduce_rounds].add(schedule.owned)
+    sizes = [len(chunks) for chunks in per_round]
+    most = max(sizes, default=0)
+    return min(width * sum(sizes), IN_FLIGHT * most) + most
+
+
+def messages_in_flight(schedule: Schedule) -> int:
+    """Messages from a rank to one peer whose visit that peer may have still ahead; see `chunks_in_flight`."""
+    per_round = (Counter(op.peer for op in ops if op.kind is Kind.SEND) for ops in schedule.rounds())
+    return IN_FLIGHT * max((max(peers.values(), default=0) for peers in per_round), default=0)

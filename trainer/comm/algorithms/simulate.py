@@ -1,0 +1,114 @@
+"""Run the schedules of all ranks with no network, and prove the collective right for any numbers it adds.
+
+What a part holds is the set of ranks whose values are in it; in an all-gather all of them, or none yet. A
+schedule is right if every message sent is received in its round, no value is added twice, an owner's sum is
+complete, and every rank ends with what its `Collective` promises.
+"""
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from trainer.comm.algorithms.schedule import Collective, Kind, Op, Schedule
+
+
+class ScheduleError(ValueError):
+    """The schedules do not make the collective; the message names round, rank and chunk."""
+
+
+def simulate(schedules: Sequence[Schedule], collective: Collective = Collective.ALL_REDUCE) -> None:
+    """Check the family of schedules, one per rank.
+
+    Raises:
+        ScheduleError: a message without its receive or the reverse (which would hang), a value added twice,
+            a block gathered twice, a sum that is not complete, parts with two owners or, where parts are
+            blocks, another owner than theirs, or ranks that disagree on rounds or parts.
+    """
+    shapes = {(s.parts, s.num_reduce_rounds, s.num_rounds) for s in schedules}
+    if len(shapes) != 1:
+        raise ScheduleError(f"ranks disagree on (parts, reduce rounds, rounds): {sorted(shapes)}")
+    parts, num_reduce_rounds, _ = shapes.pop()
+    everyone = (1 << len(schedules)) - 1
+    held = [[1 << rank] * parts for rank in range(len(schedules))]  # bit sets of ranks, by rank and part
+    if collective is not Collective.ALL_REDUCE:
+        _check_blocks(schedules)
+    if collective is Collective.ALL_GATHER:
+        held = [[everyone * (part in range(*s.owned)) for part in range(parts)] for s in schedules]
+
+    if num_reduce_rounds == 0:
+        _check_owners(schedules, held, everyone)
+    for number, ops in enumerate(zip_longest(*(s.rounds() for s in schedules), fillvalue=())):
+        _run_round(number, ops, held, everyone)
+        if number + 1 == num_reduce_rounds:
+            _check_owners(schedules, held, everyone)
+    if collective is Collective.REDUCE_SCATTER:  # and the owners of blocks have been checked
+        return
+    for rank, sums in enumerate(held):
+        for part, ranks in enumerate(sums):
+            if ranks != everyone:
+                raise ScheduleError(
+                    f"rank {rank} ends without the sum of part {part}: {_names(ranks)} are in it"
+                )
+
+
+def _run_round(number: int, ops: Sequence[Sequence[Op]], held: list[list[int]], everyone: int) -> None:
+    in_flight: dict[tuple[int, int], list[tuple[Op, list[int]]]] = {}
+    for rank, rank_ops in enumerate(ops):
+        for op in rank_ops:
+            if op.kind is Kind.SEND:
+                message = (op, held[rank][op.begin : op.end])
+                in_flight.setdefault((rank, op.peer), []).append(message)
+    for rank, rank_ops in enumerate(ops):
+        for op in rank_ops:
+            if op.kind is Kind.SEND:
+                continue
+            where = f"round {number}: rank {rank}, parts [{op.begin}, {op.end}) from rank {op.peer}"
+            queue = in_flight.get((op.peer, rank), [])
+            if not queue:
+                raise ScheduleError(f"{where}: it would wait for ever, nothing is sent")
+            sent, values = queue.pop(0)
+            if (sent.begin, sent.end) != (op.begin, op.end):
+                raise ScheduleError(f"{where}: parts [{sent.begin}, {sent.end}) are sent instead")
+            for part, ranks in zip(range(op.begin, op.end), values, strict=True):
+                if op.kind is Kind.ADD and held[rank][part] & ranks:
+                    twice = _names(held[rank][part] & ranks)
+                    raise ScheduleError(f"{where}: the values of {twice} would be added twice")
+                if op.kind is Kind.COPY and ranks != everyone:
+                    raise ScheduleError(f"{where}: copies an unfinished sum of {_names(ranks)}")
+                if op.kind is Kind.COPY and held[rank][part] == everyone:
+                    raise ScheduleError(f"{where}: copies what is there already")
+                held[rank][part] = ranks if op.kind is Kind.COPY else held[rank][part] | ranks
+    lost = [pair for pair, queue in in_flight.items() if queue]
+    if lost:
+        sender, receiver = lost[0]
+        raise ScheduleError(f"round {number}: what rank {sender} sends to rank {receiver} is not received")
+
+
+def _check_owners(schedules: Sequence[Schedule], held: list[list[int]], everyone: int) -> None:
+    owners: dict[int, int] = {}
+    for rank, schedule in enumerate(schedules):
+        for part in range(*schedule.owned):
+            if part in owners:
+                raise ScheduleError(f"part {part} is owned by rank {owners[part]} and by rank {rank}")
+            if held[rank][part] != everyone:
+                raise ScheduleError(
+                    f"rank {rank} owns part {part} with only {_names(held[rank][part])} in it"
+                )
+            owners[part] = rank
+    if len(owners) != schedules[0].parts:
+        raise ScheduleError(f"parts {sorted(set(range(schedules[0].parts)) - set(owners))} have no owner")
+
+
+def _check_blocks(schedules: Sequence[Schedule]) -> None:
+    """Every part is the block of one rank, which owns it."""
+    for rank, schedule in enumerate(schedules):
+        if schedule.blocks is None or sorted(schedule.blocks) != list(range(len(schedules))):
+            raise ScheduleError(f"rank {rank}: not one part for the block of each rank: {schedule.blocks}")
+        if schedule.blocks != schedules[0].blocks:
+            raise ScheduleError(f"rank {rank} numbers the blocks otherwise than rank 0")
+        own = schedule.blocks.index(rank)
+        if schedule.owned != (own, own + 1):
+            raise ScheduleError(f"rank {rank} owns parts {schedule.owned}, and its block is part {own}")
+
+
+def _names(ranks: int) -> str:
+    return "ranks " + ", ".join(str(rank) for rank in range(ranks.bit_length()) if ranks >> rank & 1)

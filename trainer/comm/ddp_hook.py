@@ -1,0 +1,227 @@
+"""Give a DistributedDataParallel model the all-reduce of its user's choice, and a timeline of it."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.algorithms.join import JoinHook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.comm import sparse
+from trainer.comm.algorithms.all_reduce import build
+from trainer.comm.algorithms.schedule import Collective
+from trainer.comm.timeline.gpu_clock import GpuClock
+from trainer.comm.timeline.records import BucketRecord, Timeline
+from trainer.comm.transport.executor import CpuExecutor
+from trainer.comm.transport.members import Members
+from trainer.comm.transport.transport import Transport
+from trainer.comm.transport.worker import Worker
+
+Reduce = Callable[[dist.GradBucket, BucketRecord], Future[torch.Tensor]]
+Enter = Callable[[str, int], None]
+
+
+class CommHook:
+    """The gradient all-reduce of one DDP model, at work; made by `attach`.
+
+    Attributes:
+        timeline: what it costs, and who is waited for.
+    """
+
+    def __init__(self, model: nn.Module, timeline: Timeline, reduce: Reduce | Worker, enter: Enter) -> None:
+        self.timeline = timeline
+        self._model, self._enter = model, enter
+        self._worker = reduce if isinstance(reduce, Worker) else None
+        self._reduce = reduce.submit if isinstance(reduce, Worker) else reduce
+
+    def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        """What DDP calls when a bucket of gradients is complete."""
+        self._enter("all_reduce", bucket.index())
+        gradients = bucket.buffer()
+        record = self.timeline.arrive(
+            bucket.index(), sparse.num_bytes(gradients), bucket.is_last(), gradients.is_sparse
+        )
+        with record_function(f"all-reduce {record.label}") as profiled:
+            future = self._reduce(bucket, record)
+            # The range must begin here, on a thread that the profiler watches, and end when the bucket is
+            # done, wherever that is; torch has no public call for it.
+            return profiled._call_end_callbacks_on_future(future)
+
+    @contextmanager
+    def plain_errors(self) -> Iterator[None]:
+        """Around a backward pass: raise what went wrong itself (a CommError), not what DDP makes of it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._worker is not None and self._worker.error is not None:
+                raise self._worker.error from None
+            if names := sparse.unforeseen(self._model):
+                raise RuntimeError(
+                    f"sparse gradients of {', '.join(names)}, for which DDP has laid out dense ones: only "
+                    "those of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) are foreseen"
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """End the worker thread, and with it all backward passes. Not for error paths: there, just leave."""
+        if self._worker is not None:
+            self._worker.close()
+
+
+def attach(
+    model: DistributedDataParallel,
+    algorithm: str,
+    *,
+    hosts: Sequence[int],
+    wire_dtype: str = "fp32",
+    segment_mb: float | None = None,
+    cuda_graph: bool = False,
+    timeout_s: float = 600.0,
+    powersgd: Mapping[str, Any] | None = None,
+    enter: Enter = lambda phase, bucket: None,
+) -> CommHook:
+    """Make `algorithm` the gradient all-reduce of `model`; a collective of the ranks that share the model.
+
+    These are the ranks of the model's own process group; all others go on undisturbed. As for any group
+    that only its members make, torch asks that they have made equally many groups before.
+
+    Gradients become their mean over ranks: a schedule's owners divide the sum (with fp16 on the wire each
+    rank divides its own gradients, so that the sum does not overflow), `native` and `powersgd` divide before
+    they add. Under `model.join`, a rank that has run out of data goes on adding zeros and is counted.
+
+    Args:
+        algorithm: a schedule by name; `native`, the backend's own; or `powersgd`, torch's hook (source:
+            Vogels et al., "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019).
+        hosts: host index of every rank, of the world or of the model's group, in the order of ranks.
+        wire_dtype: fp32 | bf16 | fp16. A schedule adds up in fp32 whatever the wire carries; `native` adds
+            in the wire's dtype, as the backend does, and sends sparse gradients as they are. PowerSGD has
+            no use for it.
+        segment_mb: see `Transport`; schedules only.
+        cuda_graph: on a GPU, record a schedule's launches once for each bucket, and play them back.
+        timeout_s: the longest wait for a neighbour.
+        powersgd: keyword arguments of torch's PowerSGDState.
+        enter: told `("all_reduce", bucket)` of each bucket before it is handed on.
+
+    Raises:
+        ValueError: an unknown algorithm or wire dtype, hosts of another number of ranks, a model with
+            sparse gradients under another algorithm than `native`, or a setting PowerSGD refuses.
+    """
+    if algorithm != "native":
+        sparse.refuse_sparse(model.module, algorithm, "native")
+    device = next(model.parameters()).device
+    transport = Transport(model.process_group, hosts, device, wire_dtype, segment_mb, timeout_s)
+    reduce: Reduce | Worker
+    if algorithm == "native":
+        reduce = _native(model.process_group, transport.wire, transport.clock)
+    elif algorithm == "powersgd":
+        reduce = _powersgd(powersgd or {}, model.process_group, transport.group, transport.clock)
+    else:
+        all_reduce = Collective.ALL_REDUCE
+        schedules = {all_reduce: build(algorithm, transport.rank, transport.hosts)}
+        if transport.clock is not None:
+            reduce = transport.on_gpu(schedules, len(transport.hosts), cuda_graph)[all_reduce].submit
+        else:
+            executor = transport.on_cpu(schedules)[all_reduce]
+            reduce = _scheduled(executor, algorithm, transport.group, transport.timeline)
+    hook = CommHook(model.module, transport.timeline, reduce, enter)
+    model.register_comm_hook(None, hook.reduce)
+    model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
+    return hook
+
+
+def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
+    """DDP's own, unless gradients would have to be divided by the ranks that still have data.
+
+    DDP divides so itself, and tells a communication hook nothing of it.
+    """
+    if not settings.get("divide_by_initial_world_size", True):
+        raise ValueError(
+            "join(divide_by_initial_world_size=False) needs DDP's own all-reduce: a communication hook "
+            "divides by all ranks of the model's group; leave the argument out, or train without a hook"
+        )
+    return DistributedDataParallel.join_hook(model, **settings)
+
+
+def _native(group: dist.ProcessGroup, wire_dtype: torch.dtype | None, gpu_clock: GpuClock | None) -> Reduce:
+    divisor = dist.get_world_size(group)
+
+    def reduce(bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        sent = gradients if wire_dtype is None or gradients.is_sparse else gradients.to(wire_dtype)
+        finish = _finisher(record, gpu_clock)
+        # Divided first, or half precision would overflow in the sum.
+        work = dist.all_reduce(sent.div_(divisor), group=group, async_op=True)
+
+        def take(done: Future[list[torch.Tensor]]) -> torch.Tensor:
+            mean = done.value()[0]
+            if mean is not gradients:
+                gradients.copy_(mean)
+            finish()
+            return gradients
+
+        return work.get_future().then(take)
+
+    return reduce
+
+
+def _powersgd(
+    settings: Mapping[str, Any],
+    models_group: dist.ProcessGroup,
+    group: dist.ProcessGroup,
+    gpu_clock: GpuClock | None,
+) -> Reduce | Worker:
+    if gpu_clock is None:
+        # gloo runs a bucket's follow-up reductions when its first is done, in an order of its own on every
+        # rank; with two buckets under way, ranks would mix them up. So one at a time.
+        state = powerSGD_hook.PowerSGDState(group, **settings)
+        return Worker(lambda bucket, record: powerSGD_hook.powerSGD_hook(state, bucket).wait())
+    state = powerSGD_hook.PowerSGDState(models_group, **settings)
+
+    def reduce(bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+        finish = _finisher(record, gpu_clock)
+
+        def take(done: Future[torch.Tensor]) -> torch.Tensor:
+            finish()
+            return done.value()
+
+        return powerSGD_hook.powerSGD_hook(state, bucket).then(take)
+
+    return reduce
+
+
+def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], None]:
+    """What to call when a Future of torch's is done. It cannot tell when it began to move the bucket."""
+    record.start = record.ready
+    if gpu_clock is None:
+
+        def finish() -> None:
+            record.end = time.perf_counter()
+
+        return finish
+    ready = gpu_clock.mark()
+
+    def finish_gpu() -> None:
+        record.read_gpu = gpu_clock.times(ready, ready, gpu_clock.mark())
+
+    return finish_gpu
+
+
+def _scheduled(executor: CpuExecutor, algorithm: str, group: dist.ProcessGroup, timeline: Timeline) -> Worker:
+    members = Members(group)
+
+    def all_reduce(bucket: dist.GradBucket, record: BucketRecord) -> torch.Tensor:
+        what = f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes}"
+        with members.named(what):
+            waited_s = executor.run(bucket.buffer(), divisor=len(members.ranks))
+        record.waited_s = members.in_world(waited_s)
+        return bucket.buffer()
+
+    return Worker(all_reduce, executor.close)

@@ -1,0 +1,201 @@
+"""Give the units of a `fully_shard` model the all-gather and reduce-scatter of their user's choice.
+
+FSDP2 asks an object of the user's for memory and then for the collective, unit by unit: parameters before a
+unit is computed, forwards and backwards, gradients after its backward pass. All ranks ask in one order, that
+of the computation, so one queue serves both collectives (fsdp_movers.py).
+
+On CPUs torch's own hold up the thread that computes until they are done. These do not: a worker moves the
+blocks, and who needs them waits; gradients at the end of the backward pass, unless they are read before.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
+from trainer.comm.algorithms.schedule import Collective
+from trainer.comm.fsdp_movers import OnCpu, OnGpu, own_block
+from trainer.comm.timeline.records import BucketRecord, Timeline
+from trainer.comm.transport.transport import Transport
+
+Enter = Callable[[str, int], None]
+_BUILDS = {Collective.ALL_GATHER: all_gather, Collective.REDUCE_SCATTER: reduce_scatter}
+
+
+class ShardComm:
+    """The collectives of one sharded model, at work; made by `attach`.
+
+    Attributes:
+        timeline: what they cost in `one_pass`, and who is waited for.
+    """
+
+    def __init__(
+        self, model: nn.Module, timeline: Timeline, mover: "OnCpu | OnGpu", defers: bool, enter: Enter
+    ) -> None:
+        self.timeline = timeline
+        self._mover, self._defers, self._enter = mover, defers, enter
+        self._in_pass = False
+        named = [(name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+        for number, (name, module) in enumerate(named):
+            assert isinstance(module, nn.Module)
+            unit = _Unit(self, number, f"unit {name}" if name else "the root", module)
+            # The base classes that torch annotates are not public, and what it calls is what they declare.
+            module.set_custom_all_gather(_AllGather(unit))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(unit))  # type: ignore[arg-type]
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Around a forward and backward pass: after it, this rank's gradients are there."""
+        self._in_pass = True
+        yield
+        self._in_pass = False
+        self._mover.finish()
+        self.timeline.end_pass()
+
+    def gather(self, unit: "_Unit", buffer: torch.Tensor) -> dist.Work:
+        """Begin to fill `buffer` with the blocks of all ranks, of which it holds this one's."""
+        return self._mover.gather(unit.number, buffer, self._record(Collective.ALL_GATHER, unit, buffer))
+
+    def scatter(self, unit: "_Unit", output: torch.Tensor, buffer: torch.Tensor, mean: bool) -> None:
+        """Leave in `output` the sum or mean of this rank's block in all `buffer`s, whose content is lost."""
+        record = self._record(Collective.REDUCE_SCATTER, unit, buffer)
+        self._mover.scatter(unit.number, output, buffer, mean, record)
+        # A sum is divided by torch as soon as this returns: fp64's and fp16's are.
+        if not (mean and self._defers and unit.keeps(output)):
+            self._mover.finish()
+
+    def close(self) -> None:
+        """End the worker thread. Not for error paths: there, just leave."""
+        self._mover.close()
+
+    def _record(self, collective: Collective, unit: "_Unit", buffer: torch.Tensor) -> BucketRecord:
+        self._enter("all_reduce", unit.number)
+        about = {"collective": collective, "unit": unit.name}
+        if self._in_pass:
+            return self.timeline.arrive(unit.number, buffer.nbytes, is_last=False, **about)  # type: ignore[arg-type]
+        return BucketRecord(unit.number, buffer.nbytes, time.perf_counter(), **about)  # type: ignore[arg-type]
+
+
+class _Unit:
+    """A module that `fully_shard` made a unit."""
+
+    def __init__(self, comm: ShardComm, number: int, name: str, module: nn.Module) -> None:
+        self.comm, self.number, self.name = comm, number, name
+        within = [
+            m
+            for child in module.modules()
+            if child is not module and isinstance(child, FSDPModule)
+            for m in child.modules()
+        ]
+        own = set(module.modules()) - set(within)
+        self._places = [(part, name) for part in own for name, _ in part.named_parameters(recurse=False)]
+
+    def keeps(self, reduced: torch.Tensor) -> bool:
+        """Whether `reduced` becomes the gradients as it is, and nobody reads it before the pass has ended.
+
+        Else it would be cast to their dtype, added to those of an earlier pass, or given to hooks, at once.
+        """
+        parameters = [getattr(part, name) for part, name in self._places]
+        return all(
+            isinstance(p, DTensor)
+            and p.grad is None
+            and p.dtype == reduced.dtype
+            and p.grad_dtype in (None, reduced.dtype)
+            and not p._post_accumulate_grad_hooks  # torch has no public word for it
+            for p in parameters
+            if p.requires_grad
+        )
+
+
+class _Comm:
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a collective, which lives as long as torch keeps it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Comm):
+    """What torch's AllGather declares."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work:
+        own = own_block(output_tensor, group)
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        return self._unit.comm.gather(self._unit, output_tensor)
+
+
+class _ReduceScatter(_Comm):
+    """What torch's ReduceScatter declares; torch asks for no work, and reads when the streams allow it."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError(f"a reduce-scatter adds or averages, and cannot {op}")
+        self._unit.comm.scatter(self._unit, output_tensor, input_tensor, op == dist.ReduceOp.AVG)
+
+
+def attach(
+    model: nn.Module,
+    algorithm: str,
+    *,
+    group: dist.ProcessGroup,
+    hosts: Sequence[int],
+    device: torch.device,
+    hybrid: bool = False,
+    wire_dtype: str = "fp32",
+    segment_mb: float | None = None,
+    timeout_s: float = 600.0,
+    enter: Enter = lambda phase, unit: None,
+) -> ShardComm:
+    """Have `algorithm` gather and reduce the units of `model`; a collective of the ranks that share shards.
+
+    The mean of gradients is that of `group`: each owner divides its sum (with fp16 on the wire each rank its
+    own gradients). Replicas of a hybrid model meet by torch's own all-reduce, for which it takes no other.
+
+    Args:
+        model: on which `fully_shard` has been called, with all its units.
+        algorithm: one of `trainer.comm.algorithms.gather_scatter.ALL_GATHERS`.
+        group: of the ranks among which parameters are sharded.
+        hosts: host index of every rank, of the world or of the group, in the order of ranks.
+        device: where units are gathered; shards may be kept elsewhere.
+        hybrid: whether the sums go on to replicas, and so must be there at once.
+        wire_dtype: fp32 | bf16 | fp16, of gradients, added up in fp32 all the same, and of parameters, which
+            are computed with as they arrived, also on the rank that owns them. Half precision is sent as
+            it is.
+        segment_mb: see `Transport`; on a GPU a unit is what a bucket is there.
+        timeout_s: the longest wait for a neighbour.
+        enter: told `("all_reduce", unit)` of each collective before it is handed on.
+
+    Raises:
+        ValueError: an unknown algorithm or wire dtype, or hosts of another number of ranks.
+    """
+    transport = Transport(group, hosts, device, wire_dtype, segment_mb, timeout_s)
+    rank, hosts = transport.rank, transport.hosts
+    schedules = {collective: build(algorithm, rank, hosts) for collective, build in _BUILDS.items()}
+    mover: OnCpu | OnGpu
+    if transport.clock is not None:
+        mover = OnGpu(transport.on_gpu(schedules), group, transport.clock)
+    else:
+        mover = OnCpu(transport.on_cpu(schedules), transport.group, algorithm, transport.timeline)
+    return ShardComm(model, transport.timeline, mover, defers=not hybrid, enter=enter)

@@ -1,0 +1,296 @@
+"""Predict how long a collective takes, from its schedules and from what links and processors can do.
+
+The model is LogGP (Alexandrov et al., "LogGP: incorporating long messages into the LogP model", SPAA 1995)
+with three kinds of links and one more resource. A bucket travels in segments that overlap, so its time is
+that of the first segment through all rounds, and for each further one that of the busiest resource: a host's
+link in either direction, the trunk of the switch that it hangs on, a process's own thread, or the processors
+that the processes of a host share.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.comm.algorithms.pipeline import SEGMENT_MB, WIDTH, first_sweep
+from trainer.comm.algorithms.schedule import Schedule
+from trainer.comm.algorithms.traffic import Traffic
+from trainer.comm.network.entries import Entry
+from trainer.comm.network.rounds import Round, rounds
+
+_EQUAL = 1e-9  # of a time: what rounding makes of equal ones
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the hosts, all alike, and the network between them can do. Seconds are of one processor."""
+
+    latency_s: float = 0.0  # of a message between hosts, one way
+    link_bytes_per_s: float = math.inf  # of each host's link, in each direction, shared by its processes
+    crowded: float = (
+        1.0  # the part of it that is left where a host sends to several and receives from several
+    )
+    rails: int = 1  # links that a host has, each for as many of its processes
+    hosts_per_switch: int = 1 << 62  # so many share one, numbered side by side; all of them
+    oversubscription: float = 1.0  # by how much the links of a switch's hosts together exceed its trunk
+    local_latency_s: float = 0.0
+    local_bytes_per_s: float = math.inf  # of one process to others of its host, in each direction
+    local_copy_s_per_byte: float = 0.0  # what sender and receiver each spend on data for their own host
+    add_s_per_byte: float = 0.0
+    network_s_per_byte: float = 0.0  # sent or received between hosts
+    message_s: float = 0.0  # what sender and receiver each spend on a message
+    parallelism: float = math.inf  # processors that a host has for its processes
+
+
+def measured(figures: Entry) -> dict[str, Any]:
+    """Fields of a Machine from what `trainer.comm.preflight --json` wrote: medians over all links.
+
+    A preflight on one host leaves out the links between hosts, one process per host those within.
+
+    Raises:
+        ValueError: the preflight failed, or this is not what it wrote.
+    """
+    if not figures["passed"].truth():
+        raise ValueError("this preflight failed; its figures mean nothing")
+    costs = figures["costs"]
+    found = {name: costs[name].number() for name in ("add_s_per_byte", "network_s_per_byte", "message_s")}
+    found["parallelism"] = costs["parallelism"].number(positive=True)
+    # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.
+    on_cpu = figures["backend"].text().endswith("cpu")
+    if on_cpu:
+        found["local_copy_s_per_byte"] = costs["copy_s_per_byte"].number()
+    measures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for link in figures["links"].each():
+        of = link["gbit_s"].number(positive=True) / 8e-9, link["latency_us"].number() * 1e-6
+        measures[link["source"].whole() == link["target"].whole()].append(of)
+    for prefix, same_host in (("local_", True), ("", False)):
+        if measures[same_host]:
+            bytes_per_s, latency_s = np.median(measures[same_host], axis=0).tolist()
+            found[f"{prefix}latency_s"] = latency_s
+            found["local_bytes_per_s" if same_host else "link_bytes_per_s"] = bytes_per_s
+    crowded = costs.get("crowded_bytes_per_s")
+    if crowded and crowded.number() and "link_bytes_per_s" in found:
+        found["crowded"] = min(1.0, crowded.number() / found["link_bytes_per_s"])
+    if on_cpu:
+        found.pop("local_bytes_per_s", None)  # of gloo's sockets, which nothing takes within a host
+    return found
+
+
+@dataclass(frozen=True)
+class Prediction:
+    seconds: float
+    bottleneck: str  # the resource that the segments queue for; "latency" where they do not
+    traffic: Traffic  # as if all parts were equally long
+    processors_s: float = 0.0  # how long the processors of a host would be busy with it, with nothing else
+
+
+def predict(
+    schedules: Sequence[Schedule],
+    hosts: Sequence[int],
+    machine: Machine,
+    num_bytes: int,
+    itemsize: int = 4,
+    segment_bytes: int = int(SEGMENT_MB * 2**20),
+    width: int = WIDTH,
+) -> Prediction:
+    """The time of one collective that starts at the same moment on all ranks.
+
+    Args:
+        schedules: one per rank; a `Family` builds only those that are needed.
+        hosts: index of the host of every rank, without gaps.
+        num_bytes: of the bucket, as it travels; of all blocks where each rank has one.
+        itemsize: bytes of an element on the wire.
+        segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
+    """
+    return Predictor(schedules, hosts, machine)(num_bytes, itemsize, segment_bytes, width)
+
+
+class Predictor:
+    """`predict` for buckets of many lengths: what is the same for all is found once."""
+
+    def __init__(self, schedules: Sequence[Schedule], hosts: Sequence[int], machine: Machine) -> None:
+        self._hosts, self._machine, self._num_rounds = np.asarray(hosts), machine, schedules[0].num_rounds
+        together = 1 if machine.oversubscription == 1 else machine.hosts_per_switch
+        self._block, self._rounds = rounds(schedules, hosts, together)
+
+    def __call__(
+        self,
+        num_bytes: int,
+        itemsize: int = 4,
+        segment_bytes: int = int(SEGMENT_MB * 2**20),
+        width: int = WIDTH,
+    ) -> Prediction:
+        num_segments = max(1, -(-num_bytes // segment_bytes))
+        segment = num_bytes / num_segments
+        tally = _Loads(self._hosts, self._block, self._machine, segment, itemsize)
+        for round_ in self._rounds:
+            tally.play(round_)
+        loads = tally.loads()
+        # The last segment enters after so many rounds of the first.
+        behind = max((num_segments - 1) / width, first_sweep(num_segments - 1, self._num_rounds, width))
+        loads["latency"] = tally.slowest_round_s * behind / max(1, num_segments - 1)
+        bottleneck = max(loads, key=loads.__getitem__)
+        return Prediction(
+            seconds=float(tally.clocks.max() + (num_segments - 1) * loads[bottleneck]),
+            bottleneck=bottleneck if num_segments > 1 else "latency",
+            traffic=tally.traffic(num_segments, copies=len(self._hosts) // self._block),
+            processors_s=float(num_segments * loads["processors of a host"]),
+        )
+
+
+class _Loads:
+    """One segment on its way: the clock of every rank of a block, and the work done by each resource."""
+
+    def __init__(
+        self, hosts: np.ndarray, block: int, machine: Machine, segment: float, itemsize: int
+    ) -> None:
+        self._host_of, self._machine, self._segment, self._itemsize = hosts, machine, segment, itemsize
+        self._switch_of = hosts // machine.hosts_per_switch
+        self._hosts, self._switches = hosts[:block], self._switch_of[:block]
+        self._num_hosts = int(self._hosts.max()) + 1
+        self._rails = _rails(self._hosts, machine.rails)
+        self._trunk_bytes_per_s = (
+            min(machine.hosts_per_switch, int(hosts.max()) + 1)
+            * machine.rails * machine.link_bytes_per_s / machine.oversubscription
+        )  # fmt: skip
+        self.clocks = np.zeros(block)
+        self.slowest_round_s = 0.0
+        self._work_s = np.zeros(block)  # of each rank's thread
+        # Bytes that each rank sends and receives inside its host, between hosts, and between switches.
+        self._local, self._across, self._beyond = np.zeros((3, 2, block))
+        self._links = np.zeros((2, int(self._rails.max()) + 1))  # of each link, more where it is crowded
+
+    def loads(self) -> dict[str, float]:
+        """Seconds that the busiest resource of each kind is busy with one segment."""
+        machine, hosts = self._machine, self._hosts
+        by_host = np.bincount(hosts, self._work_s + self._across.sum(0) * machine.network_s_per_byte)
+        return {
+            "link between hosts": self._links.max() / machine.link_bytes_per_s,
+            "trunk of a switch": _sums(self._switches, self._beyond).max() / self._trunk_bytes_per_s,
+            "link within a host": self._local.max() / machine.local_bytes_per_s,
+            "one process": self._work_s.max(),
+            "processors of a host": by_host.max() / machine.parallelism,
+        }
+
+    def traffic(self, num_segments: int, copies: int) -> Traffic:
+        """Of the whole bucket, on all ranks: those of the block, so many times."""
+
+        def listed(values: np.ndarray) -> list[int]:
+            return np.rint(values * num_segments).astype(int).tolist() * copies
+
+        return Traffic(*map(listed, (*(self._local + self._across), *_sums(self._hosts, self._across))))
+
+    def play(self, round_: Round) -> None:
+        """Advance all clocks by `round_.repeat` rounds like this one."""
+        machine, hosts, block = self._machine, self._hosts, len(self._hosts)
+        num_bytes = round_.share * self._segment
+        source, target = round_.source, round_.target % block  # what leaves the block comes back into it
+        local = self._host_of[round_.source] == self._host_of[round_.target]
+        beyond = self._switch_of[round_.source] != self._switch_of[round_.target]
+        # A chunk of less than one element is a message only now and then.
+        message_s = machine.message_s * np.minimum(1.0, num_bytes / self._itemsize)
+        copy_s = np.where(local, num_bytes * machine.local_copy_s_per_byte, 0.0)
+        send_s = message_s + np.where(round_.fresh, copy_s, 0.0)
+        receive_s = message_s + np.where(round_.adds, num_bytes * machine.add_s_per_byte, copy_s)
+        work_s = np.bincount(source, send_s, block) + np.bincount(target, receive_s, block)
+
+        def both_ends(moved: np.ndarray) -> np.ndarray:
+            """Bytes that each rank sends, and receives."""
+            weights = np.where(moved, num_bytes, 0.0)
+            return np.stack([np.bincount(end, weights, block) for end in (source, target)])
+
+        def transfer_s(latency_s: float, load: np.ndarray, of: np.ndarray, bytes_per_s: float) -> np.ndarray:
+            """Of each message, over the resource that is `of` each rank."""
+            return latency_s + np.maximum(load[0][of[source]], load[1][of[target]]) / bytes_per_s
+
+        inside, across, past = both_ends(local), both_ends(~local), both_ends(beyond)
+        each = np.arange(block)
+        on_links = _sums(self._rails, across) / self._shares(source, target, round_, local)
+        links = transfer_s(machine.latency_s, on_links, self._rails, machine.link_bytes_per_s)
+        trunks = transfer_s(
+            machine.latency_s, _sums(self._switches, past), self._switches, self._trunk_bytes_per_s
+        )
+        within = transfer_s(machine.local_latency_s, inside, each, machine.local_bytes_per_s)
+        on_the_way = np.where(local, within, np.where(beyond, np.maximum(links, trunks), links))
+        self._work_s += round_.repeat * work_s
+        self._local += round_.repeat * inside
+        self._across += round_.repeat * across
+        self._links += round_.repeat * on_links
+        self._beyond += round_.repeat * past
+
+        # More busy processes than processors: each is slowed down.
+        busy = np.bincount(hosts[work_s > 0], minlength=self._num_hosts)
+        slowdown = np.maximum(1.0, busy / machine.parallelism)
+        send_s *= slowdown[hosts[source]]
+        receive_s *= slowdown[hosts[target]]
+        sends = [(source[t], send_s[t], on_the_way[t], t) for t in _turns(round_.send_turn)]
+        receipts = [(target[t], receive_s[t], t) for t in _turns(round_.receive_turn)]
+        arrival = np.empty(len(source))
+
+        def one(clocks: np.ndarray) -> None:
+            for who, duration, way_s, messages in sends:
+                gone = clocks[who] + duration
+                clocks[who] = gone
+                arrival[messages] = gone + way_s
+            for who, duration, messages in receipts:
+                clocks[who] = np.maximum(clocks[who], arrival[messages]) + duration
+
+        self._repeat(one, round_.repeat)
+
+    def _shares(self, source: np.ndarray, target: np.ndarray, round_: Round, local: np.ndarray) -> np.ndarray:
+        """By link, how much of it is left in a round in which several hosts are at its far end, both ways."""
+        if self._machine.crowded == 1.0:
+            return np.ones(self._links.shape[1])
+        to, from_ = self._host_of[round_.target], self._host_of[round_.source]
+        if len(self._host_of) > len(
+            self._hosts
+        ):  # who sends to a rank of another block is like who is sent to
+            from_ = from_ - to + self._hosts[target]
+        several = []
+        for end, other in ((source, to), (target, from_)):
+            pairs = np.unique(np.stack([self._rails[end], other])[:, ~local], axis=1)
+            several.append(np.bincount(pairs[0], minlength=self._links.shape[1]) > 1)
+        return np.where(several[0] & several[1], self._machine.crowded, 1.0)
+
+    def _repeat(self, one: Callable[[np.ndarray], None], repeat: int) -> None:
+        """Play `one` so many times.
+
+        What a round adds to the clocks does not depend on what they show in common. So when all have gone on
+        by the same since an earlier round, they will do so again and again, and need not be asked; this comes
+        to pass in the end, as in every system that only adds and takes the latest. That earlier round is one
+        of 1, 2, 4, 8, ... as in Brent's search for a cycle.
+        """
+        clocks, then, then_at, done = self.clocks, self.clocks.copy(), 0, 0
+        while done < repeat:
+            before = clocks.max()
+            one(clocks)
+            done += 1
+            self.slowest_round_s = max(self.slowest_round_s, clocks.max() - before)
+            gone_on = clocks - then
+            if gone_on.max() - gone_on.min() <= _EQUAL * gone_on.max():
+                turns = (repeat - done) // (done - then_at)
+                clocks += turns * gone_on.max()
+                done += turns * (done - then_at)
+            elif done & (done - 1) == 0:
+                then, then_at = clocks.copy(), done
+
+
+def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
+    """By rank, which of all links it uses: those of a host are shared out to its processes in order."""
+    sizes, order = np.bincount(hosts), np.argsort(hosts, kind="stable")
+    place = np.empty(len(hosts), np.intp)
+    place[order] = np.arange(len(hosts)) - (np.cumsum(sizes) - sizes)[hosts[order]]
+    return hosts * rails + place * rails // sizes[hosts]
+
+
+def _sums(of: np.ndarray, by_rank: np.ndarray) -> np.ndarray:
+    """(2, ranks) to (2, resources), where rank r uses of[r]."""
+    return np.stack([np.bincount(of, row) for row in by_rank])
+
+
+def _turns(turn: np.ndarray) -> list[np.ndarray]:
+    """Indices of the messages of each turn: within one, no rank occurs twice."""
+    order = np.argsort(turn, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(turn))[:-1]) if len(turn) else []

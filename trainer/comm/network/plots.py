@@ -1,0 +1,71 @@
+"""Predictions over world size as a picture: .png, .svg or .pdf."""
+
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.comm.algorithms.all_reduce import ALGORITHMS
+from trainer.comm.network.cost_model import Prediction
+from trainer.comm.network.predict_step import PredictedStep
+from trainer.comm.network.world import PlannedWorld
+
+_ENDINGS = (".png", ".svg", ".pdf")
+_MARKERS = dict(zip(ALGORITHMS, "os^Dv", strict=True))
+
+
+def file(name: str) -> Path:
+    """Of an argument that names a picture to be drawn: told before anything is computed.
+
+    Raises:
+        ArgumentTypeError: it could not be written there, or an ending that says nothing.
+    """
+    path = Path(name)
+    if path.suffix not in _ENDINGS:
+        raise ArgumentTypeError(f"{name}: a picture's name ends in {', '.join(_ENDINGS)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ArgumentTypeError(f"{name}: a file in a folder that is there is needed")
+    return path
+
+
+def worlds(world: PlannedWorld) -> list[PlannedWorld]:
+    """1, 2, 4, 8, ... hosts, up to those of `world`."""
+    numbers = {1 << i for i in range(world.num_hosts.bit_length())} | {world.num_hosts}
+    return [world.with_hosts(number) for number in sorted(numbers)[:-1]] + [world]
+
+
+def times(curves: Mapping[int, Mapping[str, Prediction]], what: str, per_host: int, file: Path) -> None:
+    """Seconds by world size and algorithm, both axes logarithmic."""
+    with _axes(f"{what}, {per_host} processes on each host", "predicted time (s)", file) as axes:
+        axes.set_yscale("log")
+        for algorithm, marker in _MARKERS.items():
+            points = [(size, found[algorithm].seconds) for size, found in curves.items()]
+            points = [(size, value) for size, value in points if value > 0]
+            axes.plot(*zip(*points, strict=True), marker=marker, label=algorithm)
+
+
+def efficiencies(curves: Mapping[int, Mapping[str, PredictedStep]], what: str, file: Path) -> None:
+    """The part of a step that is computing, by world size and algorithm."""
+    with _axes(what, "computing / step (%)", file) as axes:
+        axes.set_ylim(0, 103)
+        for algorithm, marker in _MARKERS.items():
+            values = [100 * f[algorithm].computed_s / f[algorithm].seconds for f in curves.values()]
+            axes.plot(list(curves), values, marker=marker, label=algorithm)
+
+
+@contextmanager
+def _axes(title: str, ylabel: str, file: Path) -> Iterator[Any]:
+    from matplotlib.figure import Figure  # takes a second to import, and only a picture needs it
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="world size (processes)", ylabel=ylabel, title=title)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    yield axes
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:  # a full disk, no right to write
+        raise ArgumentTypeError(f"--plot {file}: {error}") from error

@@ -1,0 +1,192 @@
+"""Asynchronous rounds: workers ask for parts of steps, pull and push as they come; each push is an update.
+
+A round is some steps of as many parts as there are workers. Whoever asks is given the next part, so that a
+slow worker computes fewer, and each part is computed once. Source: Ho et al., "More effective distributed ML
+via a stale synchronous parallel parameter server", NIPS 2013, for the bound on how far a worker may be ahead.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from trainer.comm.parameter_server.client import Client
+from trainer.comm.parameter_server.links import ANSWER, REQUEST, Link
+from trainer.comm.parameter_server.order import Order
+from trainer.comm.parameter_server.server import Server
+
+_PART, _LEAVE, _PULL, _PUSH, _END = range(5)
+_FACTS = 1  # of a push: by how much its gradients are to be multiplied; NaN: they are not to be applied
+
+Apply = Callable[[dict[int, Tensor], Tensor], None]
+"""Make an update of gradients by bucket, given which parameters have one."""
+
+
+class AsyncServer:
+    """One server's part in rounds; the first server hands out the parts.
+
+    Args:
+        max_staleness: pushes that a worker may be ahead of the slowest; math.inf without bound.
+
+    Attributes:
+        staleness: how often a push was made with values that lacked so many updates.
+        not_finite: the worker whose push was not to be applied; no part is handed out after that.
+    """
+
+    def __init__(self, server: Server, order: Order, max_staleness: float, apply: Apply) -> None:
+        self.order, self.staleness = order, Counter[int]()
+        self.not_finite: int | None = None
+        self._server, self._max_staleness, self._apply = server, max_staleness, apply
+        self._num_updates, self._pulled_at = 0, dict.fromkeys(server.links, 0)
+
+    def begin(self, steps: int, replayed: Sequence[str] | None, stops: Callable[[], bool]) -> None:
+        """Serve a round of at most so many steps, in threads; a round that is `replayed` is made whole."""
+        num_workers = len(self._server.links)
+        self.order.begin(replayed)
+        self._handed_out, self._limit, self._stops = 0, steps * num_workers, stops
+        self._is_replayed = replayed is not None
+        if replayed is not None:
+            pushes = sum(event.startswith("push") for event in replayed)
+            self._limit = min(self._limit, pushes)
+        self._clocks: dict[int, float] = dict.fromkeys(self._server.links, 0.0)
+        self._server.begin(self._serve)
+
+    def finish(self) -> int:
+        """Wait for the end of the round: how many steps it made."""
+        self._server.finish()
+        return self._limit // len(self._server.links)
+
+    def _serve(self, worker: int) -> None:
+        link = self._server.links[worker]
+        request = torch.empty(2, dtype=torch.int64)
+        while True:
+            link.receive(request, REQUEST).wait()
+            kind, stops = request.tolist()
+            if kind == _PART:
+                with self.order.turn("part", worker):
+                    number = self._hand_out(bool(stops))
+                _answer(link, number)
+            elif kind == _LEAVE:
+                self.order.wait_until(lambda: self._may_go(worker), self._slowest)
+                _answer(link, 0)
+            elif kind == _PULL:
+                with self.order.turn("pull", worker):
+                    values = self._server.copy()
+                    self._pulled_at[worker] = self._num_updates
+                self._server.give(worker, values)
+                del values  # before the next are copied: each worker has one set at a time
+            elif kind == _PUSH:
+                word = self._server.take(worker, _FACTS)
+                with self.order.turn("push", worker):
+                    self._update(worker, word)
+                _answer(link, 0)
+            else:
+                with self.order.turn("end", worker):
+                    self._clocks[worker] = math.inf  # nobody waits for it
+                return
+
+    def _hand_out(self, stops: bool) -> int:
+        """The number of the next part; -1 where there is none."""
+        if (stops or self._stops()) and not self._is_replayed:
+            self._stop()
+        if self._handed_out == self._limit:
+            return -1
+        self._handed_out += 1
+        return self._handed_out - 1
+
+    def _slowest(self) -> int:
+        return min(self._clocks, key=self._clocks.__getitem__)
+
+    def _may_go(self, worker: int) -> bool:
+        return self._clocks[worker] - min(self._clocks.values()) <= self._max_staleness
+
+    def _update(self, worker: int, word: Tensor) -> None:
+        gradients = self._server.pushed[worker]
+        factor, there = float(word[0]), word[_FACTS:].bool()
+        if math.isnan(factor):  # so says the worker, to all servers: each sees only its rows
+            self.not_finite = worker
+            self._stop()
+        else:
+            for gradient in gradients.values():
+                gradient.mul_(factor)
+            self._apply(gradients, there)
+        self.staleness[self._num_updates - self._pulled_at[worker]] += 1
+        self._num_updates += 1
+        self._clocks[worker] += 1
+
+    def _stop(self) -> None:
+        """Hand out no more parts than make whole steps with those that are out."""
+        num_workers = len(self._server.links)
+        self._limit = min(self._limit, -(-self._handed_out // num_workers) * num_workers)
+
+
+class AsyncWorker:
+    """A worker's part in rounds: what to compute next, and when to pull.
+
+    Args:
+        bounded: whether to ask leave before each pull.
+        stops: whether this worker has been told to stop.
+        waits: the context of a wait for slower workers.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        num_workers: int,
+        bounded: bool,
+        stops: Callable[[], bool],
+        waits: Callable[[], AbstractContextManager],
+    ) -> None:
+        self._client, self._num_workers, self._bounded = client, num_workers, bounded
+        self._stops, self._waits = stops, waits
+        self._ahead: list[tuple[int, int]] = []  # asked for, and not yet drawn by the sampler
+        self._drawn = self._begun = 0
+        self._is_over = True
+
+    def begin(self) -> None:
+        self._is_over = False
+
+    def draw(self) -> tuple[int, int] | None:
+        """The next part: which step of the round, and which replica's; None at the end of the round."""
+        part = self._ahead.pop(0) if self._ahead else self._ask()
+        self._drawn += part is not None
+        return part
+
+    def has_part(self) -> bool:
+        """Whether there is one more to compute; at the end of the round, say so to all servers."""
+        if self._drawn <= self._begun:  # else a sampler that reads ahead has it already
+            part = self._ask()
+            if part is None:
+                self._client.request(_END)
+                return False
+            self._ahead.append(part)
+        self._begun += 1
+        return True
+
+    def _ask(self) -> tuple[int, int] | None:
+        if self._is_over:
+            return None
+        number = self._client.ask_first(_PART, self._stops())
+        self._is_over = number < 0
+        return None if number < 0 else divmod(number, self._num_workers)
+
+    def before_pull(self) -> None:
+        if self._bounded:
+            with self._waits():
+                self._client.ask_first(_LEAVE, self._stops())
+        self._client.request(_PULL)
+
+    def before_push(self) -> None:
+        self._client.request(_PUSH)
+
+    def after_push(self, factor: float) -> None:
+        """Wait until every server has made its update; with a `factor` of NaN none makes one."""
+        self._client.commit(factor)
+        self._client.answers()
+
+
+def _answer(link: Link, number: int) -> None:
+    link.send(torch.tensor([number]), ANSWER).wait()

@@ -1,0 +1,138 @@
+"""A worker's side of the exchange: pull values into its parameters, push its gradients, bucket by bucket."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.comm.parameter_server.layout import ShardedBucket, digest, unpack
+from trainer.comm.parameter_server.links import ANSWER, COMMIT, HELLO, REQUEST, Link, Transfer, down, up
+
+
+class Client:
+    """Pulls from all servers into the parameters of one replica.
+
+    Args:
+        links: to the servers, in their order.
+        parameters: of the replica, by name, on any device.
+
+    """
+
+    def __init__(
+        self, links: Sequence[Link], buckets: Sequence[ShardedBucket], parameters: Mapping[str, Tensor]
+    ) -> None:
+        self._links, self._buckets, self._parameters = links, buckets, parameters
+        self._incoming = [_messages(bucket) for bucket in buckets]
+        self._outgoing = [_messages(bucket) if bucket.trainable else [] for bucket in buckets]
+        self._names = [name for bucket in buckets if bucket.trainable for name in bucket.names]
+        self._awaited: dict[int, list[Transfer]] = {}
+        self._pulls, self._waited_s = 0, 0.0
+        self._num_bytes = [0] * len(links)  # pulled from, and pushed to, each server
+        self._told: dict[str, float] = dict.fromkeys(self.totals(), 0.0)  # by `figures`
+
+    def greet(self) -> None:
+        """Tell every server by which layout this worker goes; it refuses another."""
+        word = torch.tensor([digest(self._buckets)])
+        for transfer in [link.send(word, HELLO) for link in self._links]:
+            transfer.wait()
+
+    def totals(self) -> dict[str, float]:
+        """Pulls, seconds waited for values that were needed and not there, bytes to and from each server."""
+        moved = {f"bytes/{server}": float(count) for server, count in enumerate(self._num_bytes)}
+        return {"pulls": float(self._pulls), "waited_s": self._waited_s, **moved}
+
+    def figures(self) -> dict[str, float]:
+        """The totals since the last call."""
+        totals, before = self.totals(), self._told
+        self._told = totals
+        return {name: value - before[name] for name, value in totals.items()}
+
+    # ---- pull
+
+    @property
+    def awaits(self) -> bool:
+        """Whether some of the values that were asked for have not been waited for."""
+        return bool(self._awaited)
+
+    def ask(self) -> None:
+        """Begin to receive all buckets that are trained."""
+        assert not self._awaited, "one pull at a time"
+        self._pulls += 1
+        for bucket in self._buckets:
+            if bucket.trainable:
+                self._awaited[bucket.index] = [
+                    self._links[server].receive(message, down(bucket.index))
+                    for server, message in enumerate(self._incoming[bucket.index])
+                    if message.numel()
+                ]
+
+    def settle(self, index: int) -> None:
+        """Wait until the bucket has come, and put it into its parameters; nothing, if that is done."""
+        transfers = self._awaited.pop(index, None)
+        if transfers is None:
+            return
+        began = time.perf_counter()
+        for transfer in transfers:
+            transfer.wait()
+        self._waited_s += time.perf_counter() - began
+        for server, message in enumerate(self._incoming[index]):
+            self._num_bytes[server] += message.nbytes
+            unpack(self._buckets[index], server, message, self._parameters)
+
+    def settle_all(self) -> None:
+        for index in list(self._awaited):
+            self.settle(index)
+
+    # ---- words
+
+    def request(self, kind: int) -> None:
+        """Tell every server what comes next."""
+        for transfer in [link.send(torch.tensor([kind, 0]), REQUEST) for link in self._links]:
+            transfer.wait()
+
+    def ask_first(self, kind: int, stops: bool) -> int:
+        """Ask the first server, and wait for its answer; `stops`: this worker was told to stop."""
+        self._links[0].send(torch.tensor([kind, int(stops)]), REQUEST).wait()
+        return self._answer(self._links[0])
+
+    def answers(self) -> None:
+        """Wait for a word of every server."""
+        for link in self._links:
+            self._answer(link)
+
+    def _answer(self, link: Link) -> int:
+        word = torch.empty(1, dtype=torch.int64)
+        link.receive(word, ANSWER).wait()
+        return int(word)
+
+    # ---- push
+
+    def push(self, index: int) -> None:
+        """Send the gradients of a bucket; zeros for a parameter that has none."""
+        bucket, transfers = self._buckets[index], []
+        for server, message in enumerate(self._outgoing[index]):
+            for piece in bucket.pieces[server]:
+                gradient = self._parameters[piece.name].grad
+                part = message[piece.at : piece.at + piece.numel]
+                if gradient is None:
+                    part.zero_()
+                elif piece.numel:
+                    rows = gradient[piece.begin : piece.end]
+                    part.view(rows.shape).copy_(rows)
+            if message.numel():
+                transfers.append(self._links[server].send(message, up(index)))
+                self._num_bytes[server] += message.nbytes
+        for transfer in transfers:
+            transfer.wait()
+
+    def commit(self, *facts: float) -> None:
+        """After all buckets of a push: `facts` about it, and which parameters had a gradient at all."""
+        there = [float(self._parameters[name].grad is not None) for name in self._names]
+        word = torch.tensor([*facts, *there], dtype=torch.float64)
+        for transfer in [link.send(word, COMMIT) for link in self._links]:
+            transfer.wait()
+
+
+def _messages(bucket: ShardedBucket) -> list[Tensor]:
+    return [torch.empty(numel, dtype=bucket.dtype) for numel in bucket.numels]

@@ -1,0 +1,57 @@
+"""The order in which a server does what workers ask for: noted as it comes, or repeated as it was noted."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from trainer.comm.transport.blame import PeerError
+
+
+class OutOfOrderError(RuntimeError):
+    """What should happen next does not happen."""
+
+
+class Order:
+    """Lets one event happen at a time.
+
+    Attributes:
+        events: of this round so far, as "part 2", "pull 2", "push 2": what, and for which rank.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.events: list[str] = []
+        self._to_come: deque[str] | None = None
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+
+    def begin(self, replayed: Sequence[str] | None) -> None:
+        """A round; with `replayed`, the events are to come in that order and no other."""
+        self.events, self._to_come = [], None if replayed is None else deque(replayed)
+
+    @contextmanager
+    def turn(self, what: str, worker: int) -> Iterator[None]:
+        """Wait until it is this event's turn; keep all others out until it is over.
+
+        Raises:
+            OutOfOrderError: it was not within the timeout.
+        """
+        event = f"{what} {worker}"
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_next(event), self._timeout_s):
+                first = f"; '{self._to_come[0]}' is to come first" if self._to_come else ""
+                raise OutOfOrderError(f"{event} has waited {self._timeout_s:g} s for its turn{first}")
+            yield
+            self.events.append(event)
+            if self._to_come is not None:
+                self._to_come.popleft()
+            self._changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool], slowest: Callable[[], int]) -> None:
+        """Wait for what events bring about. Raises PeerError: the `slowest` rank did not, in time."""
+        with self._changed:
+            if not self._changed.wait_for(condition, self._timeout_s):
+                raise PeerError.silent_for(slowest(), self._timeout_s, "to push")
+
+    def _is_next(self, event: str) -> bool:
+        return self._to_come is None or (bool(self._to_come) and self._to_come[0] == event)

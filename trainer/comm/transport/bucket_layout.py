@@ -1,0 +1,104 @@
+"""What ranks must agree on before they exchange a bucket, and the check that they do."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.comm.algorithms.schedule import Collective
+from trainer.comm.transport.blame import PeerError
+from trainer.comm.transport.gloo import RECEIVED, SENT, GlooLink
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8)
+_HALF = (torch.float16, torch.bfloat16)
+_HEADER_TAG = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A bucket of `numel` elements of `dtype`, of which chunks travel as `wire`.
+
+    Attributes:
+        collective: what is done to it.
+        number: tells apart buckets that look alike and must not be mixed up.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    wire: torch.dtype
+    collective: Collective = Collective.ALL_REDUCE
+    number: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        bucket: torch.Tensor,
+        wire_dtype: torch.dtype | None,
+        collective: Collective = Collective.ALL_REDUCE,
+        number: int = 0,
+    ) -> "Layout":
+        """The layout of `bucket` where chunks travel as `wire_dtype`; None and half precision: as they are.
+
+        Raises:
+            ValueError: a dtype that cannot be averaged.
+        """
+        adds = collective is not Collective.ALL_GATHER
+        if bucket.dtype not in DTYPES or (adds and not bucket.is_floating_point()):
+            raise ValueError(
+                f"no {collective.value} of {bucket.dtype}: gradients are fp32, fp64, fp16 or bf16, "
+                "and all else is gathered as bytes"
+            )
+        as_it_is = wire_dtype is None or bucket.dtype in (*_HALF, torch.uint8)
+        wire = bucket.dtype if as_it_is or wire_dtype is None else wire_dtype
+        return cls(bucket.numel(), bucket.dtype, wire, collective, number)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Half precision is added up in fp32."""
+        adds = self.collective is not Collective.ALL_GATHER
+        return torch.float32 if adds and self.dtype in _HALF else self.dtype
+
+    @property
+    def header(self) -> list[int]:
+        collective = list(Collective).index(self.collective)
+        return [self.numel, DTYPES.index(self.dtype), DTYPES.index(self.wire), collective, self.number]
+
+    @classmethod
+    def read(cls, header: Sequence[int]) -> "Layout":
+        numel, dtype, wire, collective, number = header
+        return cls(numel, DTYPES[dtype], DTYPES[wire], list(Collective)[collective], number)
+
+    @property
+    def tag(self) -> int:
+        """Marks every message of this layout: ranks that disagree wait in vain instead of adding garbage."""
+        return zlib.crc32(repr(self).encode()) >> 1 | 1
+
+    def __str__(self) -> str:
+        of_what = "" if self.collective is Collective.ALL_REDUCE else f" in the {self.collective.value} of "
+        unit = f"unit {self.number}" if of_what else ""
+        return f"{self.numel} x {self.dtype} sent as {self.wire}{of_what}{unit}"
+
+
+def agree(
+    layout: Layout, receive_from: Sequence[int], send_to: Sequence[int], links: dict[int, GlooLink]
+) -> None:
+    """Compare `layout` with what the neighbours have, before the first bucket like it.
+
+    gloo aborts the process when sizes differ and mixes dtypes without a word; NCCL waits for ever.
+
+    Raises:
+        PeerError: a neighbour has another layout, is gone, or does not answer in time.
+    """
+    header = torch.tensor(layout.header)
+    headers = {peer: torch.zeros_like(header) for peer in receive_from}
+    arriving = {peer: links[peer].receive(theirs, _HEADER_TAG) for peer, theirs in headers.items()}
+    leaving = {peer: links[peer].send(header, _HEADER_TAG) for peer in send_to}
+    for peer, work in arriving.items():
+        links[peer].wait(work, RECEIVED)
+    for peer, work in leaving.items():
+        links[peer].wait(work, SENT)
+    for peer, theirs in headers.items():
+        if not torch.equal(theirs, header):
+            other = Layout.read(theirs.tolist())
+            raise PeerError(peer, f"has a bucket of {other}, where this rank has {layout}")

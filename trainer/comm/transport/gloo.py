@@ -1,0 +1,80 @@
+"""Messages between two ranks over a gloo group, with deadlines that name the peer."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer.comm.transport.blame import PeerError
+from trainer.errors import first_line
+
+SENT, RECEIVED = (
+    "to take a message",
+    "to send a message",
+)  # what a peer is due to do when a work is waited for
+
+
+class GlooLink:
+    """Both directions between this rank and one peer; tensors are contiguous and on the CPU."""
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, timeout_s: float) -> None:
+        self.peer = peer
+        self.waited_s = 0.0  # for this peer, since somebody set it to 0
+        self._group, self._timeout = group, timedelta(seconds=timeout_s)
+
+    def send(self, tensor: torch.Tensor, tag: int) -> dist.Work:
+        """Begin to send; `tensor` must stay as it is until `wait` has returned."""
+        try:
+            return self._group.send([tensor], self.peer, tag)
+        except RuntimeError as error:
+            raise self._lost(error, SENT, 0.0) from error
+
+    def receive(self, tensor: torch.Tensor, tag: int) -> dist.Work:
+        """Begin to receive into `tensor`, which must be as long as what is sent under the tag."""
+        try:
+            return self._group.recv([tensor], self.peer, tag)
+        except RuntimeError as error:
+            raise self._lost(error, RECEIVED, 0.0) from error
+
+    def wait(self, work: dist.Work, due: str) -> None:
+        """Wait for a send (`due` is SENT) or a receive (RECEIVED) of this link to be done.
+
+        Raises:
+            PeerError: the peer is gone, or silent for `timeout_s`.
+        """
+        began = time.perf_counter()
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(error, due, time.perf_counter() - began) from error
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def _lost(self, error: RuntimeError, due: str, waited_s: float) -> PeerError:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            # Raised in Python: by the handler of a signal, as torch's, for a data worker that was killed.
+            raise error
+        if "imed out" in str(error):  # gloo has no error class that would tell
+            return PeerError.silent_for(self.peer, self._timeout.total_seconds(), due)
+        return PeerError.hung_up(self.peer, f"is gone (gloo: {first_line(error)})", due, waited_s)
+
+
+class GlooLinks:
+    """The links of this rank over a gloo group of all ranks, which nobody else uses meanwhile.
+
+    Args:
+        timeout_s: the longest that one peer may keep this rank waiting.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float = 600.0) -> None:
+        self.rank, self.timeout_s, self._group = dist.get_rank(group), timeout_s, group
+
+    def to(self, peer: int) -> GlooLink:
+        return GlooLink(self._group, peer, self.timeout_s)
+
+    def exchange(self, text: str) -> list[str]:
+        """What each rank tells all, by rank (a collective)."""
+        texts = [""] * dist.get_world_size(self._group)
+        dist.all_gather_object(texts, text, group=self._group)
+        return texts

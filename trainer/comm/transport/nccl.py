@@ -1,0 +1,182 @@
+"""Run schedules on GPU tensors with NCCL's point-to-point messages, on a stream beside the backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from trainer.comm.algorithms.program import Move, Visit, lay_out
+from trainer.comm.algorithms.schedule import Collective, Kind, Schedule
+from trainer.comm.timeline.gpu_clock import GpuClock
+from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.transport.bucket_layout import Layout, agree
+from trainer.comm.transport.gloo import GlooLink
+
+_WIDTH = 1  # a sweep's messages are all in flight together, so one segment per stage fills every link
+
+_Key = tuple[int, Layout]  # where a bucket lies, and what it is
+
+
+class NcclReducer:
+    """Runs one schedule on buckets by launching work on a side stream; nothing here waits for the GPU.
+
+    A sweep's messages, those of all segments in flight, are one NCCL group: links inside the host and between
+    hosts are busy together. A peer that is gone or silent is NCCL's watchdog's to find, after the timeout of
+    `group`.
+
+    A bucket costs the host, on the thread that also launches the backward pass, a group for each round and
+    segment. So it is one segment, unless it is to be cut. With `cuda_graph` the launches are recorded when a
+    bucket comes for the second time in the same place (the first has made the connections), and played back
+    from then on, in one call.
+
+    Args:
+        group: an NCCL group of all ranks that nobody else uses.
+        cpu_group: a gloo group of the same ranks, to compare layouts on.
+        schedule: this rank's part.
+        clock: of the GPU on which the buckets are.
+        wire_dtype, timeout_s: as for `CpuExecutor`.
+        segment_bytes: bytes that travel as one; None: all of a bucket.
+        divisor: what the sums of DDP's buckets are divided by.
+        cuda_graph: whether to record and play back; what is computed is the same.
+        collective: what the schedule does.
+        stream: to launch on, one for all that use `group`; None makes one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        cpu_group: dist.ProcessGroup,
+        schedule: Schedule,
+        clock: GpuClock,
+        wire_dtype: torch.dtype | None,
+        segment_bytes: int | None,
+        timeout_s: float,
+        divisor: int = 1,
+        cuda_graph: bool = False,
+        collective: Collective = Collective.ALL_REDUCE,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self._group, self._schedule, self._clock, self._collective = group, schedule, clock, collective
+        self._wire_dtype, self._segment_bytes = wire_dtype, segment_bytes
+        self._divisor, self._cuda_graph = divisor, cuda_graph
+        self._recorded: dict[int, tuple[_Key, Callable[[], None] | None]] = {}  # by place
+        self._pool = torch.cuda.graph_pool_handle() if cuda_graph else None
+        self.stream = stream or torch.cuda.Stream(clock.device)
+        self._send_to, self._receive_from = schedule.peers(Kind.SEND), schedule.peers(Kind.ADD, Kind.COPY)
+        neighbours = {*self._send_to, *self._receive_from}
+        self._links = {peer: GlooLink(cpu_group, peer, timeout_s) for peer in neighbours}
+        self._agreed: set[Layout] = set()
+        self._programs: dict[tuple[int, int], list[list[Visit]]] = {}  # as those of CpuExecutor
+        # The first call on an NCCL group must come from all its ranks; a batch may concern only some.
+        dist.all_reduce(torch.zeros(1, device=clock.device), group=group)
+
+    def submit(self, bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+        """Launch the all-reduce of `bucket`, to its mean over all ranks; streams wait for the Future's value.
+
+        Raises:
+            PeerError, ValueError: as `CpuExecutor.run`, at the first bucket of a layout.
+        """
+        gradients = bucket.buffer()
+        future: Future[torch.Tensor] = Future(devices=[self._clock.device])
+        marks = self.launch(gradients, self._divisor, place=bucket.index())
+        record.read_gpu = self._clock.times(*marks)
+        with torch.cuda.stream(self.stream):
+            future.set_result(gradients)  # takes note of the current stream
+        return future
+
+    def launch(
+        self, bucket: torch.Tensor, divisor: int, number: int = 0, place: int = 0
+    ) -> tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]:
+        """Do on the side stream what `CpuExecutor.run` does, once the current stream has come so far.
+
+        Args:
+            place: tells buckets apart that a recording is kept for.
+
+        Returns:
+            Marks of the current stream as it is, and of the side stream at begin and end.
+
+        Raises:
+            PeerError, ValueError: as `CpuExecutor.run`, at the first bucket of a layout.
+        """
+        layout = Layout.of(bucket, self._wire_dtype, self._collective, number)
+        if layout not in self._agreed:
+            agree(layout, self._receive_from, self._send_to, self._links)
+            self._agreed.add(layout)
+        ready = self._clock.mark()
+        self.stream.wait_event(ready)
+        bucket.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            start = self._clock.mark()
+            self._launch(place, bucket, layout, divisor)
+            return ready, start, self._clock.mark()
+
+    def _launch(self, place: int, bucket: torch.Tensor, layout: Layout, divisor: int) -> None:
+        """Put all of a bucket's work on the current stream, by playing it back if it was recorded."""
+        key: _Key = (bucket.data_ptr(), layout)
+        known, play = self._recorded.get(place, (None, None))
+        if self._cuda_graph and known == key:
+            if play is None:
+                play = _recorded(lambda: self._collect(bucket, layout, divisor), self.stream, self._pool)
+                self._recorded[place] = key, play
+            play()
+            return
+        self._recorded[place] = key, None
+        self._collect(bucket, layout, divisor)
+
+    def _collect(self, bucket: torch.Tensor, layout: Layout, divisor: int) -> None:
+        sums = bucket.to(layout.sum_dtype)
+        if layout.wire == torch.float16 and divisor != 1:  # see CpuExecutor.run
+            sums.div_(divisor)
+            divisor = 1
+        self._run(self._program(layout), sums, layout, divisor)
+        if sums is not bucket:
+            bucket.copy_(sums)
+
+    def _program(self, layout: Layout) -> list[list[Visit]]:
+        size = layout.numel, layout.wire.itemsize
+        if size not in self._programs:
+            segment_bytes = self._segment_bytes or max(1, layout.numel * layout.wire.itemsize)
+            self._programs[size] = lay_out(self._schedule, *size, segment_bytes, _WIDTH)
+        return self._programs[size]
+
+    def _run(self, sweeps: list[list[Visit]], sums: torch.Tensor, layout: Layout, divisor: int) -> None:
+        compressed = layout.wire != sums.dtype and bool(self._send_to)
+        arrived: dict[Move, torch.Tensor] = {}
+        for sweep, next_sweep in zip(sweeps, [*sweeps[1:], []], strict=True):
+            for visit in sweep:
+                for move in visit.receives:
+                    if move in arrived:
+                        move.take(sums, arrived.pop(move))
+                if visit.owned:
+                    owned = sums[slice(*visit.owned)]
+                    if divisor != 1:
+                        owned.div_(divisor)
+                    if compressed and self._schedule.gather:  # the owner keeps what the others will get
+                        owned.copy_(owned.to(layout.wire))
+            messages = []
+            for move in (move for visit in sweep for move in visit.sends):
+                pieces = [sums[begin:end] for begin, end in move.pieces]
+                chunk = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(layout.wire)
+                messages.append(dist.P2POp(dist.isend, chunk, group=self._group, group_peer=move.peer))
+            for move in (move for visit in next_sweep for move in visit.receives):
+                if move.kind is Kind.ADD or compressed or len(move.pieces) > 1:
+                    target = arrived[move] = sums.new_empty(move.numel, dtype=layout.wire)
+                else:
+                    target = sums[slice(*move.pieces[0])]
+                messages.append(dist.P2POp(dist.irecv, target, group=self._group, group_peer=move.peer))
+            if messages:
+                for work in dist.batch_isend_irecv(messages):
+                    work.wait()  # on the stream
+
+
+def _recorded(work: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
+    """What plays back the launches of `work`, which are recorded on `stream` and not made now.
+
+    Only this thread's calls are held to what may be recorded: NCCL's watchdog goes on asking for events.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        work()
+    return graph.replay

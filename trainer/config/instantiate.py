@@ -1,0 +1,71 @@
+"""From a `_target_` node of the config to the object it describes."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+from hydra.errors import InstantiationException
+
+from trainer.errors import UserError
+
+
+def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
+    """Call the node's `_target_` with its other keys, `args` and `kwargs`.
+
+    A key whose value is the word `auto` is taken from the attribute of that name of `facts`, also in nodes
+    within.
+
+    Args:
+        name: how a person finds the node in the config, for messages.
+
+    Raises:
+        UserError: the target does not exist, has no such argument or refuses a value; or `auto` asks for
+            a fact that `facts` does not have.
+    """
+    filled = _filled(name, node, facts)
+    try:
+        return hydra.utils.instantiate(filled, *args, **kwargs, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, UserError):
+            raise cause from None
+        if cause is None or isinstance(cause, TypeError | ValueError | ImportError | OSError):
+            raise _cannot(name, node, cause or error) from error
+        raise cause from None
+    except TypeError as error:  # Hydra's own, of a node that it cannot read: _recursive_=x
+        raise _cannot(name, node, error) from error
+
+
+def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
+    target, said = node["_target_"], " ".join(str(reason).split())
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
+    left_out = f"; ~{name}.{unknown[1]} leaves it out" if unknown and unknown[1] in node else ""
+    return UserError(f"{name}: {target} cannot be built: {said}{left_out}{_hidden(target)}")
+
+
+def _hidden(target: str) -> str:
+    """That a folder of the user's has the name of a package of ours, which hides it."""
+    name = target.partition(".")[0]
+    theirs = Path(name).resolve()
+    if name not in ("models", "trainer") or not theirs.exists():
+        return ""
+    ours = Path(str(import_module(name).__file__)).resolve().parent
+    return "" if ours == theirs else f"; {name} is {ours} here and hides {theirs}: give yours another name"
+
+
+def _filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
+    filled = {}
+    for key, value in node.items():
+        if isinstance(value, dict) and "_target_" in value:
+            value = _filled(f"{name}.{key}", value, facts)
+        filled[key] = _fact(name, key, facts) if value == "auto" else value
+    return filled
+
+
+def _fact(name: str, key: str, facts: object) -> Any:
+    fact = getattr(facts, key, None)
+    if fact is None:
+        raise UserError(f"{name}.{key} is auto, but {type(facts).__name__} has no {key}; give it a value")
+    return fact

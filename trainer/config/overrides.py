@@ -1,0 +1,101 @@
+"""What is wrong with a command line, in one line: the words for overrides that nothing takes."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+
+CONF = Path(__file__).parents[1] / "conf"
+EACH_TRIAL_LAUNCHES = (
+    "each trial of a sweep is a launch of its own; leave it out, say launch=local launch.processes=N or "
+    "launch=slurm, and hydra.sweeper.concurrent=N for several at a time"
+)
+
+
+def in_words(error: Exception) -> str:
+    """The message of a composition that failed, in one line, with the nearest name that would not have."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        if group == "hydra/launcher":
+            return f"{group}={option}: {EACH_TRIAL_LAUNCHES}"
+        options = ", ".join(error.options)
+        return f"{group} is {option}, but must be one of {options}{_nearest(option, error.options, group)}"
+    unknown = re.match(r"Could not override '(.+?)'", str(error))
+    if unknown:
+        return not_a_setting(getattr(error.__cause__, "full_key", None) or unknown[1])
+    said = str(error).partition("\nConfig search path")[0]
+    unread = re.match(r"LexerNoViableAltException: (.*)\n( *)\^", said)
+    if unread:  # the mark stands below the first character that no grammar rule takes
+        at = max(0, len(unread[2]) - len("LexerNoViableAltException: "))
+        return f"{unread[1]} cannot be read from {unread[1][at:]!r} on; quote the value: KEY='\"VALUE\"'"
+    return " ".join(said.partition("\nSee https://hydra.cc")[0].split())
+
+
+def for_hydra(arguments: Iterable[str]) -> list[str]:
+    """A command line as Hydra takes it: to its grammar a plain nan is a number, and no option of a group."""
+    return [
+        re.sub(r"(?<=[=,])nan(?=,|$)", "'nan'", word) if word.startswith("fault=") else word
+        for word in arguments
+    ]
+
+
+def set_to(name: str, text: str) -> str:
+    """The override that sets `name` to `text`, whatever characters that holds."""
+    plain = re.fullmatch(r"[A-Za-z0-9_/.-]*[A-Za-z_/][A-Za-z0-9_/.-]*", text)
+    return f"{name}={text if plain else QuotedString(text, Quote.single).with_quotes()}"
+
+
+def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
+    """That ``key`` is unknown, and what it may have been meant for: a setting, a group, another option."""
+    known = _settings()
+    if composed is not None:
+        here = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(composed)), resolve=False)
+        others = [name for name, _ in leaves(here) if not f"{name}.".startswith(f"{key}.")]
+        known = {name: [] for name in others} | known
+    if known.get(key):
+        return f"{key} is not a setting here, but under {', '.join(known[key])}"
+    hint = _nearest(key, known) or "; `python train.py --cfg job` prints all settings"
+    return f"{key} is not a setting{hint}{_for_a_class(key, known)}"
+
+
+def _for_a_class(key: str, known: Iterable[str]) -> str:
+    """How to give ``key`` to a class of the user's, where it stands under one."""
+    node = key.rpartition(".")[0]
+    if f"{node}._target_" not in known or node.startswith("hydra."):
+        return ""
+    return f" (+{key}=VALUE gives it to what {node}._target_ names)"
+
+
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested dicts by its dotted name, as a person would write it on the command line."""
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _nearest(name: str, names: Iterable[str], group: str | None = None) -> str:
+    near = difflib.get_close_matches(name, sorted(names), n=1)
+    return f"; did you mean {group + '=' if group else ''}{near[0]}?" if near else ""
+
+
+def _settings() -> dict[str, list[str]]:
+    """Every setting and group in conf/, with the options (``group=option``) that it belongs to."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(CONF.glob("**/*.yaml")):
+        group = ".".join(file.relative_to(CONF).parts[:-1])
+        found.setdefault(group, [])
+        if group == "experiment":
+            continue
+        for name, _ in leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False), group):
+            if group == "hydra.sweeper" or not name.startswith(("hydra.", "defaults", f"{group}.defaults")):
+                found.setdefault(name, [])
+                if group and not group.startswith("hydra."):
+                    found[name].append(f"{group}={file.stem}")
+    return found

@@ -1,0 +1,114 @@
+"""The settings of a run that has begun, read from its config.yaml for what comes after training.
+
+They say what the run is, not where it ran: launch, place among ranks and all-reduce are those of the command
+at hand. Imports no torch, so that a mistake is reported before torch has loaded.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from trainer.config import Config, load
+from trainer.config.overrides import CONF, in_words, not_a_setting
+from trainer.errors import UserError
+
+MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
+_OF_THE_COMMAND = {"launch": "as_started", "fault": "none", "comm": "native"}
+
+
+def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The settings of the run in `run_dir`, changed by `overrides`, which are written as for training.
+
+    Raises:
+        UserError: no run is there; or an override that cannot be read, is none or has no effect any more.
+    """
+    saved = _read(run_dir)
+    changes = [_parse(override) for override in overrides]
+    groups = dict(_OF_THE_COMMAND)
+    groups |= {change.key_or_group: str(change.value()) for change in changes if _names_group(change)}
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("train", overrides=[f"{group}={name}" for group, name in groups.items()])
+        settings = _merged(composed, saved, groups)
+        settings.run_dir, settings.resume, settings.model.init_from = str(run_dir), None, None
+        settings.comm.timeline = False  # there will be no gradients to time
+        for change in changes:
+            if not _names_group(change):
+                _apply(settings, change)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(in_words(error)) from error
+    config = load(settings)
+    if config.seed is None:
+        raise UserError(
+            f"{run_dir / 'config.yaml'}: seed is null, but a run writes there the one that it drew"
+        )
+    return config
+
+
+def _read(run_dir: Path) -> DictConfig:
+    path = run_dir / "config.yaml"
+    try:
+        saved = OmegaConf.load(path)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        hint = ""
+        if (run_dir / "manifest.json").exists():
+            hint = f"; it is a checkpoint: name its run, and say --checkpoint {run_dir}"
+        elif (run_dir / "trials.jsonl").exists():
+            hint = "; it is a sweep: name one of the runs in it"
+        raise UserError(f"{run_dir} is no run: it has no config.yaml{hint}") from error
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(saved, DictConfig) or not {"model", "data", "strategy"} <= saved.keys():
+        raise UserError(f"{path} holds no settings of a run")
+    return saved
+
+
+def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> DictConfig:
+    """The saved settings; from `composed` the `groups`, and what there was not yet when the run began."""
+    own = OmegaConf.load(CONF / "train.yaml")  # what belongs to no choice, and so to any
+    assert isinstance(own, DictConfig)
+    with open_dict(own):
+        del own["defaults"], own["hydra"]
+    chosen = {name: composed[name] for name in composed if name in groups or name not in {*own, *saved}}
+    settings = OmegaConf.merge(own, {name: saved[name] for name in saved if name not in groups}, chosen)
+    assert isinstance(settings, DictConfig)
+    for name in ("rank", "world_size", "init_method"):
+        settings.distributed[name] = own.distributed[name]
+    OmegaConf.set_struct(settings, True)
+    return settings
+
+
+def _parse(override: str) -> Override:
+    try:
+        change = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        raise UserError(f"{override} is no override, as strategy=fsdp is one: {in_words(error)}") from error
+    if change.is_sweep_override() or change.is_delete():
+        raise UserError(f"{override}: give one value, as in strategy=fsdp")
+    key = change.key_or_group
+    if key.partition(".")[0] not in MAY_CHANGE:
+        raise UserError(
+            f"{override} has no effect once a run is trained; {', '.join(MAY_CHANGE)} can be set here"
+        )
+    return change
+
+
+def _names_group(change: Override) -> bool:
+    return (CONF / change.key_or_group).is_dir() and isinstance(change.value(), str)
+
+
+def _apply(settings: DictConfig, change: Override) -> None:
+    key = change.key_or_group
+    if not change.is_add() and OmegaConf.select(settings, key, throw_on_missing=False, default=...) is ...:
+        raise UserError(not_a_setting(key, settings))
+    value = change.value()
+    # Another class has other settings.
+    other = isinstance(value, dict) and "_target_" in value
+    OmegaConf.update(settings, key, value, merge=not other, force_add=other or change.is_add())

@@ -1,0 +1,1 @@
+"""From a dataset to batches: data read by index, and streams."""

@@ -1,0 +1,102 @@
+"""Loaders of data that is read by index, in an order of the harness's own."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from trainer.data.loading.base import Batches, LoaderSettings, Parts, Share, data_loader, raise_errors
+from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.reader import EvalReader, TrainReader
+from trainer.data.loading.sampler import EvalSampler, TrainSampler
+from trainer.errors import UserError
+
+
+class IndexTrainLoader:
+    """A TrainLoader of data read by index.
+
+    Raises:
+        UserError: the dataset is smaller than a global batch.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], settings: LoaderSettings, batch: BatchSplit, share: Share
+    ) -> None:
+        self._sampler = TrainSampler(
+            dataset,  # type: ignore[arg-type]
+            batch,
+            replica=share.replica,
+            seed=share.seed,
+        )
+        self._reader = TrainReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat)
+        self._loader = data_loader(self._reader, self._sampler, settings, share)
+
+        self.num_samples: int | None = self._reader.num_samples
+        self.steps_per_epoch: int | None = self._sampler.steps_per_epoch
+
+    @property
+    def num_skipped(self) -> int:
+        return self._reader.num_skipped
+
+    def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
+        """What lies before ``first_sample`` is not read."""
+        self._sampler.epoch, self._sampler.first_sample, self._sampler.parts = epoch, first_sample, parts
+        return _Counted(raise_errors(self._loader), len(self._sampler), self._sampler.batch.accumulation)
+
+    def place(self) -> dict[str, Any]:
+        return {}
+
+    def resume(self, places: list[dict[str, Any]]) -> None:
+        if any(places):
+            raise UserError("the checkpoint is of training on a stream, and this data is read by index")
+
+
+class IndexEvalLoader:
+    """An EvalLoader of data read by index."""
+
+    def __init__(
+        self, dataset: Dataset[Any], settings: LoaderSettings, batch: BatchSplit, share: Share
+    ) -> None:
+        if len(dataset) == 0:  # type: ignore[arg-type]
+            raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
+        sampler = EvalSampler(
+            dataset,  # type: ignore[arg-type]
+            batch,
+            replica=share.replica,
+        )
+        self.batch_size = sampler.batch_size
+        self._reader = EvalReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat)
+        self._loader = data_loader(self._reader, sampler, settings, share)
+
+        self.num_samples: int | None = self._reader.num_samples
+
+    @property
+    def num_skipped(self) -> int:
+        return self._reader.num_skipped
+
+    def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
+        return raise_errors(self._loader)
+
+
+class _Counted(Batches):
+    """So many micro-batches as ``left`` says."""
+
+    def __init__(self, batches: Iterator[Any], left: int, accumulation: int) -> None:
+        self._batches, self._left, self._accumulation = batches, left, accumulation
+        self._ahead = deque[Any]()
+
+    @property
+    def more(self) -> bool:  # type: ignore[override]
+        return self._left > 0
+
+    def ahead(self) -> list[Any]:
+        if not self._ahead:
+            self._ahead.extend(itertools.islice(self._batches, self._accumulation))
+        return list(self._ahead)
+
+    def __next__(self) -> Any:
+        batch = self._ahead.popleft() if self._ahead else next(self._batches)
+        self._left -= 1
+        return batch

@@ -1,0 +1,41 @@
+"""Which loader a kind of data has, read by index or a stream; nobody else need know which it is."""
+
+from typing import Any
+
+from trainer.data.loading.base import EvalLoader, LoaderSettings, Share, TrainLoader
+from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.index_loader import IndexEvalLoader, IndexTrainLoader
+from trainer.data.loading.stream_loader import StreamEvalLoader, StreamTrainLoader
+from trainer.data.stream import is_stream
+from trainer.errors import UserError
+
+
+def train_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> TrainLoader:
+    """The loader for this kind of data.
+
+    Raises:
+        UserError: fewer samples than a global batch, or a setting that this kind of data does not obey.
+    """
+    _check_kind(dataset, settings)
+    kind = StreamTrainLoader if is_stream(dataset) else IndexTrainLoader
+    return kind(dataset, settings, batch, share)
+
+
+def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> EvalLoader:
+    """As `train_loader`. Raises UserError: there is no sample, or a setting that does not apply."""
+    _check_kind(dataset, settings)
+    kind = StreamEvalLoader if is_stream(dataset) else IndexEvalLoader
+    return kind(dataset, settings, batch, share)
+
+
+def _check_kind(dataset: Any, settings: LoaderSettings) -> None:
+    if settings.sharded and not is_stream(dataset):
+        raise UserError(
+            f"data.sharded is true, but {type(dataset).__name__} is no stream: it is read by index, in an "
+            "order drawn anew each epoch; set it to false"
+        )
+    if settings.on_bad_sample == "skip" and is_stream(dataset):
+        raise UserError(
+            f"data.on_bad_sample is skip, but {type(dataset).__name__} is a stream, and itself has to leave "
+            "out what it cannot read; set it to raise"
+        )

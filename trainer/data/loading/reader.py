@@ -1,0 +1,192 @@
+"""From indices to a batch: each sample under random numbers of its own; what becomes of a broken one."""
+
+import logging
+import multiprocessing
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, default_collate
+
+from trainer.data.loading.worker import answer
+from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
+
+logger = logging.getLogger(__name__)
+
+# What decoders raise over broken data; anything else is a mistake in code and keeps its traceback.
+BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
+MAX_REPLACEMENTS = 100
+
+
+class BatchReader(Dataset[Any]):
+    """Turns what a sampler yields into collated batches of a map-style dataset.
+
+    A dataset with ``__getitems__`` hands out whole batches and is taken to be deterministic; one that has
+    ``draw(indices, numbers)`` as well makes its training batches with a random number for each sample, a
+    uint64 that follows from (seed, epoch, index) alone. Any other is read sample by sample, and Python's,
+    NumPy's and torch's generators are seeded from (seed, epoch, index) before each ``__getitem__``:
+    augmentation depends neither on the world size, nor on the number of workers, nor on where a run was
+    resumed, and reading in the main process leaves its generators as they were.
+
+    Args:
+        seed: not negative.
+        on_bad_sample: ``raise``, or ``skip``: count it in ``num_skipped`` and go on without it.
+        heartbeat: told of each sample, or the first of each whole batch, before it is read.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, on_bad_sample: str, heartbeat: Heartbeat | None = None
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.heartbeat = heartbeat or Heartbeat()
+        self.num_samples = len(dataset)  # type: ignore[arg-type]
+        self.in_batches = fetches_batches(dataset)
+        # Shared memory: it is the worker processes that count. Its lock costs a millisecond to make.
+        counts = on_bad_sample == "skip" and not self.in_batches
+        self._num_skipped = multiprocessing.Value("q") if counts else None
+
+    @property
+    def num_skipped(self) -> int:
+        return self._num_skipped.value if self._num_skipped else 0
+
+    def __getitems__(self, key: Any) -> Any:
+        """The batch, or an exception: see `answer`."""
+        try:
+            return answer(self._read_batch, key)
+        finally:
+            self.heartbeat.rest()
+
+    def _read_batch(self, key: Any) -> Any:
+        raise NotImplementedError
+
+    def _read(self, epoch: int, index: int) -> Any | None:
+        """The sample, or None where it is broken and may be skipped."""
+        self.heartbeat.read(index)
+        seed_generators(self.seed, epoch, index)
+        try:
+            return sample_of(self.dataset, index)
+        except BROKEN_DATA as error:
+            reason = f"sample {index} of {name_of(self.dataset)} cannot be read: {error}"
+            if self._num_skipped is None:
+                raise UserError(f"{reason}; mend it, or set data.on_bad_sample=skip") from error
+            with self._num_skipped.get_lock():
+                self._num_skipped.value += 1
+            logger.warning("%s; skipped", reason)
+            return None
+
+    def _read_or_next(self, epoch: int, index: int) -> Any:
+        """The sample or, so that every batch is full, the next one that can be read."""
+        for candidate in range(index, index + MAX_REPLACEMENTS):
+            sample = self._read(epoch, candidate % self.num_samples)
+            if sample is not None:
+                return sample
+        raise UserError(
+            f"none of the {MAX_REPLACEMENTS} samples from index {index} on can be read; "
+            "data.on_bad_sample=raise shows why"
+        )
+
+
+class TrainReader(BatchReader):
+    """Reads (epoch, indices) as TrainSampler yields them; a skipped sample is replaced by the next one."""
+
+    def _read_batch(self, key: tuple[int, list[int]]) -> Any:
+        epoch, indices = key
+        if self.in_batches:
+            self.heartbeat.read(indices[0])
+            if hasattr(self.dataset, "draw"):
+                fetched = self.dataset.draw(indices, random_numbers(self.seed, epoch, indices))
+            else:
+                fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            return collate(fetched, self.dataset, indices)
+        with generators_kept():
+            return default_collate([self._read_or_next(epoch, index) for index in indices])
+
+
+class EvalReader(BatchReader):
+    """Reads indices as EvalSampler yields them into (batch, indices); a skipped sample is left out of both.
+
+    With nothing to read, one sample fills in and the indices are empty.
+    """
+
+    def _read_batch(self, key: list[int]) -> tuple[Any, list[int]]:
+        if self.in_batches:
+            indices = key or [0]
+            self.heartbeat.read(indices[0])
+            fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
+            return collate(fetched, self.dataset, indices), key
+        with generators_kept():
+            read = [(index, sample) for index in key if (sample := self._read(0, index)) is not None]
+            samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
+            return default_collate(samples), [index for index, _ in read]
+
+
+def fetches_batches(dataset: Dataset[Any]) -> bool:
+    """Whether the dataset hands out whole batches. A Subset always can, so ask the one it was cut from."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
+def sample_of(dataset: Any, index: int) -> Any:
+    """Raises ValueError, as over broken data, where the sample is None: no batch could hold it."""
+    if (sample := dataset[index]) is None:
+        raise ValueError("it is None")
+    return sample
+
+
+def collate(fetched: Any, dataset: Any, indices: Sequence[int]) -> Any:
+    """By torch's convention whole batches may come as a list of samples; anything else is a batch already.
+
+    Raises:
+        UserError: there are fewer or more samples than `indices`, or one is None.
+    """
+    given = fetched if isinstance(fetched, list) else [fetched]
+    if isinstance(fetched, list) and len(given) != len(indices):
+        asked = f"{len(indices)} samples at a time, {indices[0]} the first of them"
+        raise UserError(f"{name_of(dataset)} was asked for {asked}, and gives {len(given)}; mend it")
+    for index, sample in zip(indices, given, strict=False):
+        if sample is None:
+            raise UserError(f"{name_of(dataset)} gives None for sample {index}; mend it")
+    return default_collate(fetched) if isinstance(fetched, list) else fetched
+
+
+def name_of(dataset: Any) -> str:
+    """The name of its class, or of what the run's settings have put something round."""
+    return getattr(dataset, "told_as", type(dataset).__name__)
+
+
+def random_numbers(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
+    """A uint64 for each index, from the three alone: a thousand cost what one generator's seeding does.
+
+    Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014 (SplitMix64).
+    """
+    begin = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    mixed = begin + np.asarray(indices, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def seed_generators(seed: int, epoch: int, index: int) -> None:
+    """Seed Python's, NumPy's and torch's CPU generators from the three."""
+    words = np.random.SeedSequence((seed, epoch, index)).generate_state(4).tolist()
+    random.seed(words[0])
+    np.random.seed(words[1:3])
+    torch.default_generator.manual_seed(words[3])  # torch.manual_seed would reseed the GPUs too
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the three generators back afterwards. Costs 0.1 ms, so once for a batch and not for each sample."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -1,0 +1,150 @@
+"""Loaders of streams: the same slices of the same global batches, of data that is read forward only."""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from trainer.data.loading.base import Batches, LoaderSettings, Parts, Share, data_loader, raise_errors
+from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.sampler import EvalRequests, TrainRequests
+from trainer.data.loading.stream_reader import CaughtUp, EvalStreamReader, StreamPosition, TrainStreamReader
+from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
+
+log = logging.getLogger(__name__)
+
+Shards = dict[int, tuple[int, Any]]  # as a StreamPosition has them
+
+
+class StreamTrainLoader:
+    """A TrainLoader of data read forward."""
+
+    def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
+        self._reader = TrainStreamReader(dataset, share.seed, settings.sharded, share.heartbeat)
+        self._requests = TrainRequests(batch, share.replica, self._reader.num_shards)
+        self._loader = data_loader(self._reader, self._requests, settings, share)
+        self._batch, self._replica, self._num_workers = batch, share.replica, max(1, settings.num_workers)
+        self._batches: _StepAhead | None = None
+        self.num_samples = self._reader.num_samples
+        self.steps_per_epoch = None if self.num_samples is None else self.num_samples // batch.global_size
+        self.num_skipped = 0
+
+    def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
+        """What lies between the place that `resume` was given and ``first_sample`` is read and dropped."""
+        if parts is not None:
+            raise UserError(
+                "strategy.max_staleness above 0 hands out the parts of steps as ranks ask, and a stream "
+                "is only read forward; set it to 0"
+            )
+        requests, begin = self._requests, self._reader.begin
+        requests.epoch, requests.first_sample, requests.reading = epoch, first_sample, requests.reading + 1
+        requests.caught_up = first_sample == 0
+        knows_place = self._reader.keeps_place and bool(begin.shards) and begin.epoch == epoch
+        if first_sample and not knows_place and self._replica == 0:
+            log.warning(
+                "%s cannot say where it stood (state_dict): the first %s samples of the epoch are read and "
+                "dropped",
+                type(self._reader.stream).__name__,
+                f"{first_sample:,}",
+            )
+        place = begin if knows_place else StreamPosition(self._reader.num_shards, epoch)
+        # Nothing here holds this object: in a circle, the DataLoader would be left to the garbage collector,
+        # and wait 5 s for each of its workers.
+        batches = _caught_up(self._loader, requests, self._num_workers, self._reader.heartbeat)
+        self._batches = _StepAhead(batches, self._batch.accumulation, place)
+        return self._batches
+
+    def place(self) -> dict[str, Any]:
+        assert self._batches is not None, "no epoch has begun"
+        return self._batches.place.state_dict()
+
+    def resume(self, places: list[dict[str, Any]]) -> None:
+        if not any(places):
+            return  # from a step between two epochs, or saved by a version that knew no streams
+        place = StreamPosition.merged(places)
+        if place.num_shards != self._reader.num_shards:
+            raise UserError(
+                f"the training stream was read as {place.num_shards} shards when the checkpoint was saved, "
+                f"and is now as {self._reader.num_shards}: the order of its samples is another; give it the "
+                "shards of then (data.sharded), or start a new run from these weights with model.init_from"
+            )
+        self._reader.begin = place
+
+
+class StreamEvalLoader:
+    """An EvalLoader of data read forward, by every rank from the beginning to the end."""
+
+    def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
+        self._reader = EvalStreamReader(dataset, share.seed, heartbeat=share.heartbeat)
+        self._loader = data_loader(self._reader, EvalRequests(batch, share.replica), settings, share)
+        self.num_samples, self.batch_size = self._reader.num_samples, batch.micro_size
+        self.num_skipped = 0
+
+    def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
+        is_empty = True
+        for answer in raise_errors(self._loader):
+            if answer is None:
+                break
+            is_empty = False
+            yield answer
+        if is_empty:
+            raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
+
+
+def _caught_up(
+    answers: DataLoader[Any], requests: TrainRequests, num_workers: int, heartbeat: Heartbeat
+) -> Iterator[tuple[Any, Shards]]:
+    """The batches, once every worker stands before the first."""
+    there, said = 0, time.monotonic()
+    for answer in raise_errors(answers):
+        if answer is None:
+            return
+        if not isinstance(answer, CaughtUp):
+            yield answer
+            continue
+        heartbeat.progress()
+        there = there + 1 if answer.there else 0  # the workers answer in turn
+        requests.caught_up = there >= num_workers
+        if requests.replica == 0 and time.monotonic() > said + 10:
+            log.info(
+                "read %s of %s samples to be dropped", f"{answer.number:,}", f"{requests.first_sample:,}"
+            )
+            said = time.monotonic()
+
+
+class _StepAhead(Batches):
+    """Of micro-batches whose number nobody knows: those of the next step are fetched with this one's last.
+
+    Attributes:
+        place: where the stream stands after those handed out.
+    """
+
+    def __init__(
+        self, batches: Iterator[tuple[Any, Shards]], accumulation: int, place: StreamPosition
+    ) -> None:
+        self._batches, self._accumulation, self.place = batches, accumulation, place
+        self._now: deque[tuple[Any, Shards]] = deque()
+        self._fetch()
+
+    def _fetch(self) -> None:
+        self._ahead = deque(itertools.islice(self._batches, self._accumulation))
+        self.more = len(self._ahead) == self._accumulation
+
+    def ahead(self) -> list[Any]:
+        return [batch for batch, _ in self._ahead]
+
+    def __next__(self) -> Any:
+        if not self._now:
+            if not self.more:
+                raise StopIteration
+            self._now = self._ahead
+        if len(self._now) == 1:
+            self._fetch()
+        batch, shards = self._now.popleft()
+        self.place = self.place.moved_on(shards)
+        return batch

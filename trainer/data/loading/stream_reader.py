@@ -1,0 +1,274 @@
+"""How a stream is read: its samples by their numbers, in one process or in data workers."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import Dataset, default_collate
+
+from trainer.data.loading.reader import BROKEN_DATA, generators_kept, seed_generators
+from trainer.data.loading.worker import answer
+from trainer.data.stream import has_state
+from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
+
+_CATCH_UP_S = 1.0  # a worker says how far it is so often while it reads what is dropped
+
+
+@dataclass(frozen=True)
+class StreamPosition:
+    """Where a stream stands in an epoch: of each shard the samples read, and the stream's own state then."""
+
+    num_shards: int = 1
+    epoch: int = 0
+    shards: Mapping[int, tuple[int, Any]] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        shards = {str(shard): list(there) for shard, there in self.shards.items()}
+        return {"num_shards": self.num_shards, "epoch": self.epoch, "shards": shards}
+
+    @classmethod
+    def merged(cls, saved: list[dict[str, Any]]) -> "StreamPosition":
+        """What the ranks know together, each of the shards that it reads; all stand in the same epoch."""
+        place = cls(saved[0]["num_shards"], saved[0]["epoch"])
+        for part in saved:
+            place = place.moved_on({int(shard): tuple(there) for shard, there in part["shards"].items()})
+        return place
+
+    def moved_on(self, shards: Mapping[int, tuple[int, Any]]) -> "StreamPosition":
+        """The farther of both in each shard: several workers read the same ones, each as far as it needs."""
+        farther = {
+            shard: max(there, self.shards.get(shard, there), key=lambda place: place[0])
+            for shard, there in shards.items()
+        }
+        return StreamPosition(self.num_shards, self.epoch, {**self.shards, **farther})
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a reader is asked for: the samples of these ``numbers``.
+
+    Attributes:
+        reading: a number other than the one before asks for another reading of the stream.
+        first: of the numbers of all replicas in this request.
+        catch_up: only read up to ``first`` in the shards of ``numbers``, for a while.
+    """
+
+    reading: int
+    epoch: int
+    first: int
+    numbers: range
+    catch_up: bool = False
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """The answer to ``catch_up``: up to which sample of the epoch, and whether that is all."""
+
+    number: int
+    there: bool
+
+
+class Cursor:
+    """A stream, or a shard of one, read forward in one epoch.
+
+    Attributes:
+        position: how many samples of the epoch have been taken or dropped.
+    """
+
+    def __init__(
+        self, stream: Any, epoch: int, position: int, state: Any, before_each: Callable[[int], None]
+    ) -> None:
+        """``state`` is the stream's own at ``position``; ``before_each`` is told the position to be read."""
+        self._stream, self._before_each = stream, before_each
+        self.position = position
+        if hasattr(stream, "set_epoch"):
+            stream.set_epoch(epoch)
+        if has_state(stream):
+            stream.load_state_dict(copy.deepcopy(state))
+        self._items = iter(stream)
+        self._next: list[Any] = []
+
+    def drop_to(self, position: int) -> bool:
+        """Read and drop what comes before ``position``; False where the stream ends first."""
+        while self.position < position:
+            if not self._fill():
+                return False
+            self.take()
+        return True
+
+    def reach(self, position: int) -> bool:
+        """``drop_to``, and read the sample there; False where there is none."""
+        return self.drop_to(position) and self._fill()
+
+    def _fill(self) -> bool:
+        if not self._next:
+            self._before_each(self.position)
+            try:
+                self._next.append(next(self._items))
+            except StopIteration:
+                return False
+        return True
+
+    def peek(self) -> Any:
+        """The sample that ``reach`` found."""
+        return self._next[0]
+
+    def take(self) -> Any:
+        self.position += 1
+        return self._next.pop()
+
+    def place(self) -> tuple[int, Any]:
+        """Where the stream goes on; to be asked when no sample is waiting to be taken."""
+        assert not self._next, "the stream's own state is beyond the sample that waits"
+        return self.position, copy.deepcopy(self._stream.state_dict())
+
+
+class StreamReader(Dataset[Any]):
+    """Answers requests by reading the stream forward; made in the main process, used there or in workers.
+
+    Attributes:
+        num_samples: of an epoch, where the stream knows.
+        begin: where a resumed run goes on, to be set before the first request.
+    """
+
+    def __init__(
+        self, stream: Any, seed: int, sharded: bool = False, heartbeat: Heartbeat | None = None
+    ) -> None:
+        self.stream, self.seed = stream, seed
+        self.heartbeat = heartbeat or Heartbeat()
+        if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
+            raise UserError(
+                f"data.sharded is true, but {type(stream).__name__} has not the num_shards and shard of "
+                "trainer.data.stream.Stream; set it to false"
+            )
+        self.num_shards: int = stream.num_shards if sharded else 1
+        shards = [stream.shard(self.num_shards, i) for i in range(self.num_shards)] if sharded else [stream]
+        # Each with its state before anything is read, to which every epoch goes back.
+        self._shards = [(shard, shard.state_dict() if has_state(shard) else None) for shard in shards]
+        self.keeps_place = has_state(stream)
+        self.num_samples = _length(stream)
+        self.begin = StreamPosition()
+        self._reading: int | None = None
+        self._cursors: dict[int, Cursor] = {}
+        self._number = 0  # of the sample being read
+
+    def __getitems__(self, request: Request) -> Any:
+        """The answer, or an exception: see `answer`."""
+        try:
+            with generators_kept():
+                if request.reading != self._reading:
+                    self._reading, self._cursors = request.reading, {}
+                return answer(self._answer, request)
+        finally:
+            self.heartbeat.rest()
+
+    def _answer(self, request: Request) -> Any:
+        raise NotImplementedError
+
+    def _read(self, request: Request) -> list[Any]:
+        """The samples of the request up to the end of the stream."""
+        samples = []
+        with self._reading_alone():
+            for number in request.numbers:
+                cursor = self._cursor(request, number % self.num_shards)
+                if not cursor.reach(number // self.num_shards):
+                    break
+                samples.append(self._decode(cursor.take()))
+        return samples
+
+    def _decode(self, item: Any) -> Any:
+        sample = self.stream.decode(item) if hasattr(self.stream, "decode") else item
+        if sample is None:
+            raise ValueError("it is None")
+        return sample
+
+    def _cursor(self, request: Request, shard: int) -> Cursor:
+        if shard not in self._cursors:
+            stream, beginning = self._shards[shard]
+            position, state = 0, beginning
+            if self.keeps_place and self.begin.epoch == request.epoch:
+                there = self.begin.shards.get(shard, (0, beginning))
+                if there[0] <= -(-(request.first - shard) // self.num_shards):
+                    position, state = there
+
+            def before_each(position: int) -> None:
+                self._number = position * self.num_shards + shard
+                self.heartbeat.read(self._number)
+                seed_generators(self.seed, request.epoch, self._number)
+
+            self._cursors[shard] = Cursor(stream, request.epoch, position, state, before_each)
+        return self._cursors[shard]
+
+    @contextmanager
+    def _reading_alone(self) -> Iterator[None]:
+        """Broken data is one message; and the stream sees no data worker, or it might share itself out.
+
+        torch has no public way to say so: datasets ask get_worker_info(), which returns this variable.
+        """
+        torch_worker._worker_info, info = None, torch_worker._worker_info
+        try:
+            yield
+        except UserError:
+            raise
+        except BROKEN_DATA as error:
+            raise UserError(
+                f"sample {self._number} of {type(self.stream).__name__} cannot be read: {error}; mend it, or "
+                "have the stream leave it out"
+            ) from error
+        finally:
+            torch_worker._worker_info = info
+
+
+class TrainStreamReader(StreamReader):
+    """Answers with (batch, its shards' part of a StreamPosition); with None where the stream ends before."""
+
+    def _answer(self, request: Request) -> Any:
+        if request.catch_up:
+            return self._catch_up(request)
+        samples = self._read(request)
+        if len(samples) < len(request.numbers):
+            return None
+        read = {number % self.num_shards for number in request.numbers} if self.keeps_place else ()
+        return default_collate(samples), {shard: self._cursors[shard].place() for shard in read}
+
+    def _catch_up(self, request: Request) -> CaughtUp:
+        until = time.monotonic() + _CATCH_UP_S
+        with self._reading_alone():
+            for shard in sorted({number % self.num_shards for number in request.numbers}):
+                cursor = self._cursor(request, shard)
+                target = -(-(request.first - shard) // self.num_shards)
+                while cursor.position < target and cursor.drop_to(min(cursor.position + 100, target)):
+                    if time.monotonic() > until:
+                        return CaughtUp(cursor.position * self.num_shards, there=False)
+        return CaughtUp(request.first, there=True)
+
+
+class EvalStreamReader(StreamReader):
+    """Answers with (batch, numbers of its samples); with None where all replicas are at the end.
+
+    A replica that has run out is given the first sample of all as a filler, and no numbers.
+    """
+
+    def _answer(self, request: Request) -> Any:
+        with self._reading_alone():
+            cursor = self._cursor(request, 0)
+            if cursor.position == 0 and cursor.reach(0):
+                self._first = cursor.peek()
+            if not cursor.reach(request.first):
+                return None
+        samples = self._read(request)
+        with self._reading_alone():
+            filled = samples or [self._decode(self._first)]
+        return default_collate(filled), list(request.numbers[: len(samples)])
+
+
+def _length(stream: Any) -> int | None:
+    try:
+        return len(stream)
+    except TypeError:  # also of a class that has __len__ for others to fill in
+        return None

@@ -1,0 +1,1 @@
+"""Text as windows of tokens: in memory, streamed, or from token files."""

@@ -1,0 +1,142 @@
+"""Files of text or JSON lines, however large, in chunks that are the same wherever reading begins."""
+
+import bisect
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.errors import UserError
+
+CHUNK_BYTES = 2**17
+MAX_LINE_BYTES = 2**26  # a document of JSON lines has to be held in memory
+_GOES_ON = bytes(range(0x80, 0xC0))  # bytes of a character of UTF-8 but its first
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """Some text: a document of JSON lines, or about 128 KiB of a file, whole lines where it has such.
+
+    Attributes:
+        file: its number among the files.
+        offset: of its first byte in the file.
+        num_bytes: that it takes up there.
+        ends_document: whether nothing that follows belongs to it.
+    """
+
+    file: int
+    offset: int
+    num_bytes: int
+    text: bytes
+    ends_document: bool
+
+
+class TextFiles:
+    """The files at a path, in the order of their names, as one long row of bytes.
+
+    Args:
+        path: a file, or a folder of them, sub-folders too; hidden files are left out. Those named .jsonl hold
+            a JSON object on each line, all others plain text.
+        field: the key of the text in such an object.
+
+    Raises:
+        UserError: nothing to read there; while reading, with its place: a line without such a text.
+    """
+
+    def __init__(self, path: str | Path, field: str = "text") -> None:
+        root, self.field = Path(path), field
+        if not root.exists():
+            raise UserError(f"{root} does not exist")
+        found = sorted(file for file in root.rglob("*") if file.is_file()) if root.is_dir() else [root]
+        self.files = [
+            file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts)
+        ]
+        if packed := [file for file in self.files if file.suffix.lower() in PACKED]:
+            raise UserError(f"{packed[0]} is packed; text and JSON lines are read here: unpack it")
+        self.ends = list(itertools.accumulate(file.stat().st_size for file in self.files))
+        if not self.ends or not self.ends[-1]:
+            raise UserError(f"{root} holds no text")
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ends[-1]
+
+    def chunks(self, begin: int, end: int) -> Iterator[TextChunk]:
+        """The chunks of [begin, end) of the row, from the line after the one to the line after the other."""
+        file = bisect.bisect_right(self.ends, begin)
+        start = self.ends[file - 1] if file else 0
+        return self.chunks_from(file, begin - start, end)
+
+    def chunks_from(self, file: int, offset: int, end: int) -> Iterator[TextChunk]:
+        """The chunks from ``offset`` in a file on up to ``end`` of the row."""
+        for number in range(file, len(self.files)):
+            start = self.ends[number - 1] if number else 0
+            if start >= end:
+                return
+            read = self._lines if self.files[number].suffix.lower() == ".jsonl" else self._parts
+            yield from read(number, offset, end - start)
+            offset = 0
+
+    def _lines(self, number: int, begin: int, end: int) -> Iterator[TextChunk]:
+        path = self.files[number]
+        with path.open("rb") as file:
+            offset = 0
+            if begin:  # into the line before, in whose middle it may be
+                file.seek(begin - 1)
+                offset = begin - 1 + len(self._line(file, path))
+            while offset < end and (line := self._line(file, path)):
+                if not line.isspace():
+                    yield TextChunk(number, offset, len(line), self._text(line, path, offset), True)
+                offset += len(line)
+
+    @staticmethod
+    def _line(file: BinaryIO, path: Path) -> bytes:
+        line = file.readline(MAX_LINE_BYTES)
+        if len(line) == MAX_LINE_BYTES:
+            raise UserError(f"{path} has a line of more than {MAX_LINE_BYTES >> 20} MiB; is it JSON lines?")
+        return line
+
+    def _text(self, line: bytes, path: Path, offset: int) -> bytes:
+        try:
+            # Half a surrogate pair, which JSON may hold and text may not, becomes a question mark.
+            return json.loads(line)[self.field].encode(errors="replace")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"the line at byte {offset:,} of {path} is no JSON object with a text {self.field!r}: "
+                f"{type(error).__name__} {error}"
+            ) from error
+
+    def _parts(self, number: int, begin: int, end: int) -> Iterator[TextChunk]:
+        """They end with the line that reaches a multiple of CHUNK_BYTES, or there where no line ends soon.
+
+        Of a character that this would cut in two, all is in the first of both.
+        """
+        size = self.files[number].stat().st_size
+        with self.files[number].open("rb") as file:
+
+            def aligned(at: int) -> int:
+                """Once for all: aligned(aligned(at)) is aligned(at)."""
+                if not 0 < at < size:
+                    return min(at, size)
+                file.seek(at - 1)
+                return at + max(0, file.read(CHUNK_BYTES).find(b"\n"))
+
+            def whole(at: int) -> int:
+                """Past the bytes that go on with a character of UTF-8."""
+                file.seek(at)
+                near = file.read(4)
+                rest = len(near) - len(near.lstrip(_GOES_ON))
+                return at + rest if at > 0 and rest < 4 else at
+
+            first, stop = aligned(begin), aligned(end)
+            for block in itertools.count(first // CHUNK_BYTES + 1):
+                if first >= stop:
+                    return
+                if (last := min(aligned(block * CHUNK_BYTES), stop)) > first:
+                    start, end_of_text = whole(first), whole(last)
+                    file.seek(start)
+                    yield TextChunk(number, first, last - first, file.read(end_of_text - start), last == size)
+                    first = last

@@ -1,0 +1,76 @@
+"""Text as bytes: a file, a folder of files, or the language reference inside every CPython."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.images import check_split
+from trainer.data.text.tokenizers import Bytes
+from trainer.data.text.windows import Windows
+from trainer.errors import UserError
+
+MAPPED_BYTES = 64 * 2**20  # a file from this size on is mapped into memory, not read
+
+
+class Text(Windows):
+    """Windows of ``block_size`` bytes; the last ``eval_fraction`` of them are held out.
+
+    Vocabulary: the 256 bytes.
+
+    Args:
+        path: a file, or a folder whose files are all read, in the order of their names, sub-folders too.
+            None: ``pydoc_data.topics`` of the running Python, about half a megabyte.
+
+    Raises:
+        UserError: nothing at ``path``, an argument out of range, or a text too short for one window in
+            each split.
+    """
+
+    tokenizer = Bytes()
+    vocab_size = tokenizer.vocab_size
+
+    def __init__(
+        self, split: str, path: str | None = None, block_size: int = 128, eval_fraction: float = 0.1
+    ) -> None:
+        check_split(split)
+        if block_size < 1:
+            raise UserError(f"data.dataset.block_size={block_size} is not at least 1")
+        if not 0 < eval_fraction < 1:
+            raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
+        texts = [python_reference()] if path is None else list(read_texts(Path(path)))
+        num_windows = sum(max(0, len(text) - 1) // block_size for text in texts)
+        num_eval = round(num_windows * eval_fraction)
+        if not 0 < num_eval < num_windows:
+            raise UserError(
+                f"the text at {path or 'pydoc_data.topics'} has {sum(map(len, texts))} bytes, too few to "
+                f"train and evaluate on windows of data.dataset.block_size={block_size} with "
+                f"data.dataset.eval_fraction={eval_fraction}; lower the block size"
+            )
+        held_out = num_windows - num_eval
+        numbers = range(held_out, num_windows) if split == "eval" else range(held_out)
+        super().__init__(texts, block_size, vocab_size=256, numbers=numbers)
+
+
+def python_reference() -> np.ndarray:
+    from pydoc_data.topics import topics  # a module that is one dictionary literal
+
+    return np.frombuffer("\n\n".join(topics.values()).encode(), dtype=np.uint8)
+
+
+def read_texts(path: Path) -> Iterator[np.ndarray]:
+    """The bytes at ``path``: large files mapped one by one, each run of small ones between them joined."""
+    if not path.exists():
+        raise UserError(f"data.dataset.path={path} does not exist")
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    small: list[np.ndarray] = []
+    for file in files:
+        if file.stat().st_size < MAPPED_BYTES:
+            small.append(np.fromfile(file, dtype=np.uint8))
+            continue
+        if small:
+            yield np.concatenate(small)
+            small = []
+        yield np.memmap(file, dtype=np.uint8, mode="r")
+    if small:
+        yield np.concatenate(small)

@@ -1,0 +1,136 @@
+"""Text of any amount as a stream of windows, in little memory."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from trainer.data.images import check_split
+from trainer.data.text.files import TextChunk, TextFiles
+from trainer.data.text.tokenizers import tokenizer as tokenizer_named
+from trainer.errors import UserError
+
+
+class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Windows of ``block_size`` tokens and, one token further on, what is to be predicted, side by side.
+
+    The last ``eval_fraction`` of the bytes is held out, and ``eval_windows`` windows of it evaluated on. Read
+    in shards (``data.sharded``), equal parts of the bytes, each batch is of many places in the text. The
+    windows of an epoch begin elsewhere than those of the one before.
+
+    Args:
+        path: a file or folder of text or JSON lines, as of ``TextFiles``.
+        tokenizer: bytes | gpt2; ``vocabulary`` as of ``trainer.data.text.tokenizers.tokenizer``.
+
+    Raises:
+        UserError: nothing at ``path``, an argument out of range.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        path: str,
+        block_size: int = 128,
+        tokenizer: str = "bytes",
+        vocabulary: str | None = None,
+        field: str = "text",
+        eval_fraction: float = 0.01,
+        eval_windows: int = 1000,
+        num_shards: int = 16,
+    ) -> None:
+        check_split(split)
+        for name, value in (
+            ("block_size", block_size),
+            ("eval_windows", eval_windows),
+            ("num_shards", num_shards),
+        ):
+            if value < 1:
+                raise UserError(f"data.dataset.{name}={value} is not at least 1")
+        if not 0 < eval_fraction < 1:
+            raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
+        self.block_size, self.num_shards = block_size, num_shards
+        self._texts, self.tokenizer = TextFiles(path, field), tokenizer_named(tokenizer, vocabulary)
+        self.vocab_size = self.tokenizer.vocab_size
+        num_train = self._texts.num_bytes - round(self._texts.num_bytes * eval_fraction)
+        self._begin, self._end = (num_train, self._texts.num_bytes) if split == "eval" else (0, num_train)
+        self._max_windows = eval_windows if split == "eval" else None
+        self._first_token = 0  # of the epoch's first window
+        self._start: dict[str, int] | None = None  # a state to go on from
+        self._window = _Held(np.empty(0, np.uint8), [])
+
+    def set_epoch(self, epoch: int) -> None:
+        self._first_token = int(epoch * 0.6180339887 % 1 * self.block_size)  # the golden ratio: never twice
+
+    def shard(self, num_shards: int, index: int) -> "TextStream":
+        part, length = copy.copy(self), self._end - self._begin
+        part._begin = self._begin + length * index // num_shards
+        part._end = self._begin + length * (index + 1) // num_shards
+        return part
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._start is not None:
+            return dict(self._start)
+        return self._window.place() if self._window.origins else {"begin": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._start = None if "begin" in state else state
+        self._window = _Held(np.empty(0, np.uint8), [])
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        start, self._start, size = self._start, None, self.block_size
+        if start is None:
+            chunks, skip = self._texts.chunks(self._begin, self._end), self._first_token
+        else:
+            chunks, skip = self._texts.chunks_from(start["file"], start["offset"], self._end), start["tokens"]
+        num_windows = 0
+        held = self._window = _Held(np.empty(0, np.uint8), [])
+        for chunk in chunks:
+            held.add(chunk, self._tokens(chunk), skip)
+            skip = 0
+            while held.num_left > size:
+                window = torch.from_numpy(held.take(size + 1, size).astype(np.int64))
+                num_windows += 1
+                yield window[:-1], window[1:]
+                if num_windows == self._max_windows:
+                    return
+
+    def _tokens(self, chunk: TextChunk) -> np.ndarray:
+        [tokens] = self.tokenizer.encode([chunk.text])
+        return np.concatenate([tokens, self.tokenizer.end]) if chunk.ends_document else tokens
+
+
+class _Held:
+    """Tokens read and not yet handed out, and which chunks they are of.
+
+    Attributes:
+        origins: for each chunk the position in ``tokens`` at which it begins, its file and its offset.
+    """
+
+    def __init__(self, tokens: np.ndarray, origins: list[tuple[int, int, int]]) -> None:
+        self.tokens, self.origins, self.position = tokens, origins, 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self.tokens) - self.position
+
+    def add(self, chunk: TextChunk, tokens: np.ndarray, skip: int) -> None:
+        rest = self.tokens[self.position :]
+        kept = [origin for origin in self.origins if origin[0] >= self.position]
+        before = [origin for origin in self.origins if origin[0] < self.position][-1:]
+        self.origins = [(at - self.position, file, offset) for at, file, offset in before + kept]
+        self.origins.append((len(rest), chunk.file, chunk.offset))
+        self.tokens, self.position = np.concatenate([rest, tokens]), min(skip, len(rest) + len(tokens))
+
+    def take(self, length: int, step: int) -> np.ndarray:
+        taken = self.tokens[self.position : self.position + length]
+        self.position += step
+        return taken
+
+    def place(self) -> dict[str, int]:
+        """The chunk of the next token, and how many of the chunk's come before it."""
+        at, file, offset = max(origin for origin in self.origins if origin[0] <= self.position)
+        return {"file": file, "offset": offset, "tokens": self.position - at}

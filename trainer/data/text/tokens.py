@@ -1,0 +1,90 @@
+"""Files of tokens, as `python -m trainer.data.tokenize` and nanoGPT's prepare.py write them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.images import check_split
+from trainer.data.text.tokenizers import Tokenizer
+from trainer.data.text.tokenizers import tokenizer as tokenizer_named
+from trainer.data.text.windows import Windows
+from trainer.errors import UserError
+
+FACTS = "tokens.json"
+FILES = {"train": "train.bin", "eval": "val.bin"}
+
+
+class Tokens(Windows):
+    """Windows of ``block_size`` tokens of a mapped file, which may be of any size.
+
+    Args:
+        path: a folder with train.bin and val.bin: uint16 numbers, or what its tokens.json says.
+        vocab_size: None takes that of tokens.json.
+        eval_windows: so many of val.bin are evaluated on; None: all.
+        vocabulary: of the tokenizer, where it cannot be fetched; only sampling asks for it.
+
+    Raises:
+        UserError: a file is missing or too short, or nothing says how large the vocabulary is.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        path: str,
+        block_size: int = 1024,
+        vocab_size: int | None = None,
+        eval_windows: int | None = None,
+        vocabulary: str | None = None,
+    ) -> None:
+        check_split(split)
+        for name, value in (("block_size", block_size), ("eval_windows", eval_windows)):
+            if value is not None and value < 1:
+                raise UserError(f"data.dataset.{name}={value} is not at least 1")
+        facts = _facts(Path(path))
+        size = vocab_size or facts.get("vocab_size")
+        if size is None:
+            raise UserError(
+                f"{path} has no {FACTS} that tells the size of the vocabulary; set data.dataset.vocab_size, "
+                "50257 for GPT-2's"
+            )
+        file = Path(path) / FILES[split]
+        dtype = np.dtype(facts.get("dtype", "uint16"))
+        if not file.is_file():
+            raise UserError(
+                f"{file} does not exist; python -m trainer.data.tokenize TEXT {path} makes it of text"
+            )
+        num_bytes = file.stat().st_size
+        if num_bytes // dtype.itemsize <= block_size or num_bytes % dtype.itemsize:
+            raise UserError(
+                f"{file} has {num_bytes} bytes, which is no row of more than data.dataset.block_size="
+                f"{block_size} tokens of {dtype.itemsize} bytes"
+            )
+        super().__init__([np.memmap(file, dtype, mode="r")], block_size, size)
+        self._tokenizer_name, self._vocabulary = facts.get("tokenizer"), vocabulary
+        if split == "eval" and eval_windows is not None:
+            self.numbers = self.numbers[:eval_windows]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What turned text into these tokens; None where no tokens.json says.
+
+        Raises:
+            UserError: it cannot be had here.
+        """
+        name = self._tokenizer_name
+        return None if name is None else tokenizer_named(name, self._vocabulary)
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    path = folder / FACTS
+    if not path.exists():
+        return {}
+    try:
+        facts = json.loads(path.read_text())
+        if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["vocab_size"], int):
+            raise ValueError(f"dtype {facts['dtype']}, vocab_size {facts['vocab_size']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not say what tokens these are: {error}") from error
+    return facts

@@ -1,0 +1,52 @@
+"""A tensor that is sharded over the ranks, brought to rank 0 piece by piece: no rank ever holds it whole."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from trainer.local_shard import to_local
+
+
+def gather_shards_to_rank0(
+    tensor: Tensor, device: torch.device | str, group: dist.ProcessGroup | None = None
+) -> Iterator[Tensor]:
+    """Yield on rank 0 the parts of `tensor` along its first dimension, in order and on the CPU.
+
+    Collective over `group`, to the end: other ranks are given nothing, and must exhaust the iterator all the
+    same. A tensor that is not sharded is one piece, which rank 0 has already. Costs rank 0 the memory of the
+    largest shard.
+
+    Args:
+        tensor: a tensor, or a DTensor as fully_shard makes them: by its first dimension, over the last of the
+            mesh's dimensions.
+        device: where `group` can reach; None as group is all ranks.
+    """
+    local, rank = to_local(tensor), dist.get_rank()
+    if not isinstance(tensor, DTensor) or all(placement == Replicate() for placement in tensor.placements):
+        if rank == 0:
+            yield local.cpu()
+        return
+    *copies, placement = tensor.placements
+    assert placement == Shard(0) and all(copy == Replicate() for copy in copies), tensor.placements
+    # Of the groups that hold a copy each, the first has rank 0 in it.
+    holders = tensor.device_mesh.mesh.flatten()[: tensor.device_mesh.size(-1)].tolist()
+    if rank != 0:
+        if rank in holders and local.numel():
+            dist.send(local.to(device), dst=0, group=group)
+        return
+    shapes = [part.shape for part in torch.empty(tensor.shape, device="meta").chunk(len(holders))]
+    for holder, shape in zip(holders, shapes, strict=False):  # the last holders may have nothing
+        if holder == 0:
+            yield local.cpu()
+        elif shape.numel():
+            piece = torch.empty(shape, dtype=tensor.dtype, device=device)
+            dist.recv(piece, src=holder, group=group)
+            yield piece.cpu()
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a CPU tensor; a copy, should it not be contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,248 @@
+"""Process group set-up and clean-up: the only place that calls init_process_group."""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from trainer.config import DistributedConfig
+from trainer.distributed.interfaces import address_towards, choose_interface, store_host
+from trainer.distributed.rendezvous import leave, meet, on_this_host
+from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.neighbour import RankIdentity, introduction
+from trainer.faults.stacks import Stacks
+from trainer.faults.watch import Watch
+from trainer.launch.fresh import is_watched
+from trainer.launch.place import Place, place
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_TOGETHER_BYTES = 1 << 24
+_GLOO_WORDS = ("gloo/", "pair closure")
+
+
+@dataclass(frozen=True)
+class Dist:
+    """Where this process stands among all processes of the run."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    hosts: tuple[int, ...]  # index of the host of every rank
+    device: torch.device
+    backend: str
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)  # what this process is doing
+    watch: Watch | None = field(default=None, repr=False)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(set(self.hosts))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def place(self, rank: int) -> str:
+        return f"rank {rank} (host {self.hosts[rank]})"
+
+
+@contextmanager
+def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterator[Dist]:
+    """Join the other processes, each with so many devices, and leave them again when all went well.
+
+    The group is the one that `place` finds; where there is no other process, one that needs no port. After an
+    exception among several nothing is torn down: the peers may be gone, and a collective would wait for them
+    while the exception waits to be seen.
+
+    Raises:
+        UserError: a device or backend that this machine or this torch does not have; ranks that contradict
+            each other or have no place to meet.
+        TimeoutError: ranks that did not arrive within `distributed.timeout_s`, named.
+    """
+    here = place(settings)
+    rank, world_size = here.rank, here.world_size
+    timeout = timedelta(seconds=settings.timeout_s)
+    heartbeat, stacks = Heartbeat(), Stacks()
+    told = introduction(rank, heartbeat, stacks)
+    told["address"] = address_towards(store_host(here.init_method)) if world_size > 1 else None
+    store, hosts, members = (
+        meet(here, told, timeout) if settings.backend != "mpi" else (None, [here.host or 0], [told])
+    )
+    watch = Watch(
+        heartbeat,
+        stacks,
+        rank,
+        [RankIdentity(host=host, **other) for host, other in zip(hosts, members, strict=True)],
+        partial(_another_connection, store) if store is not None else None,
+        settings.timeout_s,
+        launched=is_watched(here),
+    )
+    watch.start()
+    try:
+        local_rank, local_world_size = on_this_host(here, hosts)
+        device = _device(settings.device, local_rank, here, devices_each)
+        backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        _check_backend(backend, device)
+        if device.type == "cuda":
+            # Before anything touches a GPU: otherwise every rank opens a context on GPU 0.
+            torch.cuda.set_device(device)
+        choose_interface(rank, hosts, [member["address"] for member in members])
+        if backend == "mpi":  # mpirun starts the ranks and knows them; it takes no store
+            dist.init_process_group("mpi")
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+            hosts = [0] * world_size
+            dist.all_gather_object(hosts, here.host or 0)
+        else:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=device if "nccl" in backend else None,
+            )
+        here_and_there = (rank, local_rank, world_size, local_world_size, tuple(hosts))
+        yield Dist(*here_and_there, device, backend, heartbeat, watch)
+        leave(here, watch.let_go_of_store)
+    except GeneratorExit:
+        raise
+    except BaseException as caught:
+        error = _in_mid_run(caught)
+        if world_size == 1 and dist.is_initialized():  # nobody to wait for; a notebook may want to go on
+            dist.destroy_process_group()
+        watch.failed(error, symptom=_is_of_communication(error))
+        if error is not caught:
+            raise error from None
+        raise
+    dist.destroy_process_group()
+    watch.ended_well()
+
+
+def _in_mid_run(error: BaseException) -> BaseException:
+    """A sys.exit() of somebody's code is a fault, with a traceback, while others wait for this rank."""
+    if isinstance(error, SystemExit):
+        fault = RuntimeError(f"sys.exit({error.code!r}) was called in the middle of the run")
+        return fault.with_traceback(error.__traceback__)
+    return error
+
+
+def _another_connection(store: dist.Store) -> dist.Store:
+    return dist.PrefixStore("watch", store.clone())
+
+
+def _is_of_communication(error: BaseException) -> bool:
+    """Whether another rank may have caused `error`; gloo raises plain RuntimeErrors, told by their text."""
+    seen: BaseException | None = error
+    while seen is not None:
+        in_words = any(words in str(seen) for words in _GLOO_WORDS)
+        if in_words or isinstance(seen, dist.DistError) or hasattr(seen, "peer"):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def compare_across_ranks(facts: Mapping[str, Any], dist_: Dist) -> None:
+    """Refuse to start when `facts` (name to printable value) differ between ranks.
+
+    Raises:
+        UserError: names the first rank that differs from rank 0, the key and both values; on every rank.
+    """
+    gathered: list[Mapping[str, Any]] = [{}] * dist_.world_size
+    dist.all_gather_object(gathered, dict(facts))
+    reference = gathered[0]
+    for rank, theirs in enumerate(gathered):
+        for key in sorted(reference.keys() | theirs.keys()):
+            if reference.get(key) != theirs.get(key):
+                raise UserError(
+                    f"{dist_.place(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
+                    f"{reference.get(key)!r}; start every host with the same command, code and data"
+                )
+
+
+def on_main(action: Callable[[], _T], dist_: Dist) -> _T:
+    """Return what `action` returns on rank 0, which alone calls it, on every rank (a collective).
+
+    Raises:
+        UserError: the one that `action` raised, on every rank.
+    """
+    box: list[Any] = [None, None]
+    if dist_.is_main:
+        try:
+            box = [action(), None]
+        except UserError as error:
+            box = [None, str(error)]
+    dist.broadcast_object_list(box, src=0)
+    value, message = box
+    if message is not None:
+        raise UserError(message)
+    return cast(_T, value)
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
+    """Give every rank the values that `tensors` have on rank `src` (a collective).
+
+    They travel as bytes, since neither gloo nor NCCL broadcasts an int16, uint16 or float8; small ones
+    together.
+    """
+    tensors = list(tensors)
+    ends = accumulate(tensor.nbytes for tensor in tensors)
+    places = [(tensor.device, end // _TOGETHER_BYTES) for tensor, end in zip(tensors, ends, strict=True)]
+    for _, numbers in groupby(range(len(tensors)), key=places.__getitem__):
+        together = [tensors[number] for number in numbers]
+        message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in together])
+        dist.broadcast(message, src)
+        parts = message.split([tensor.nbytes for tensor in together])
+        for tensor, part in zip(together, parts, strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # cloned: aligned to its dtype
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum `values` in place over all ranks (a collective) and return it."""
+    dist.all_reduce(values)
+    return values
+
+
+def _device(wanted: str, local_rank: int, here: Place, each: int) -> torch.device:
+    """The first of this process's devices."""
+    num_gpus = torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise UserError("distributed.device=cuda, but torch sees no GPU here; take distributed.device=cpu")
+    if num_gpus == each and not here.under_torchrun:
+        return torch.device("cuda", 0)  # srun --gpus-per-task and the like show each process its own alone
+    if (local_rank + 1) * each > num_gpus:
+        if each == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # NCCL 2.30's word, to try out
+            return torch.device("cuda", local_rank % num_gpus)
+        own = "GPU of its own" if each == 1 else f"{each} GPUs of its own (strategy.devices_per_replica)"
+        raise UserError(
+            f"local rank {local_rank} has no {own}: this host has {num_gpus}; start with "
+            f"--nproc_per_node={num_gpus // each} or less, or take distributed.device=cpu"
+            if num_gpus >= each
+            else f"strategy.devices_per_replica={each}, but this host has {num_gpus} GPUs; take {num_gpus}"
+        )
+    return torch.device("cuda", local_rank * each)
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UserError(
+            "distributed.backend=mpi, but this torch was built without MPI, as the wheels of the package "
+            "registry are; build torch from source beside an MPI library, or take distributed.backend=gloo"
+        )
+    if "nccl" in backend and not (dist.is_nccl_available() and device.type == "cuda"):
+        raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; take gloo")
+    if "nccl" not in backend and device.type == "cuda" and backend != "mpi":
+        log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)

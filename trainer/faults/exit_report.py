@@ -1,0 +1,109 @@
+"""The end of a run that ends badly: its verdict said and written down, and then the process gone at once."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.faults.verdict import Observed, Verdict
+from trainer.files.atomic_file import atomic_file
+from trainer.files.untrusted import load_json, printable
+
+FAILURE = "failure.json"
+
+
+def write_failure(run_dir: Path, facts: dict[str, Any]) -> None:
+    """Write `facts` whole or not at all; `status` and `message` among them.
+
+    Never raises: a disk that takes no more must not come before what it is to be told.
+    """
+    if not run_dir.is_dir():
+        return  # another host's disk, or the run ended before it had one
+    with contextlib.suppress(OSError), atomic_file(run_dir / FAILURE, on_disk=False) as file:
+        file.write(json.dumps(facts, indent=2).encode() + b"\n")
+
+
+def read_failure(run_dir: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, UserError):
+        facts = load_json(run_dir / FAILURE)
+        if isinstance(facts.get("status"), int):
+            return facts
+    return None
+
+
+def forget_failure(run_dir: Path) -> None:
+    """What an earlier run, or attempt, left says nothing of the one that begins."""
+    with contextlib.suppress(OSError):
+        (run_dir / FAILURE).unlink(missing_ok=True)
+
+
+_LOOKED_S = 0.3  # torchrun looks at its ranks every 0.1 s
+_LONGEST = 4000  # characters of a line
+
+
+def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
+    """Nothing for an orderly end, which those that come to it say themselves."""
+    if verdict.kind == "orderly":
+        return
+    others = num_ranks - len(verdict.ranks)
+    tail = f"\n  the other {others} ranks end, status {verdict.status}" if others > 1 else ""
+    kept = f"; {run_dir}/failure.json and stacks/ say more" if run_dir is not None else ""
+    print_line(f"\n{printable(verdict.message, _LONGEST)}{tail}{kept}")
+
+
+def print_line(line: str) -> None:
+    """In one piece, and past Python's own buffers and locks, which another thread may hold for ever.
+
+    Another host may have written part of it: what a terminal would obey is escaped, but for new lines.
+    """
+    shown = "\n".join(printable(part, _LONGEST) for part in line.split("\n"))
+    with contextlib.suppress(OSError):  # who read it may have died
+        os.write(2, f"{shown}\n".encode())
+
+
+def write(verdict: Verdict, run_dir: Path | None, attempt: int) -> None:
+    """Into failure.json."""
+    if run_dir is not None:
+        facts = {"status": verdict.status, **verdict.facts, "message": verdict.message}
+        write_failure(run_dir, facts | {"kind": verdict.kind, "attempt": attempt})
+
+
+def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> None:
+    """The verdict in train.log, and by rank the stacks that were taken."""
+    if run_dir is None or not run_dir.is_dir():
+        return
+    with contextlib.suppress(OSError), (run_dir / "train.log").open("a") as log:
+        log.write(f"{printable(verdict.message, _LONGEST)}\n")
+    with contextlib.suppress(OSError):
+        for rank, text in stacks.items():
+            (run_dir / "stacks").mkdir(exist_ok=True)
+            (run_dir / "stacks" / f"rank{rank}.txt").write_text(text)
+
+
+def let_torchrun_look() -> None:
+    """Leave torchrun in no doubt who failed first: it counts whole seconds by the clock, and of the ranks
+    that end within one it blames the lowest."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        time.sleep(max(_LOOKED_S, 1.01 - time.time() % 1.0))
+
+
+def leave(status: int) -> None:
+    """End this process now: nothing of torch's or Python's may wait for a peer that is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def of_one(rank: Observed, status: int, message: str) -> Verdict:
+    """An orderly end about `rank`."""
+    keys = ("rank", "phase", "where", "step")
+    facts = {key: value for key, value in asdict(rank).items() if key in keys}
+    facts |= {"host": rank.hostname, "silent_s": 0.0}
+    return Verdict((rank.rank,), "orderly", status, message, facts)

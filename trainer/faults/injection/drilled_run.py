@@ -1,0 +1,230 @@
+"""One run with a fault in it, as seen from outside: what it said, when all were gone, whether it went on."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.faults import processes
+from trainer.faults.injection.injector import MARKER
+from trainer.launch.signals import stop_signals_to
+
+PROGRAM = Path(__file__).parents[3] / "train.py"
+STEP, STEPS, SAVED = 25, 44, 10  # of the fault, of a run, from one checkpoint to the next
+MARK = "RINGMASTER_DRILL"  # in the environment of every process of a drill
+_OF_TORCH = ("torchelastic_", "torchinductor_")  # left by torchrun and its ranks after any run
+_SPARE_S = 5.0  # beyond timeout_s, for all to be gone
+_DEADLINE_S = 240.0  # for a run as a whole, restart included
+
+Start = Callable[[Sequence[str], dict[str, str], Path], list[subprocess.Popen[bytes]]]
+"""Starts a run, given overrides, what to add to the environment, and where to append what is printed to files
+named `output` and so on; one launcher and one file per host."""
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    comm: str
+    fault: str
+    phase: str = "forward"
+    rank: int = 1
+    overrides: tuple[str, ...] = ()  # more of them
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy} {self.comm}"
+
+    def command_line(self) -> list[str]:
+        if self.fault == "none":
+            return [f"fault={self.fault}"]
+        who = [] if self.fault == "cut" else [f"fault.rank={self.rank}"]
+        return [f"fault={self.fault}", *who, f"fault.step={STEP}", f"fault.phase={self.phase}"]
+
+
+@dataclass
+class Outcome:
+    """What became of a run; seconds are from the fault on."""
+
+    step: int = STEP  # in which the fault was made: that asked for, or the next with such a phase
+    verdict: dict[str, Any] | None = None
+    verdict_s: float | None = None
+    end_s: float | None = None
+    went_on: str = "undisturbed"  # | by torchrun | by hand
+    sha256: str | None = None
+    left: list[str] = field(default_factory=list)  # processes, shared memory, temporary files
+    outputs: list[str] = field(default_factory=list)  # what was printed on each host, up to the first end
+
+    def problems(self, case: Case, sha256: str, timeout_s: float) -> list[str]:
+        """What is not as it should be, in words."""
+        found = [] if self.sha256 == sha256 else ["another hash"]
+        if self.left:
+            found.append(f"left behind: {', '.join(self.left)}")
+        if case.fault == "slow":
+            lines = "\n".join(self.outputs).splitlines()
+            named = any(f"rank {case.rank} (" in line and "has been in" in line for line in lines)
+            return found + ([] if named else ["not named as slow"]) + (["failed"] if self.verdict else [])
+        if self.verdict is None:
+            return [*found, "no verdict"]
+        if self.end_s is None or self.end_s > timeout_s + _SPARE_S:
+            found.append(f"not gone within {timeout_s + _SPARE_S:.0f} s")
+        expected: dict[str, Any] = {"status": 3 if case.fault == "nan" else 1, "rank": case.rank}
+        if case.fault == "cut":  # each side names the other; which wrote last is chance
+            del expected["rank"]
+            near, far = self.outputs
+            found += [] if "host 1 (" in near and "host 0 (" in far else ["the other side not named"]
+        elif case.fault not in ("nan", "diverge"):  # which are found later than they are made
+            expected |= {"step": self.step, "phase": case.phase}
+        return found + [
+            f"{key} {self.verdict.get(key)}, not {value}"
+            for key, value in expected.items()
+            if self.verdict.get(key) != value
+        ]
+
+
+def torchrun(processes: int, *options: str) -> Start:
+    """On this machine alone, with `options` of torchrun's."""
+
+    def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+        command += [*options, f"--nproc_per_node={processes}", str(PROGRAM), *overrides]
+        with (folder / "output").open("ab") as file:
+            return [
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            ]
+
+    return start
+
+
+def settings(case: Case, timeout_s: float) -> list[str]:
+    options = [f"strategy={case.strategy}", f"comm={case.comm}", f"distributed.timeout_s={timeout_s}"]
+    options += [f"train.max_steps={STEPS}", f"checkpoint.every_steps={SAVED}", "train.check_replicas_every=5"]
+    return [*options, "train.log_every_steps=5", "resume=auto", *case.overrides]
+
+
+def attempt(case: Case, start: Start, folder: Path, timeout_s: float) -> Outcome:
+    """Run `case` in the new directory `folder`, to the last step if that can be."""
+    run_dir, scratch = folder / "run", folder / "tmp"
+    scratch.mkdir(parents=True)
+    mark = f"{os.getpid()}-{folder.name}"
+    environment = {MARK: mark, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    overrides = [*settings(case, timeout_s), *case.command_line(), f"run_dir={run_dir}"]
+    outcome, pids = Outcome(), set[int]()
+    with ended(launchers := start(overrides, environment, folder)):
+        _follow(outcome, launchers, run_dir, mark, pids, until_gone=case.fault == "cut")
+    outcome.outputs = _outputs(folder)
+    if "resumed from" in outcome.outputs[0]:
+        outcome.went_on = "by torchrun"
+    if case.fault != "none" and not (run_dir / "result.json").exists():
+        outcome.went_on = "by hand"
+        with ended(launchers := start(overrides, environment, folder)):
+            _follow(Outcome(), launchers, run_dir, mark, pids)
+    with contextlib.suppress(OSError, ValueError):
+        outcome.sha256 = json.loads((run_dir / "result.json").read_text())["param_sha256"]
+    outcome.left = [f"process {pid}" for pid in ranks_of(mark)]
+    outcome.left += [path.name for path in scratch.iterdir() if not path.name.startswith(_OF_TORCH)]
+    shared = Path("/dev/shm")
+    names = [path.name for path in shared.iterdir()] if shared.is_dir() else []
+    outcome.left += [name for name in names if any(f"_{pid}_" in name for pid in pids)]
+    return outcome
+
+
+def _outputs(folder: Path) -> list[str]:
+    return [path.read_text(errors="replace") for path in sorted(folder.glob("output*"))]
+
+
+def _follow(
+    outcome: Outcome,
+    launchers: list[subprocess.Popen[bytes]],
+    run_dir: Path,
+    mark: str,
+    pids: set[int],
+    until_gone: bool = False,
+) -> None:
+    """Watch a launch until its launchers have ended, and note when what was to be seen.
+
+    Args:
+        pids: those of the ranks that the fault met are added.
+        until_gone: do not wait for launchers that wait for a host that is lost.
+    """
+    deadline = time.monotonic() + _DEADLINE_S
+    made_at: float | None = None
+    while time.monotonic() < deadline:
+        ended = all(launcher.poll() is not None for launcher in launchers)
+        if made_at is None:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                made = json.loads((run_dir / MARKER).read_text())
+                made_at, outcome.step = float(made["time"]), int(made["step"])
+            first = {pid for pid, restarts in ranks_of(mark).items() if restarts == 0}
+            pids |= first
+        else:
+            if outcome.verdict is None:
+                with contextlib.suppress(OSError, ValueError):
+                    written = (run_dir / "failure.json").stat().st_mtime
+                    outcome.verdict = json.loads((run_dir / "failure.json").read_text())
+                    outcome.verdict_s = written - made_at
+            if outcome.end_s is None and not any(map(_lives, pids)):
+                outcome.end_s = time.time() - made_at
+        if ended or (until_gone and outcome.end_s is not None):
+            return
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def by_the_door() -> Iterator[None]:
+    """Have a signal leave this block as an exception does: launches end, temporary directories go."""
+    received = list[int]()
+
+    def end(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:  # that takes its time, and no other signal may cut it short
+            sys.exit(128 + number)
+
+    with stop_signals_to(end):
+        yield
+
+
+@contextlib.contextmanager
+def ended(launchers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Whatever happens, the launchers are gone afterwards, and with them their ranks."""
+    try:
+        yield
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                launcher.send_signal(signal.SIGTERM)
+        for launcher in launchers:
+            try:
+                launcher.wait(45)  # torchrun gives its ranks 30 s
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                launcher.wait()
+
+
+def ranks_of(mark: str) -> dict[int, int]:
+    """The ranks of a drill and their data workers that live, with the number of restarts before each."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and _lives(int(folder.name)):
+            with contextlib.suppress(OSError):  # it may end at any moment
+                entries = (folder / "environ").read_bytes().split(b"\0")
+                variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+                if variables.get(MARK.encode()) == mark.encode() and b"RANK" in variables:
+                    found[int(folder.name)] = int(variables.get(b"TORCHELASTIC_RESTART_COUNT", b"0"))
+    return found
+
+
+def _lives(pid: int) -> bool:
+    return processes.state(pid) != "dead"

@@ -1,0 +1,1 @@
+"""Files written whole or not at all, new directories, and what others wrote, read without trust."""

@@ -1,0 +1,1 @@
+"""A trained model at work: evaluation, predictions, text. Imports no torch."""

@@ -1,0 +1,88 @@
+"""The command line of what comes after training: `python -m trainer.COMMAND RUN [OPTIONS] [OVERRIDES]`.
+
+Imports no torch, so that a mistake is reported before torch has loaded.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config
+from trainer.config.saved_run import MAY_CHANGE, saved_settings
+from trainer.errors import UserError
+from trainer.faults.left_running import ends_in_time
+from trainer.launch import local
+from trainer.launch.exits import exits
+from trainer.launch.fresh import die_with_parent, extend_path, launched_by
+from trainer.launch.place import place, publish, told_rank
+
+
+class Ended(KeyboardInterrupt):
+    """An end from outside, by a signal or by who read what was printed; as of Ctrl-C no fault of a rank."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.status = 128 + number
+
+
+def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of what all the commands take; add options to it."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument(
+        "--checkpoint",
+        default="newest",
+        metavar="newest|best|PATH",
+        help="best: by the run's checkpoint.keep_best; PATH: of a checkpoint, or its name in the run",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="OVERRIDES",
+        help=f"other settings than the run's: strategy=fsdp launch=local; of {', '.join(MAY_CHANGE)}",
+    )
+    return parser
+
+
+@ends_in_time()
+def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
+    """Call `do` with the options and the run's settings; or have it called in processes of launch=local.
+
+    Ends with status 2 for a mistake, 130 for a Ctrl-C, and 143 for a SIGTERM, what was written in part gone.
+    """
+    die_with_parent()
+    extend_path()
+    options = parser.parse_intermixed_args()
+    try:
+        with exits():
+            config = saved_settings(options.run, options.overrides)
+            if config.launch.name == "slurm":
+                raise UserError(
+                    f"launch=slurm is for training; in a job of your own, srun python -m {module} "
+                    f"{options.run}; or take launch=local"
+                )
+            if config.launch.name == "local" and launched_by() is None:
+                sys.exit(local.launch_module(config, module, sys.argv[1:]))
+            here = place(config.distributed)
+            publish(here)
+            if here.rank == 0:  # which writes files: what there is in part goes
+                signal.signal(signal.SIGTERM, _end)
+            do(options, config)
+    except Ended as ended:
+        sys.exit(ended.status)
+    except KeyboardInterrupt:
+        if not told_rank():
+            print("\ninterrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _end(number: int, _: object) -> None:
+    raise Ended(number)

@@ -1,0 +1,121 @@
+"""What held-out data says of a model: figures that count each sample once, and what the task has to show."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.device import ToDevice
+from trainer.data.loading.base import EvalLoader
+from trainer.distributed.gather_samples import Rows, SampleGather
+from trainer.distributed.process_group import Dist, on_main, sum_over_ranks
+from trainer.distributed.seeding import rng_state, set_rng_state
+from trainer.errors import UserError
+from trainer.loggers import RunLog
+from trainer.strategies import Strategy
+from trainer.tasks import Evaluation, Task, offers
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What the outputs of a model are computed with; evaluation needs no more."""
+
+    dist: Dist
+    strategy: Strategy
+    task: Task
+    model: nn.Module  # as the strategy wrapped it
+    to_device: ToDevice
+
+
+@torch.no_grad()
+def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
+    """Evaluate the model on the held-out data (a collective).
+
+    A rank that has run out of samples still takes part in each forward pass, for FSDP's gathers.
+
+    Raises:
+        UserError: rows that are not one for each sample, or differ in shape; figures that are no numbers.
+    """
+    context.dist.heartbeat.enter("evaluate")
+    context.strategy.sync_buffers(context.model)
+    task, model = context.task, context.strategy.unwrap(context.model).eval()
+    gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
+    gather = SampleGather(context.dist, loader.batch_size, f"{type(task).__name__}.rows")
+    totals: Tensor | None = None
+    gathered: list[Rows] = []
+    first: Any = None
+    for host_batch, indices in loader:
+        context.dist.heartbeat.enter("evaluate")
+        batch = context.to_device(host_batch)
+        first = batch if first is None else first
+        if gives_sums:
+            with context.strategy.autocast():
+                sums = task.eval_sums(model, batch).double()
+            counted = sums if indices else torch.zeros_like(sums)
+            totals = counted if totals is None else totals + counted
+        if gives_rows:
+            with context.strategy.autocast():
+                own = task.rows(model, batch)
+            if (of_all := gather(own, indices)) is not None:
+                gathered.append(of_all[1])
+    figures: dict[str, float] = {}
+    rows: Rows | None = None
+    if totals is not None:
+        figures |= _floats(task.summarise(sum_over_ranks(totals)), f"{type(task).__name__}.summarise")
+    if gives_rows:
+        if context.dist.is_main:
+            rows = {name: torch.cat([part[name] for part in gathered]) for name in gathered[0]}
+        by = f"{type(task).__name__}.summarise_rows"
+        figures |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), context.dist)
+    return Evaluation(figures, totals, rows, first)
+
+
+@torch.no_grad()
+def predict(context: ModelContext, loader: EvalLoader) -> Iterator[tuple[list[int], Rows] | None]:
+    """Yield, batch after batch, indices and what the task predicts of those samples (a collective).
+
+    On rank 0 each sample comes once, in the dataset's order, whatever the world size; on others None.
+
+    Raises:
+        UserError: rows that are not one for each sample, or differ in shape.
+    """
+    context.dist.heartbeat.enter("evaluate")
+    context.strategy.sync_buffers(context.model)
+    model = context.strategy.unwrap(context.model).eval()
+    gather = SampleGather(context.dist, loader.batch_size, f"{type(context.task).__name__}.predict")
+    for host_batch, indices in loader:
+        context.dist.heartbeat.enter("evaluate")
+        with context.strategy.autocast():
+            rows = context.task.predict(model, context.to_device(host_batch))
+        yield gather(rows, indices)
+
+
+@torch.no_grad()
+def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: int, at_end: bool) -> None:
+    """Log what the task has to show (a collective): at the end, and before for at most 1 % of the time."""
+    if not offers(context.task, "show") or not on_main(
+        lambda: at_end or run_log.shows.is_due(), context.dist
+    ):
+        return
+    generators = rng_state()
+    with run_log.shows, context.strategy.autocast():
+        shown = context.task.show(context.strategy.unwrap(context.model).eval(), evaluation)
+        run_log.texts(shown.texts, step)
+        run_log.images(shown.images, step)
+        run_log.figures(lambda: {name: draw() for name, draw in shown.figures.items()}, step, at_end=True)
+    set_rng_state(generators)
+
+
+def _floats(figures: dict[str, Any], source: str) -> dict[str, float]:
+    """Metrics of other libraries come as scalars of NumPy or torch."""
+    if not isinstance(figures, Mapping):
+        raise UserError(f"{source} gives a {type(figures).__name__}, but must give numbers by name")
+    floats: dict[str, float] = {}
+    for name, value in figures.items():
+        try:
+            floats[name] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{source} gives no number as {name}: {error}") from error
+    return floats

@@ -1,0 +1,219 @@
+"""A trained model at work again: built by its run's settings, with a checkpoint's weights, spread anyhow."""
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+from tqdm import tqdm
+
+from trainer.build import build_dataset, build_model, build_task, build_to_device, load_held_out
+from trainer.checkpoint import Agreement, Alone, Source, read_averages, read_model
+from trainer.config import Config, flatten
+from trainer.config.overrides import leaves
+from trainer.data.loading.base import EvalLoader
+from trainer.data.loading.batch import BatchSplit, split_batch
+from trainer.distributed.process_group import Dist, compare_across_ranks, process_group
+from trainer.distributed.seeding import rng_state, seed_everything, set_rng_state
+from trainer.errors import UserError
+from trainer.inference.evaluation import ModelContext
+from trainer.meta_init.deferred import Deferred, deferred
+from trainer.optim.param_groups import freeze
+from trainer.run_dir.claim import run_id_of
+from trainer.strategies import Strategy, build_strategy
+
+log = logging.getLogger("trainer")
+
+_SAY_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class RestoredRun(ModelContext):
+    """What `ModelContext` needs, by a run's settings, and whence the weights came."""
+
+    config: Config
+    source: Source  # the checkpoint
+    agreement: Agreement
+    train_set: Callable[[], Any]  # built at the first call
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's module, in evaluation mode."""
+        return self.strategy.unwrap(self.model).eval()
+
+    def take_averages(self) -> None:
+        """From now on, compute with the moving averages of the weights (a collective)."""
+        read_averages(self.strategy.owned(self.model), self.source, self.agreement)
+        self.strategy.weights_changed(self.model)
+
+
+@contextmanager
+def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
+    """Join the other ranks, if there are any, and build what `config` says with the weights of `checkpoint`.
+
+    Where the run evaluates moving averages in their stead (`ema.evaluate=instead`), with those.
+
+    In the run directory nothing is locked, made or changed: the run may still train.
+
+    Args:
+        checkpoint: newest, best, or the path of one.
+
+    Raises:
+        UserError: no such checkpoint, a broken one or one of another model; or settings that do not fit this
+            machine, the data or the other ranks.
+    """
+    with process_group(config.distributed) as dist, _messages(dist):
+        shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
+        compare_across_ranks({**shared, "the checkpoint": checkpoint}, dist)
+        strategy = build_strategy(config, dist)
+        agreement = Agreement(dist, config.checkpoint.timeout_s)
+        train_set = _training_data(config)
+        model = _built(config, train_set)
+        freeze(model.module, config.model)  # what strategies may spread depends on it
+        wrapped = strategy.wrap(model.module, model.fill)
+        source = _read(strategy.owned(wrapped), config, checkpoint, agreement)
+        strategy.weights_changed(wrapped)
+        where = f"{config.strategy.name} on {dist.world_size} x {dist.device.type}"
+        log.info("%s, %s", source.directory, where)
+        assert config.seed is not None
+        seed_everything(config.seed, strategy.replica)
+        yield RestoredRun(
+            dist=dist,
+            strategy=strategy,
+            task=build_task(config),
+            model=wrapped,
+            to_device=build_to_device(config, dist.device, train_set()),
+            config=config,
+            source=source,
+            agreement=agreement,
+            train_set=train_set,
+        )
+        strategy.close()
+
+
+def restored_model(config: Config, checkpoint: str) -> nn.Module:
+    """The model with the weights of `checkpoint`, on the CPU; random generators stay as they are.
+
+    Raises:
+        UserError: as of `trained`.
+    """
+    generators = rng_state()
+    try:
+        model = _built(config, _training_data(config))
+        model.fill(model.module)
+    finally:
+        set_rng_state(generators)
+    _read(model.module, config, checkpoint, Alone())
+    return model.module.eval()
+
+
+def _training_data(config: Config) -> Callable[[], Any]:
+    return functools.cache(lambda: build_dataset(config.data, "train"))
+
+
+def _built(config: Config, train_set: Callable[[], Any]) -> Deferred:
+    facts = train_set() if "auto" in dict(leaves(config.model)).values() else None
+    assert config.seed is not None
+    return deferred(lambda: build_model(config.model, facts), config.seed)
+
+
+def _read(model: nn.Module, config: Config, checkpoint: str, agreement: Agreement) -> Source:
+    run_dir = Path(config.run_dir or "")
+    run_id = agreement.on_main(lambda: run_id_of(run_dir))
+    best = config.checkpoint.keep_best
+    source = read_model(model, run_dir, run_id, checkpoint, best, agreement)
+    if agreement.rank == 0 and source.manifest.run_id not in (run_id, None):
+        log.warning("%s was saved by another run than that in %s", source.directory, run_dir)
+    if evaluates_ema(config):
+        read_averages(model, source, agreement)
+    return source
+
+
+def evaluates_ema(config: Config) -> bool:
+    """Whether it is the moving averages that the run evaluates as its weights."""
+    return config.ema.decay is not None and config.ema.evaluate == "instead"
+
+
+def held_out(at_work: RestoredRun) -> tuple[Any, EvalLoader]:
+    """The held-out data and the loader of this process's share.
+
+    Raises:
+        UserError: the dataset has none.
+    """
+    config, dist, strategy = at_work.config, at_work.dist, at_work.strategy
+    dataset, loader = load_held_out(config, _batch(config, strategy), strategy, dist)
+    compare_across_ranks({"the length of the evaluation data": loader.num_samples}, dist)
+    return dataset, cast(EvalLoader, _WithProgress(loader, strategy.num_replicas, dist.is_main))
+
+
+def _batch(config: Config, strategy: Strategy) -> BatchSplit:
+    """As in training, so that sums are the same to the bit; where that does not divide, about as many."""
+    size, micro = config.train.global_batch_size, config.train.micro_batch_size
+    try:
+        return split_batch(size, micro, strategy.num_replicas)
+    except UserError:
+        micro = micro or max(1, size // strategy.num_replicas)
+        return BatchSplit(micro * strategy.num_replicas, strategy.num_replicas, micro, 1)
+
+
+class _WithProgress:
+    """A loader that shows how far it is, on standard error: a bar on a terminal, else a line every 10 s."""
+
+    def __init__(self, loader: EvalLoader, num_replicas: int, enabled: bool) -> None:
+        self._loader, self._enabled = loader, enabled
+        self.num_samples, self.batch_size = loader.num_samples, loader.batch_size
+        each = self.batch_size * num_replicas
+        self._num_batches = None if self.num_samples is None else -(-self.num_samples // each)
+
+    @property
+    def num_skipped(self) -> int:
+        return self._loader.num_skipped
+
+    def __iter__(self) -> Iterator[Any]:
+        on_terminal = sys.stderr.isatty()
+        bar = tqdm(
+            self._loader,
+            total=self._num_batches,
+            unit="batch",
+            dynamic_ncols=True,
+            leave=False,
+            disable=not (self._enabled and on_terminal),
+        )
+        began = said = time.monotonic()
+        for number, batch in enumerate(bar):
+            now = time.monotonic()
+            if self._enabled and not on_terminal and now - said >= _SAY_EVERY_S:
+                said, total = now, self._num_batches
+                left = f" of {total}, {(now - began) / number * (total - number):.0f} s left" if total else ""
+                log.info("%d batches%s", number, left)
+            yield batch
+
+
+@contextmanager
+def _messages(dist: Dist) -> Iterator[None]:
+    """Send the trainer's messages to standard error: what was asked for is output, and the log is the run's.
+
+    Ranks other than 0 speak only to warn, and say who they are.
+    """
+    root, to_stderr = logging.getLogger("trainer"), _ToStderr()
+    to_stderr.setFormatter(
+        logging.Formatter("%(message)s" if dist.is_main else f"[rank {dist.rank}] %(message)s")
+    )
+    root.setLevel(logging.INFO if dist.is_main else logging.WARNING)
+    root.propagate, before = False, root.handlers
+    root.handlers = [to_stderr]
+    try:
+        yield
+    finally:
+        root.handlers = before
+
+
+class _ToStderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)  # above the bar, where there is one

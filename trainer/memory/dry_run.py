@@ -1,0 +1,295 @@
+"""Two steps of a run on tensors without memory, as one of its ranks, whose bytes are counted all the same.
+
+The model, its strategy, the loss and the optimizer are those of the run; tensors are fake (shapes and dtypes
+without numbers), and so are the other ranks. Nothing is computed.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.optim import Adam, AdamW, Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed import fake_pg
+from torch.utils._pytree import tree_map
+
+from trainer.build import build_dataset, build_model, build_task, build_to_device
+from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
+from trainer.data.loading.base import Share
+from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.loaders import train_loader
+from trainer.distributed.process_group import Dist
+from trainer.errors import UserError, first_line
+from trainer.memory.ledger import MemoryLedger, parts
+from trainer.memory.simulated import CPU, SimulatedStrategy, simulated_strategy
+from trainer.meta_init.deferred import Deferred, deferred
+from trainer.meta_init.module_tensors import named_tensors, replace_all
+from trainer.optim.param_groups import build_optimizer, freeze
+from trainer.optim.schedules import constant, sparse_weights
+from trainer.optim.train_state import Progress, TrainState
+from trainer.run import wrap_model
+from trainer.strategies.base import parameter_count
+
+_OFFLOADED = ("parameters", "optimizer", "averages")
+
+
+@dataclass(frozen=True)
+class DryRunWorld:
+    """Where the run would be, and as which of its ranks it is looked at.
+
+    `per_host` are the ranks of each host; of strategies that are one process, its GPUs.
+    """
+
+    size: int
+    per_host: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a rank's tensors.
+
+    Attributes:
+        start: the most while the model is built, filled and spread.
+        peak: the most in a step, on the device.
+        parts: what that consists of, by its kind.
+        host: the most in host memory beside it: what strategy.cpu_offload keeps there, or a parameter server.
+    """
+
+    start: int
+    peak: int
+    parts: dict[str, int]
+    host: int = 0
+
+
+class DryRun:
+    """A model and a batch of a run, to be tried under any strategy and in any size.
+
+    Raises:
+        UserError: as of the run; or the dataset is a stream without a first sample.
+    """
+
+    def __init__(self, config: Config) -> None:
+        assert config.seed is not None
+        self.task = build_task(config)
+        train_set = build_dataset(config.data, "train")
+        self._build = lambda: build_model(config.model, train_set)
+        self.to_device = lambda device: build_to_device(config, device, train_set)
+        data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
+        loader = train_loader(train_set, data, BatchSplit(1, 1, 1, 1), Share(0, config.seed, CPU))
+        self.sample = loader.epoch(0).ahead()[0]
+        self._seed = config.seed
+        self.num_parameters = parameter_count(self._model(config).module.parameters())
+
+    def _model(self, config: Config) -> Deferred:
+        model = deferred(self._build, self._seed)
+        freeze(model.module, config.model)
+        return model
+
+    @contextmanager
+    def under(self, config: Config, world: DryRunWorld) -> Iterator["Stage"]:
+        """The run's model, strategy and optimizer under `config`, whose model and data are as given before.
+
+        Raises:
+            UserError: as of the run.
+        """
+        train = dataclasses.replace(config.train, compile=False)
+        config = dataclasses.replace(config, train=train, comm=NativeCommConfig("native", "fp32", False))
+        model = self._model(config)
+        with _as_rank_of(world) as dist:
+            simulated = simulated_strategy(config, dist, world.per_host)
+            to_device = self.to_device(simulated.device)
+            numberless = _without_numbers(model, simulated)
+            fakes = FakeTensorMode(allow_non_fake_inputs=True)
+            # of outputs that are views, as without numbers more are
+            quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
+            with quiet, fakes, FusedAttention(), MemoryLedger(staged_sends=True) as ledger:
+                module = wrap_model(config, numberless, simulated.strategy)
+                yield Stage(config, self, simulated, to_device, module, ledger)
+
+
+class Stage:
+    """Where steps are rehearsed, one after another; the first is made twice, for the optimizer's state."""
+
+    def __init__(
+        self,
+        config: Config,
+        dry_run: DryRun,
+        simulated: SimulatedStrategy,
+        to_device: Any,
+        module: nn.Module,
+        ledger: MemoryLedger,
+    ) -> None:
+        self._config, self._dry_run, self._ledger = config, dry_run, ledger
+        self._strategy, self._devices = simulated.strategy, simulated.devices
+        self._host = simulated.host
+        self._module, self._to_device = module, to_device
+        self._owned = self._strategy.owned(module)
+        ledger.name("parameters", [*module.parameters(), *module.buffers(), *self._owned.parameters()])
+        self._buckets = _ddp_buckets(config, module)
+        ledger.name("gradients", self._buckets.values())
+        optimizer = _optimizer(self._owned, config.optim)
+        scaler = self._strategy.grad_scaler()
+        self._state = TrainState(self._owned, optimizer, constant(optimizer), scaler, Progress())
+        if config.ema.decay is not None:
+            self._state.keep_average(config.ema.decay, config.ema.warmup)
+            assert self._state.average is not None
+            ledger.name("averages", self._state.average.state_dict()["weights"].values())
+        self._starts = {name: ledger.accounts[device].peak_bytes for name, device in self._devices.items()}
+        self._offloads = isinstance(config.strategy, FsdpConfig) and config.strategy.cpu_offload
+        self._has_state = False
+
+    @property
+    def num_replicas(self) -> int:
+        return self._strategy.num_replicas
+
+    @property
+    def trains(self) -> bool:
+        return self._strategy.trains
+
+    def footprint(self, micro_size: int, accumulation: int) -> Footprint:
+        """Of the fullest of the rank's devices."""
+        return max(self.footprints(micro_size, accumulation).values(), key=lambda found: found.peak)
+
+    def footprints(self, micro_size: int, accumulation: int) -> dict[str, Footprint]:
+        """What a step of so many micro-batches of so many samples takes, on each of the rank's devices.
+
+        Raises:
+            UserError: the model looks at numbers, which there are none of.
+        """
+        batch = tree_map(lambda value: _repeated(value, micro_size), self._dry_run.sample)
+        for _ in range(1 if self._has_state else 2):
+            self._ledger.forget_peaks()
+            self._step(batch, min(accumulation, 2))
+            self._has_state = True
+        return {name: self._on(name, device) for name, device in self._devices.items()}
+
+    def _on(self, name: str, device: torch.device) -> Footprint:
+        account = self._ledger.accounts[device]
+        parts, host = account.peak(), 0
+        if self._offloads:  # these are there all the time, and so would be part of any peak
+            host = sum(parts[kind] for kind in _OFFLOADED)
+            parts |= dict.fromkeys(_OFFLOADED, 0)
+        elif self._host is not None:
+            host = self._ledger.accounts[self._host].peak_bytes
+        return Footprint(self._starts[name], sum(parts.values()), parts, host)
+
+    def _step(self, batch: Any, accumulation: int) -> None:
+        """As trainer/step.py makes it, without what speaks to others or to a person."""
+        module, strategy, state = self._module, self._strategy, self._state
+        settings = self._config.strategy
+        if isinstance(settings, DdpConfig) and settings.gradient_as_bucket_view:
+            for parameter, bucket in self._buckets.items():
+                parameter.grad = bucket
+        module.train()
+        try:
+            for micro_step in range(accumulation if strategy.trains else 0):
+                on_device = self._to_device(batch)
+                with strategy.gradient_sync(module, enabled=micro_step == accumulation - 1):
+                    with strategy.autocast():
+                        loss = self._dry_run.task.loss(module, on_device) / accumulation
+                    state.scaler.scale(loss).backward()
+                    del loss, on_device
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            reason = first_line(error)
+            raise UserError(f"the model cannot be measured without its numbers: {reason}") from error
+        self._name_gradients(module)
+        strategy.aggregate(module)
+        self._name_gradients(self._owned)
+        if self._config.train.clip_grad_norm is not None:
+            strategy.grad_norm(module)
+        state.optimizer.step()
+        states = [value for each in state.optimizer.state.values() for value in each.values()]
+        self._ledger.name("optimizer", [value for value in states if isinstance(value, Tensor)])
+        state.update_average()
+        state.optimizer.zero_grad(set_to_none=True)
+
+    def _name_gradients(self, module: nn.Module) -> None:
+        self._ledger.name("gradients", [p.grad for p in module.parameters() if p.grad is not None])
+
+
+def _optimizer(module: nn.Module, optim: dict[str, Any]) -> Optimizer:
+    """With one operation for all parameters, where it has that: the same memory, and soon rehearsed."""
+    optimizer = build_optimizer(module, optim)
+    open_to_choice = all(optimizer.defaults.get(way, False) is None for way in ("fused", "foreach"))
+    plain = all(parameter.is_floating_point() for parameter in module.parameters())
+    has_kernel = isinstance(optimizer, Adam | AdamW) and plain  # also for sharded parameters
+    if has_kernel and open_to_choice and not sparse_weights(module):
+        return build_optimizer(module, optim | {"fused": True})
+    return optimizer
+
+
+def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """DDP's buckets, which last as long as the run; gradients are views of them, or lie beside them.
+
+    Those that come as rows have none.
+    """
+    if not isinstance(config.strategy, DdpConfig):
+        return {}
+    in_rows = sparse_weights(module)
+    return {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad and p not in in_rows}
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention as GPUs compute it, in one kernel also with dropout, for which a CPU keeps all scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p")
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
+            args = ()
+        return func(*args, **kwargs)
+
+
+def _without_numbers(model: Deferred, simulated: SimulatedStrategy) -> Deferred:
+    """`model`, which is filled with fake tensors instead of its values, each on its device."""
+    elsewhere = simulated.lies_on(model.module)
+    # Looked at now: to a fake mode every sparse tensor is empty.
+    sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor | DTensor):
+            return tensor
+        device = elsewhere.get(id(tensor), simulated.device)
+        if tensor.layout == torch.strided:
+            return torch.empty_like(tensor, device=device)
+        held = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in sparse[id(tensor)]]
+        if tensor.layout == torch.sparse_coo:
+            indices, values = held
+            return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+        outer, inner, values = held
+        return torch.sparse_compressed_tensor(outer, inner, values, tensor.shape, layout=tensor.layout)
+
+    def fill(module: nn.Module) -> None:
+        replace_all(module, fake)
+
+    model.fill = fill  # type: ignore[method-assign]
+    return model
+
+
+def _repeated(value: Any, size: int) -> Any:
+    """A fake tensor as that of one sample, of `size` samples."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    return torch.empty((size, *value.shape[1:]), dtype=value.dtype, device=CPU)
+
+
+@contextmanager
+def _as_rank_of(world: DryRunWorld) -> Iterator[Dist]:
+    torch_dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
+    try:
+        hosts = tuple(rank // world.per_host for rank in range(world.size))
+        local = min(world.per_host, world.size)
+        yield Dist(world.rank, world.rank % world.per_host, world.size, local, hosts, CPU, "fake")
+    finally:
+        torch_dist.destroy_process_group()

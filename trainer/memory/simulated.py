@@ -1,0 +1,201 @@
+"""The strategies of a run on devices that are not there: what they hold, with nobody at the other ends.
+
+cpu:0, cpu:1 and so on stand for the devices of a process, and cpu for the memory of its host, where a
+strategy keeps something there; where it keeps nothing apart, cpu stands for its only device.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.func import functional_call
+from torch.utils._pytree import tree_iter, tree_map
+
+from trainer.comm.parameter_server.client import Client
+from trainer.comm.parameter_server.server import Mean, Server
+from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
+from trainer.distributed.process_group import Dist
+from trainer.strategies import Strategy, build_strategy
+from trainer.strategies.base import Computing, Fill
+from trainer.strategies.parameter_server.synchronous import ParameterServer
+from trainer.strategies.split import places_of
+
+CPU = torch.device("cpu")
+FIRST = torch.device("cpu", 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedStrategy:
+    """A strategy, and the devices that are looked at, by what a person calls them: first the process's own.
+
+    `split_over` is where the units of the model lie, if they do not all lie on the first; `host` where the
+    strategy keeps what it does not keep on a device, if it does so.
+    """
+
+    strategy: Strategy
+    devices: Mapping[str, torch.device]
+    split_over: Sequence[torch.device] = ()
+    host: torch.device | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.devices.values()))
+
+    def lies_on(self, model: nn.Module) -> dict[int, torch.device]:
+        """By the id of a tensor of `model`, its device, where that is not the first."""
+        found: dict[int, torch.device] = {}
+        if self.split_over:
+            for module, place in places_of(model, len(self.split_over)).items():
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                    found.setdefault(id(tensor), self.split_over[place])
+        return found
+
+
+def simulated_strategy(config: Config, dist: Dist, gpus: int) -> SimulatedStrategy:
+    """What stands for the strategy of `config`; `gpus` are those of the host, of which dp takes all.
+
+    Raises:
+        UserError: as of the run.
+    """
+    settings, computing = config.strategy, Computing(config.train.precision)
+    if isinstance(settings, FsdpConfig):  # what it offloads is told apart afterwards: here all is on the host
+        settings = dataclasses.replace(settings, cpu_offload=False)
+        return SimulatedStrategy(
+            build_strategy(dataclasses.replace(config, strategy=settings), dist), {"": CPU}
+        )
+    if isinstance(settings, ParameterServerConfig):
+        dist = dataclasses.replace(dist, device=FIRST)
+        server = Unconnected(settings, dist, computing, config.distributed.timeout_s)
+        return SimulatedStrategy(server, {"": FIRST}, host=CPU)
+    if settings.name == "dp" and gpus > 1:
+        devices = {"first GPU": FIRST, "each other": torch.device("cpu", 1)}
+        return SimulatedStrategy(_Scattering(list(devices.values()), gpus, computing), devices)
+    split_over: list[torch.device] = []
+    devices = {"": CPU}
+    if isinstance(settings, SingleConfig | DdpConfig) and settings.devices_per_replica > 1:
+        names = settings.devices or [f"device {number}" for number in range(settings.devices_per_replica)]
+        distinct = {name: torch.device("cpu", number) for number, name in enumerate(dict.fromkeys(names))}
+        split_over = [distinct[name] for name in names]
+        devices = distinct if len(distinct) > 1 else {"": FIRST}
+    strategy = _Whole(next(iter(devices.values())), computing, split_over)
+    strategy.num_replicas = dist.world_size
+    return SimulatedStrategy(strategy, devices, split_over)
+
+
+class _Whole(Strategy):
+    """A whole model where it is; of DDP all but the buckets, for whose C++ tensors must have memory."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return super().place(model) if self._split_over else model
+
+
+class Unconnected(ParameterServer):
+    """Of a parameter server all that one of its ranks holds: messages, shards, what workers push."""
+
+    def place(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _connect(self, model: nn.Module) -> None:
+        nobody: Any = None
+        if self.serves:
+            links = dict.fromkeys(self.workers, nobody)
+            index = self.servers.index(self.dist.rank)
+            self._server = Server(index, links, self.buckets, self._shards.values, self._shards.pack)
+            self._mean = Mean(self._server)
+            # An asynchronous server sends each worker a copy: at most so many at a time.
+            apart = self.settings.max_staleness != "0"
+            self._copies = [self._server.copy() for _ in self.workers if apart]
+        if self.trains:
+            self._client = Client([nobody] * len(self.servers), self.buckets, self._parameters)
+
+    @contextmanager
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        yield
+
+    def aggregate(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        if self._server is not None:
+            for name, gradient in self._shards.of(self._mean.gradients).items():
+                self._shards.parameters[name].grad = gradient
+
+
+class _Scattering(Strategy):
+    """nn.DataParallel, of whose GPUs the first and one of the others are looked at."""
+
+    def __init__(self, devices: list[torch.device], count: int, computing: Computing) -> None:
+        super().__init__(devices[0], computing)
+        self._other, self._count = devices[1], count
+
+    def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        fill(model)
+        return _Scattered(model, self._other, self._count)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, _Scattered)
+        return model.module
+
+
+class _Scattered(nn.Module):
+    """What nn.DataParallel does to memory, derived from torch's code (torch/nn/parallel), as it needs GPUs.
+
+    Each GPU is given a part of the batch, and each but the first a copy of the model for one forward and
+    backward pass. The gradients of all copies wait until the last is there, and are added up in new memory
+    on the first GPU, where the outputs of all are put together, too.
+    """
+
+    def __init__(self, module: nn.Module, other: torch.device, count: int) -> None:
+        super().__init__()
+        self.module, self._other, self._count = module, other, count
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        given = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        rest = {name: tensor.to(self._other) for name, tensor in given.items() if name not in trained}
+        replicas = _Broadcast.apply(self._other, *trained.values())
+        first = dict(zip(trained, replicas[: len(trained)], strict=True))
+        other = dict(zip(trained, replicas[len(trained) :], strict=True)) | rest
+        lengths = [len(leaf) for leaf in tree_iter((inputs, named)) if isinstance(leaf, Tensor) and leaf.ndim]
+
+        def part(value: Any) -> Any:
+            whole = not isinstance(value, Tensor) or value.ndim == 0
+            return value if whole else value[: -(-len(value) // self._count)]
+
+        def moved(value: Any) -> Any:
+            return value.to(self._other) if isinstance(value, Tensor) else value
+
+        parts = tree_map(part, (inputs, named))
+        outputs = functional_call(self.module, first, *parts)
+        others = functional_call(self.module, other, *tree_map(moved, parts))
+        return tree_map(lambda one, another: _Gather.apply(lengths[0], one, another), outputs, others)
+
+
+class _Broadcast(Function):
+    """The tensors, and copies of them on another GPU; of gradients the sum, once all are there."""
+
+    @staticmethod
+    def forward(ctx: Any, other: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return (*tensors, *(tensor.to(other) for tensor in tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        count = len(gradients) // 2
+        pairs = zip(gradients[:count], gradients[count:], strict=True)
+        return None, *(first + other.to(first.device) for first, other in pairs)
+
+
+class _Gather(Function):
+    """Memory for the outputs of all GPUs on the first; of the gradient the parts of two."""
+
+    @staticmethod
+    def forward(ctx: Any, length: int, first: Tensor, other: Tensor) -> Tensor:
+        ctx.part, ctx.other = len(first), other.device
+        return first.new_empty((length, *first.shape[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, gradient[: ctx.part], gradient[-ctx.part :].to(ctx.other)

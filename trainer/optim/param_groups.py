@@ -1,0 +1,197 @@
+"""Which parameters the optimizer treats in a way of their own, by regular expressions of their names."""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
+from trainer.config.instantiate import instantiate
+from trainer.errors import UserError
+from trainer.optim.schedules import check_optimizer, sparse_weights
+from trainer.optim.train_state import parameter_names
+
+_FUSED = (Adam, AdamW, SGD)  # those of torch that have one kernel for a step on a GPU
+_FUSED_SHARDED = (Adam, AdamW)  # of them, those for which torch knows how shards take part
+_FUSED_ON = ("cuda",)  # on a CPU, where it gives other last bits, the settings must ask for it
+
+
+def freeze(model: nn.Module, node: dict[str, Any]) -> None:
+    """Take the parameters that `model.freeze` matches out of training.
+
+    Raises:
+        UserError: an expression that matches nothing, or nothing left to train.
+    """
+    parameters = dict(parameter_names(model))
+    for pattern in patterns("model.freeze", node.get("freeze")):
+        for name in _matched("model.freeze", pattern, parameters):
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(f"model.freeze={node['freeze']} leaves none of {len(parameters)} parameters to train")
+
+
+def keep_frozen_statistics(model: nn.Module) -> None:
+    """Leave a batch norm whose weights are all frozen in evaluation mode, whatever `model.train()` says.
+
+    It then keeps its running statistics, and computes with them. Other layers, dropout among them, behave as
+    in training.
+    """
+    for module in model.modules():
+        own = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
+        if getattr(module, "running_mean", None) is not None and own and not any(own):
+            module.eval()
+            module.train = partial(_as_it_is, module)  # type: ignore[method-assign]
+
+
+def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def build_optimizer(model: nn.Module, optim: dict[str, Any]) -> Optimizer:
+    """The optimizer of what is trained of `model`, which is unwrapped.
+
+    Raises:
+        UserError: it cannot be built, or does not fit the model; or as of `parameter_sets`.
+    """
+    sets = parameter_sets(model, optim)
+    own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
+    optimizer = _built(own, sets)
+    check_optimizer(optimizer, model)
+    if (at_once := _at_once(optimizer, own)) and not sparse_weights(model):
+        optimizer = _built(own | at_once, sets)
+    asked = any(entry.weight_decay is not None for entry in parameter_groups(optim)[0])
+    if asked and "weight_decay" not in optimizer.defaults:
+        raise UserError(
+            f"optim.groups sets a weight_decay, but {type(optimizer).__name__} has none; leave it out, or "
+            "take optim=adamw"
+        )
+    return optimizer
+
+
+def _built(optim: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
+    named = [dict(each) for each in sets]  # copies, in which an optimizer may note its defaults
+    return instantiate("optim", optim, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
+
+
+def _at_once(optimizer: Optimizer, optim: dict[str, Any]) -> dict[str, bool]:
+    """How a step is made of all parameters at once, where they are and unless `optim` chooses otherwise.
+
+    `fused` reads each tensor once, and under fp16 learns on the device that it is to be skipped: the others
+    ask for that number, and the host waits for it. What FSDP keeps on the host for a GPU counts, too: there
+    torch by itself loops in Python.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable", "differentiable"))
+    fit = all(p.is_floating_point() and _computed_on(p) in _FUSED_ON for p in parameters)
+    if chosen or optimizer.defaults.get("differentiable") or not fit:
+        return {}
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    if type(optimizer) in (_FUSED_SHARDED if sharded else _FUSED):
+        return {"fused": True}
+    offloaded = any(parameter.is_cpu for parameter in sharded)
+    return {"foreach": True} if offloaded and "foreach" in optimizer.defaults else {}
+
+
+def _computed_on(parameter: Tensor) -> str:
+    return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+
+
+def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is trained, as the groups that a torch optimizer takes; one without a name if all is alike.
+
+    First those that no entry of `optim.groups` matches, then entry by entry; of each first those that decay.
+
+    Args:
+        model: unwrapped; its parameters as the optimizer is to see them, sharded where they are.
+
+    Raises:
+        UserError: an entry matches nothing, scales a learning rate that `optim` does not have, or bears
+            the name of another.
+    """
+    entries, undecayed = parameter_groups(optim)
+    trained = {name: parameter for name, parameter in parameter_names(model) if parameter.requires_grad}
+    taken: dict[str, ParameterGroup] = {}
+    for index, entry in enumerate(entries):
+        found = _matched(f"optim.groups.{index}.match", entry.match, trained)
+        taken |= {name: entry for name in found if name not in taken}
+    rest = ParameterGroup(match="")
+    sets: list[dict[str, Any]] = []
+    for entry in (rest, *entries):
+        mine = {name: value for name, value in trained.items() if taken.get(name, rest) is entry}
+        for names, decays in _halves(mine, entry, optim, undecayed):
+            if names:
+                title = _title(entry, decays)
+                options = _options(entry, decays, optim) | ({"name": title} if title else {})
+                sets.append({"params": [trained[name] for name in names], **options})
+    titles = [each.get("name") for each in sets]
+    if doubled := [title for title in titles if titles.count(title) > 1]:
+        raise UserError(f"two of optim.groups are called {doubled[0]}; give each a name: of its own")
+    return sets
+
+
+def _halves(
+    parameters: Mapping[str, Tensor], entry: ParameterGroup, optim: dict[str, Any], undecayed: Undecayed
+) -> Iterator[tuple[list[str], bool]]:
+    """Names of those that decay as `optim` has it, and of those that have no decay."""
+    splits = entry.weight_decay is None and optim.get("weight_decay") != 0
+
+    def is_spared(name: str) -> bool:
+        by_name = undecayed.match is not None and re.search(undecayed.match, name) is not None
+        return splits and (by_name or parameters[name].ndim < undecayed.below_dims)
+
+    yield [name for name in parameters if not is_spared(name)], True
+    yield [name for name in parameters if is_spared(name)], False
+
+
+def _title(entry: ParameterGroup, decays: bool) -> str:
+    """Empty for all the rest."""
+    title = entry.name or re.sub(r"[^\w.-]+", "_", entry.match).strip("_.")
+    return title if decays else f"{title}/undecayed".lstrip("/")
+
+
+def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict[str, float]:
+    options: dict[str, float] = {}
+    if entry.weight_decay is not None or not decays:
+        options["weight_decay"] = entry.weight_decay or 0.0
+    if entry.lr_scale is not None:
+        if not isinstance(lr := optim.get("lr"), int | float):
+            raise UserError(
+                "optim.groups: lr_scale multiplies optim.lr, which has no value; set it, or leave it out"
+            )
+        options["lr"] = lr * entry.lr_scale
+    return options
+
+
+def learning_rates(optimizer: Optimizer, rates: Sequence[Any]) -> dict[str, float]:
+    """`rates`, one for each parameter group, by the names of their curves: train/lr, and train/lr/<group>."""
+    both = list(zip(optimizer.param_groups, map(float, rates), strict=True))
+    named = {f"train/lr/{group['name']}": rate for group, rate in both if "name" in group}
+    return {"train/lr": both[0][1], **named}
+
+
+def described(optimizer: Optimizer) -> dict[str, str]:
+    """For a person: what is in each group of several, and its weight decay and learning rate."""
+    groups = optimizer.param_groups
+    return {
+        f"  {group.get('name', 'base')}": f"{len(group['params'])} tensors, "
+        f"{sum(parameter.numel() for parameter in group['params']):,} parameters"
+        + "".join(f", {key} {group[key]:g}" for key in ("weight_decay", "initial_lr") if key in group)
+        for group in groups
+        if len(groups) > 1
+    }
+
+
+def _matched(setting: str, pattern: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    found = [name for name in names if re.search(pattern, name)]
+    if not found:
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names
+        raise UserError(
+            f"{setting}={pattern} matches none of {len(names)} parameters; there are {', '.join(near)}, ..."
+        )
+    return found

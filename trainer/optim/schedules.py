@@ -1,0 +1,292 @@
+"""Learning-rate schedules, each a factor on `optim.lr` as a function of the step; and which of torch's fit.
+
+Every schedule here warms up linearly over its first `warmup_steps` steps; step 0 already moves the weights.
+Optimizers are torch's own, named in conf/optim.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop, SparseAdam
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from trainer.config.instantiate import instantiate
+from trainer.errors import UserError
+
+WATCHED = "eval/loss"  # what ReduceLROnPlateau is told
+
+
+def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
+
+
+def linear(
+    optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.0
+) -> LambdaLR:
+    return _decay(optimizer, total_steps, warmup_steps, final_fraction, lambda done: 1 - done)
+
+
+def cosine(
+    optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.0
+) -> LambdaLR:
+    """Half a cosine from 1 to `final_fraction` (Loshchilov & Hutter, SGDR, 2017, without restarts)."""
+    return _decay(optimizer, total_steps, warmup_steps, final_fraction, lambda done: _half_cosine(1, 0, done))
+
+
+def wsd(
+    optimizer: Optimizer,
+    total_steps: int,
+    warmup_steps: int = 0,
+    decay_fraction: float = 0.2,
+    final_fraction: float = 0.0,
+) -> LambdaLR:
+    """Warm-up, stable, decay: 1 up to the last `decay_fraction` of the run, then straight down.
+
+    What lies before the decay does not depend on `total_steps`: a run made longer goes on from there as if it
+    had been so from the beginning (S. Hu et al., "MiniCPM", 2024, section 4).
+    """
+    if not 0 < decay_fraction <= 1:
+        raise ValueError(f"decay_fraction is {decay_fraction}, but must lie above 0, up to 1")
+    return _decay(
+        optimizer,
+        total_steps,
+        warmup_steps,
+        final_fraction,
+        lambda done: min(1.0, (1 - done) / decay_fraction),
+    )
+
+
+def one_cycle(
+    optimizer: Optimizer,
+    total_steps: int,
+    rise_fraction: float = 0.3,
+    initial_fraction: float = 0.04,
+    final_fraction: float = 4e-6,
+) -> LambdaLR:
+    """Half a cosine up from `initial_fraction` to 1 in the first `rise_fraction` of the run, and one down.
+
+    The numbers are those of torch's OneCycleLR, which also moves the momentum, and ends with an error where a
+    run is made longer. Source: L. Smith and N. Topin, "Super-Convergence", 2018.
+    """
+    fractions = {"initial_fraction": initial_fraction, "final_fraction": final_fraction}
+    for name, value in {**fractions, "rise_fraction": rise_fraction}.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}, but must lie in 0..1")
+    last, peak = total_steps - 1, rise_fraction * total_steps - 1
+
+    def factor(step: int) -> float:
+        if step < peak:
+            return _half_cosine(initial_fraction, 1, step / peak)
+        return _half_cosine(1, final_fraction, min(1.0, (step - peak) / (last - peak)) if peak < last else 1)
+
+    return LambdaLR(optimizer, factor)
+
+
+def _half_cosine(begin: float, end: float, done: float) -> float:
+    return end + (begin - end) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _warmup(step: int, warmup_steps: int) -> float:
+    return min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def _decay(
+    optimizer: Optimizer,
+    total_steps: int,
+    warmup_steps: int,
+    final_fraction: float,
+    shape: Callable[[float], float],
+) -> LambdaLR:
+    if warmup_steps >= total_steps:
+        raise UserError(
+            f"schedule.warmup_steps is {warmup_steps}, but this run ends after {total_steps} steps; set "
+            f"schedule.warmup_steps={total_steps // 10} or another number below {total_steps}, or train "
+            "longer (train.epochs, train.max_steps)"
+        )
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}, but must be at least 0")
+    if not 0 <= final_fraction <= 1:
+        raise ValueError(f"final_fraction is {final_fraction}, but must lie in 0..1")
+
+    def factor(step: int) -> float:
+        done = min(1.0, max(0, step - warmup_steps) / (total_steps - warmup_steps))
+        return _warmup(step, warmup_steps) * (final_fraction + (1 - final_fraction) * shape(done))
+
+    return LambdaLR(optimizer, factor)
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What `auto` can stand for in a schedule's settings, by the names that schedules have for it."""
+
+    total_steps: int
+    steps_per_epoch: int | None  # None: a stream's, which nobody knows
+
+    @property
+    def T_max(self) -> int:  # noqa: N802, CosineAnnealingLR's
+        return self.total_steps
+
+    @property
+    def total_iters(self) -> int:  # LinearLR's, PolynomialLR's
+        return self.total_steps
+
+
+def build_schedule(node: dict[str, Any], optimizer: Optimizer, facts: ScheduleFacts) -> LRScheduler:
+    """The schedule that `node` names, and those that it consists of (SequentialLR, ChainedScheduler)."""
+    if not isinstance(nodes := node.get("schedulers"), list):
+        return instantiate("schedule", node, optimizer, facts=facts)
+    parts = [build_schedule(part, optimizer, facts) for part in nodes]
+    if any(isinstance(part, ReduceLROnPlateau) for part in parts):
+        raise UserError(
+            "schedule.schedulers: ReduceLROnPlateau counts evaluations, and can be no part of another"
+        )
+    rest = {key: value for key, value in node.items() if key != "schedulers"}
+    return instantiate("schedule", rest, facts=facts, optimizer=optimizer, schedulers=parts)
+
+
+def after_step(schedule: LRScheduler) -> None:
+    """Move `schedule` on by an optimizer step; ReduceLROnPlateau counts evaluations instead.
+
+    Raises:
+        UserError: it has no further step, as torch's OneCycleLR after its total_steps.
+    """
+    if isinstance(schedule, ReduceLROnPlateau):
+        return
+    try:
+        schedule.step()
+    except ValueError as error:
+        raise UserError(f"schedule: {type(schedule).__name__} cannot go on: {error}") from error
+
+
+def after_evaluation(schedule: LRScheduler, figures: Mapping[str, float]) -> None:
+    """Tell ReduceLROnPlateau how the evaluation went; `figures` are the same on every rank.
+
+    Raises:
+        UserError: the task's evaluation gives no loss.
+    """
+    if isinstance(schedule, ReduceLROnPlateau):
+        if WATCHED not in figures:
+            raise UserError(f"schedule: ReduceLROnPlateau needs {WATCHED}; there is {', '.join(figures)}")
+        schedule.step(figures[WATCHED])
+
+
+def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
+    """Raise UserError for a schedule that this run cannot serve."""
+    if not isinstance(schedule, LRScheduler):
+        raise UserError(f"schedule is a {type(schedule).__name__}; it must be a torch.optim.lr_scheduler")
+    if not isinstance(schedule, ReduceLROnPlateau):
+        return
+    if not evaluates:
+        raise UserError(
+            f"schedule: ReduceLROnPlateau lowers the learning rate when {WATCHED} no longer falls, but "
+            "train.eval_every_epochs=0 never evaluates; set it to 1"
+        )
+    if schedule.mode != "min":
+        raise UserError(f"schedule.mode is {schedule.mode}, but {WATCHED} is to fall; set it to min")
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise UserError, naming the way out, for an optimizer that would fail at its first step of `model`.
+
+    Or would go on otherwise than it stopped.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"optim is a {name}; it must be a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UserError(
+            f"optim: {name} evaluates the loss several times within a step, and this trainer once; take "
+            "optim=adamw, or any optimizer whose step() needs no closure"
+        )
+    optimized: set[Tensor] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if (kept := _outside_of_state(optimizer, optimized)) is not None:
+        raise UserError(
+            f"optim: {name} keeps tensors as its attribute {kept}, which no checkpoint holds; let it keep "
+            "them in self.state, under a parameter or a name"
+        )
+    sparse = sparse_weights(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if isinstance(optimizer, SparseAdam) and (dense := [names[p] for p in names if p in optimized - sparse]):
+        raise UserError(
+            f"optim: SparseAdam takes sparse gradients only, and {dense[0]} has dense ones ({len(dense)} of "
+            f"{len(names)} parameters have); take optim=adamw and embeddings with sparse=False, or optim=sgd"
+        )
+    takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
+    if isinstance(optimizer, SGD | Adagrad) and any(
+        group["weight_decay"] for group in optimizer.param_groups
+    ):
+        takes_sparse, name = False, f"{name} with weight_decay"  # the decay of all rows is dense
+    if not takes_sparse and (found := [names[p] for p in names if p in optimized & sparse]):
+        raise UserError(
+            f"optim: {name} takes no sparse gradients, and {found[0]} has them; build its embedding with "
+            "sparse=False, or take optim=sgd optim.momentum=0 optim.weight_decay=0"
+        )
+    _check_choices(optimizer, names, optimized)
+
+
+def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], optimized: set[Tensor]) -> None:
+    """Raise UserError for what `optimizer` is to keep or how it is to step, where torch cannot do so."""
+    name, sharded = type(optimizer).__name__, [p for p in optimized if isinstance(p, DTensor)]
+    chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
+    on_cpu = [names[parameter] for parameter in names if parameter in optimized and parameter.is_cpu]
+    if sharded and isinstance(optimizer, Adafactor):
+        raise UserError(
+            "optim: Adafactor keeps sums over rows and columns, which torch cannot compute of sharded "
+            "parameters; take strategy=ddp, or optim=adamw"
+        )
+    if isinstance(optimizer, Muon) and any(parameter.device_mesh.size(-1) > 1 for parameter in sharded):
+        raise UserError(
+            "optim: Muon multiplies whole matrices in bf16, and shards of them round so differently that its "
+            "updates are percents off those of one process; take strategy=ddp, or optim=adamw"
+        )
+    unsharded = {"fused": isinstance(optimizer, SGD | Adagrad), "foreach": isinstance(optimizer, Rprop)}
+    if found := [key for key in unsharded if sharded and unsharded[key] and key in chosen]:
+        raise UserError(
+            f"optim.{found[0]}=true: torch has no such step of {name} for sharded parameters; leave it out, "
+            "or take strategy=ddp, or optim=adamw"
+        )
+    if "capturable" in chosen and on_cpu:
+        raise UserError(
+            f"optim.capturable=true is for steps that a GPU records; {on_cpu[0]} is on the CPU: leave it out"
+        )
+    if "differentiable" in chosen:
+        raise UserError("optim.differentiable=true is for gradients through a step; leave it out")
+
+
+def sparse_weights(model: nn.Module) -> set[Tensor]:
+    """The parameters whose gradients come as rows."""
+    return {
+        module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+
+
+def _outside_of_state(optimizer: Optimizer, optimized: set[Tensor]) -> str | None:
+    """The attribute with tensors, or with an optimizer and its state, that `state_dict` knows nothing of."""
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return None
+
+    def is_kept(value: object) -> bool:
+        if isinstance(value, list | tuple):
+            return any(map(is_kept, value))
+        if isinstance(value, dict):
+            return any(map(is_kept, value.values()))
+        if isinstance(value, Optimizer):
+            return value.state is not optimizer.state
+        return isinstance(value, Tensor) and value not in optimized
+
+    known = {"state", "param_groups", "defaults"}
+    return next(
+        (name for name, value in vars(optimizer).items() if name not in known and is_kept(value)), None
+    )
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.")

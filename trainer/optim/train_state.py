@@ -1,0 +1,239 @@
+"""What a run is at a step boundary: its progress, and everything that training changes."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from trainer.optim.ema import MovingAverage
+from trainer.optim.schedules import after_step
+
+# What torch.compile and activation checkpointing put into parameter names.
+_WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+@dataclass
+class Progress:
+    """How far a run has come. All counts are global, so that they mean the same at any world size.
+
+    ``samples_in_epoch`` samples of epoch ``epoch`` are done; the next one follows in the order that (seed,
+    epoch) gives. Samples, unlike steps, say where a run is whatever its batch size was and will be.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples_in_epoch: int = 0
+    samples_seen: int = 0
+
+    def advance(self, global_batch_size: int, data_left: bool) -> None:
+        """Count one optimizer step; without data left for another, the epoch ends with it."""
+        self.step += 1
+        self.samples_in_epoch += global_batch_size
+        self.samples_seen += global_batch_size
+        if not data_left:
+            self.end_epoch()
+
+    def leaves_a_step(self, global_batch_size: int, num_samples: int) -> bool:
+        """Whether data is left for another step after the one to be made."""
+        return num_samples - self.samples_in_epoch >= 2 * global_batch_size
+
+    def end_epoch(self) -> None:
+        """Go on to the next epoch; what remains of this one, less than a batch, is not trained on."""
+        self.epoch, self.samples_in_epoch = self.epoch + 1, 0
+
+    def settle(self, global_batch_size: int, num_samples: int) -> None:
+        """End the epoch where less than a batch is left of it, after steps of another batch size."""
+        if num_samples - self.samples_in_epoch < global_batch_size:
+            self.end_epoch()
+
+    def steps_to_go(self, epochs: int, global_batch_size: int, num_samples: int) -> int:
+        """Steps from here to the end of ``epochs`` epochs, all of them of ``global_batch_size``."""
+        if self.epoch >= epochs:
+            return 0
+        in_this_epoch = (num_samples - self.samples_in_epoch) // global_batch_size
+        return in_this_epoch + (epochs - self.epoch - 1) * (num_samples // global_batch_size)
+
+    def epochs(self, num_samples: int | None) -> float:
+        """Epochs done, of ``num_samples`` each; of unknown length, whole ones only."""
+        return self.epoch + (self.samples_in_epoch / num_samples if num_samples else 0.0)
+
+
+@dataclass
+class TrainState:
+    """Everything that training changes, but for the random generators.
+
+    ``model`` is the plain module, without a wrapper; its parameters are tensors or, sharded, DTensors. All
+    names in a state dict are those of the plain module, so that any strategy reads what any other wrote.
+    ``average`` is the moving average of the model's weights, where one is kept.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    progress: Progress
+    average: MovingAverage | None = None
+    rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
+
+    def keep_average(self, decay: float, warmup: bool) -> None:
+        """Begin a moving average of the parameters that are trained, and of floating-point buffers."""
+        parameters = {name: p for name, p in every_parameter(self.model) if p.requires_grad}
+        in_state = get_model_state_dict(self.model).keys()
+        buffers = {
+            _plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, buffer in self.model.named_buffers()
+            if _plain_name(name) in in_state
+            and buffer.is_floating_point()
+            and buffer.itemsize > 1
+            # The average of a mask of -inf would be NaN.
+            and buffer.isfinite().all()
+        }
+        self.average = MovingAverage(parameters, buffers, decay, warmup)
+
+    def end_update(self) -> None:
+        """Count an update: note the rates that it used, move the schedule on, and count the weights in."""
+        self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # a tensor's own will change
+        after_step(self.schedule)
+        self.update_average()
+
+    def update_average(self) -> None:
+        """Count the weights in, if an average is kept."""
+        if self.average is not None:
+            self.average.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dicts and lists of plain values and of the live tensors, not copied."""
+        model = get_model_state_dict(self.model)
+        return {
+            "model": model,
+            "buffers": buffers_outside(self.model, set(model)),
+            "optimizer": self._optimizer_state(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "progress": asdict(self.progress),
+            "ema": self.average.state_dict() if self.average is not None else {},
+        }
+
+    def replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """What replicas of a model have in common, live: parameters, the optimizer's tensors, averages.
+
+        Sharded ones are DTensors. Buffers are not among them: running statistics are each rank's own.
+        """
+        yield from parameter_names(self.model)
+        for name, parameter in parameter_names(self.model):
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {name}", value
+        if self.average is not None:
+            yield from ((f"average of {name}", value) for name, value in self.average.named_parameters())
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Make this state the saved one; sharded tensors must come sharded as they are here."""
+        set_model_state_dict(self.model, saved["model"])
+        buffers = buffers_outside(self.model, set(saved["model"]))
+        with torch.no_grad():
+            for name, value in saved.get("buffers", {}).items():  # of which there may be fewer, or none
+                buffers[name].copy_(value)
+        self._load_optimizer_state(saved["optimizer"])
+        self.schedule.load_state_dict(saved["schedule"])
+        # An idle scaler saves nothing; one that starts to work with this run keeps its own beginning.
+        if saved["scaler"]:
+            self.scaler.load_state_dict(saved["scaler"])
+        for name, value in saved["progress"].items():
+            setattr(self.progress, name, value)
+        if self.average is not None and saved.get("ema"):
+            self.average.load_state_dict(saved["ema"])
+        elif self.average is not None:
+            self.average.restart()
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state_dict with parameter names in place of their numbers.
+
+        torch.distributed.checkpoint.state_dict has this too, but takes a step with zero gradients to learn
+        the layout, refuses SGD without momentum, and refuses a parameter that never had a gradient.
+        """
+        names = self._optimizer_names()
+        packed = self.optimizer.state_dict()
+        return {
+            # A key that is no parameter's number is the optimizer's own, for what all parameters share.
+            "state": {_name(key, names): _dense(state) for key, state in packed["state"].items()},
+            "param_groups": [
+                group | {"params": [names[index] for index in group["params"]]}
+                for group in packed["param_groups"]
+            ],
+        }
+
+    def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
+        numbers = {name: index for index, name in enumerate(self._optimizer_names())}
+        self.optimizer.load_state_dict(
+            {
+                "state": {numbers.get(name, name): state for name, state in saved["state"].items()},
+                "param_groups": [
+                    group | _how(here) | {"params": [numbers[name] for name in group["params"]]}
+                    for group, here in zip(saved["param_groups"], self.optimizer.param_groups, strict=True)
+                ],
+            }
+        )
+
+    def _optimizer_names(self) -> list[str]:
+        names = {parameter: name for name, parameter in parameter_names(self.model)}
+        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+def _how(group: dict[str, Any]) -> dict[str, Any]:
+    """In how many kernels a step of the group is made: a matter of this run, not of the one before."""
+    return {key: group[key] for key in ("fused", "foreach") if key in group}
+
+
+def _dense(state: Any) -> Any:
+    """A parameter's `state` as a checkpoint can hold it: SGD's momentum of sparse gradients is sparse."""
+    if not isinstance(state, dict):
+        return state
+    return {
+        key: value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
+        for key, value in state.items()
+    }
+
+
+def _name(key: int | str, names: list[str]) -> str:
+    assert isinstance(key, int) or key not in names, (
+        f"the optimizer keeps state under {key}, a parameter's name"
+    )
+    return names[key] if isinstance(key, int) else key
+
+
+def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its name in the plain module."""
+    for name, parameter in model.named_parameters():
+        yield _plain_name(name), parameter
+
+
+def every_parameter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """As `parameter_names`; what is tied comes under each of its names."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield _plain_name(name), parameter
+
+
+def buffers_outside(model: nn.Module, in_model_state: set[str]) -> dict[str, Tensor]:
+    """Buffers that are no part of the model's own state, though forward may use and change them."""
+    named = ((_plain_name(name), buffer) for name, buffer in model.named_buffers())
+    return {name: buffer for name, buffer in named if name not in in_model_state}
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each buffer under each of its names in the plain module."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield _plain_name(name), buffer
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    """The dotted paths in a state dict at which buffers may stand."""
+    names = [name for name, _ in named_buffers(model)]
+    return {f"{part}.{name}" for part in ("model", "buffers", "ema.weights") for name in names}
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)

@@ -1,0 +1,174 @@
+"""The directory of a run: chosen by one mkdir, locked while the run lives, marked with the run's id."""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from trainer.checkpoint import is_run_id, newest_run_id, read_manifest
+from trainer.errors import UserError, writing
+from trainer.files.atomic_file import atomic_file
+from trainer.files.new_directory import new_directory
+from trainer.files.untrusted import Fields, load_json, printable
+
+log = logging.getLogger(__name__)
+
+RUN, LOCK = "run.json", ".lock"
+# An NFS server keeps the locks of a host that died until its lease runs out: 90 s by default.
+_LEASE_S = 120.0
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+    run_id: str
+    """Random, kept by a resumed run, and written into each of its checkpoints: whose they are."""
+
+
+def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wait_s: float) -> RunDir:
+    """Make the run directory, or take the one that is there, and hold it until `held` closes; rank 0 alone.
+
+    Args:
+        wanted: None chooses a new one under runs/.
+        wait_s: at most how long to wait for the lock of an owner on another host, who may be dead.
+
+    Raises:
+        UserError: another run lives in it, or has left there what this one does not resume; or it cannot be
+            written.
+    """
+    with writing(wanted or "null"):
+        base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+        path = new_directory(base) if wanted is None else Path(wanted)
+        path.mkdir(parents=True, exist_ok=True)
+        held.enter_context(_locked(path, min(wait_s, _LEASE_S)))
+        return RunDir(path, _identify(path, resume))
+
+
+def _identify(path: Path, resume: str | None) -> str:
+    """The id of the run that goes on here, or begins."""
+    known = run_id_of(path)
+    if used := _traces(path):
+        if resume is None:
+            raise UserError(
+                f"run_dir={path} holds another run ({', '.join(used)}); resume=auto goes on with it, "
+                f"run_dir={_unused_beside(path)} starts anew"
+            )
+        if resume == "auto" and known is None and not used[0].startswith("checkpoints"):
+            raise UserError(
+                f"run_dir={path} holds what another run left ({', '.join(used)}), but no checkpoint that "
+                f"resume=auto could go on from; run_dir={_unused_beside(path)} starts anew"
+            )
+        if not _is_of(path, known, resume):
+            raise UserError(
+                f"run_dir={path} holds another run ({', '.join(used)}) than resume={resume}, which it would "
+                f"mix with; run_dir={_unused_beside(path)} goes on from there"
+            )
+    goes_on = resume is not None and (resume == "auto" or bool(used))
+    run_id = known if goes_on and known is not None else secrets.token_hex(8)
+    if run_id != known:
+        with atomic_file(path / RUN) as file:
+            file.write(json.dumps({"run_id": run_id}).encode() + b"\n")
+    return run_id
+
+
+def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
+    """Whether `resume` means a checkpoint of the run in `path`."""
+    if resume == "auto" or Path(os.path.realpath(resume)).is_relative_to(os.path.realpath(path)):
+        return True
+    return run_id is not None and read_manifest(Path(resume)).run_id == run_id
+
+
+def run_id_of(path: Path) -> str | None:
+    """As recorded; where that is lost, that of the newest checkpoint; None before runs had ids."""
+    with contextlib.suppress(OSError, UserError):
+        run_id = Fields(str(path / RUN), load_json(path / RUN)).text("run_id")
+        if is_run_id(run_id):
+            return run_id
+    return newest_run_id(path)
+
+
+def _traces(path: Path) -> list[str]:
+    """What a run leaves that another must not be mixed with; its log and its settings are none."""
+    patterns = ("checkpoints/step_*", "result.json", "tensorboard/events.*", "metrics.jsonl")
+    return [str(found[-1].relative_to(path)) for pattern in patterns if (found := sorted(path.glob(pattern)))]
+
+
+def _unused_beside(path: Path) -> Path:
+    named = path if path.name not in ("", "..") else path.resolve()  # `.` and `..` bear no name
+    at = named.parent / (named.name or "run")
+    beside = (at.with_name(f"{at.name}-{n}") for n in itertools.count(2))
+    return next(candidate for candidate in beside if not candidate.exists())
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait_s: float) -> Iterator[None]:
+    """Hold the lock of `path`, a record lock (fcntl) on a file that names who holds it.
+
+    It goes with the process, however that ends, and, unlike flock's, is not inherited by forked data workers,
+    one of which might outlive it. NFS knows it too.
+    """
+    descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if _lock(descriptor, path, wait_s):
+            owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": f"{datetime.now():%F %T}"}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, wait_s: float) -> bool:
+    """False where the file system has no locks."""
+    begin, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                log.warning(
+                    "the file system of run_dir=%s has no locks (%s): nothing keeps a second run out of it",
+                    path,
+                    error.strerror,
+                )
+                return False
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+        owner = _owner(descriptor)
+        patience_s = wait_s if owner.get("host") != socket.gethostname() else 0.0
+        if time.monotonic() - begin >= (patience_s if owner else 3.0):  # it may be about to sign
+            raise UserError(
+                f"another run is alive in run_dir={path}: pid {owner.get('pid')} on {owner.get('host')}, "
+                f"since {owner.get('since')}; wait for its end, stop it, or take "
+                f"run_dir={_unused_beside(path)}"
+            )
+        if owner and not told:
+            log.warning(
+                "run_dir=%s is locked by pid %s on %s; waiting up to %.0f s, in case that host is dead",
+                path,
+                owner.get("pid"),
+                owner.get("host"),
+                wait_s,
+            )
+            told = True
+        time.sleep(0.5)
+
+
+def _owner(descriptor: int) -> dict[str, str]:
+    with contextlib.suppress(ValueError):
+        owner = json.loads(os.pread(descriptor, 4096, 0))
+        if isinstance(owner, dict):
+            return {name: printable(value) for name, value in owner.items()}
+    return {}

@@ -1,0 +1,179 @@
+"""What a person sees while a run goes on: lines that scroll above a bar, and train.log."""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from tqdm import tqdm
+
+from trainer.distributed.process_group import Dist
+from trainer.errors import StoppedBySignal, writing
+
+log = logging.getLogger("trainer")
+
+_LINE_EVERY_S = 10.0
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+_STANDS_OUT = {"stands_out": True}
+
+
+class ProgressBar:
+    """The bar at the foot of a terminal (steps, rate, time left), and the lines that scroll above it.
+
+    Where there is no terminal the lines carry the time left, and step lines come at most every ten seconds;
+    train.log has them all. Both figures are means since this process began, evaluation and saves included.
+    """
+
+    def __init__(self, total_steps: int, first_step: int) -> None:
+        self._total, self._first, self._step = total_steps, first_step, first_step
+        self._began = time.perf_counter()
+        self._next_line = self._began
+        self._bar = tqdm(
+            total=total_steps,
+            initial=first_step,
+            unit="step",
+            smoothing=0,
+            bar_format="{n_fmt}/{total_fmt} steps |{bar}| {rate_fmt}, {remaining} left",
+            dynamic_ncols=True,
+            disable=not sys.stdout.isatty(),
+            file=sys.stdout,
+        )
+
+    def advance(self) -> None:
+        self._step += 1
+        self._bar.update()
+
+    def step_line(self, text: str) -> None:
+        """Say how the steps go; the first line and the last are never left out."""
+        if not self._bar.disable:
+            log.info("%s", text)
+            return
+        now, last = time.perf_counter(), self._step == self._total
+        due = last or now >= self._next_line
+        if due:
+            self._next_line = now + _LINE_EVERY_S
+        log.log(logging.INFO if due else logging.DEBUG, "%s%s", text, "" if last else self._time_left(now))
+
+    def line(self, text: str) -> None:
+        """Say what happens seldom, such as an evaluation."""
+        left = self._bar.disable and self._step < self._total
+        log.info("%s%s", text, self._time_left(time.perf_counter()) if left else "", extra=_STANDS_OUT)
+
+    def close(self) -> None:
+        """Leave the bar as it is, and the cursor on a line of its own."""
+        self._bar.close()
+
+    def _time_left(self, now: float) -> str:
+        done = self._step - self._first
+        if not done:
+            return ""
+        left_s = (now - self._began) / done * (self._total - self._step)
+        return f"  {tqdm.format_interval(round(left_s))} left"
+
+
+def table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def folded(line: str, columns: int) -> str:
+    """`line` in rows of at most `columns`, no number apart from its name or unit.
+
+    A word that is longer than a row, such as a path, is left whole.
+    """
+    glued = re.sub(r"(?<=[^\s,]) (?=[-+.\d])|(?<=\d) (?=\S)", _NO_BREAK, line)
+    rows = textwrap.wrap(
+        glued,
+        columns,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return "\n".join(rows).replace(_NO_BREAK, " ")
+
+
+class _Console(logging.StreamHandler):
+    """Writes above the bar, where there is one; on a terminal in rows that fit, and some in bold.
+
+    What the stream's encoding lacks is spelt out: é is \\xe9 in ASCII, and the name of a file may be no text.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        text = self.format(record).encode(encoding, "backslashreplace").decode(encoding)
+        if self.stream.isatty():
+            columns = shutil.get_terminal_size().columns
+            text = "\n".join(folded(line, columns) for line in text.splitlines())
+            plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+            if hasattr(record, "stands_out") and not plain:
+                text = f"\033[1m{text}\033[0m"
+        with contextlib.suppress(OSError):  # the launcher that read what we print may have died
+            tqdm.write(text, file=self.stream)
+
+
+class _LogFile(logging.FileHandler):
+    """Says once that the disk is full, where logging prints a traceback for every line; the run goes on."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, logging's name
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            print(f"{self.baseFilename} cannot be written: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+@contextmanager
+def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
+    """Send the trainer's messages to the terminal and, on rank 0, to run_dir/train.log.
+
+    Other ranks speak only to warn, and say who they are.
+    """
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    console = _Console(sys.stdout if dist.is_main else sys.stderr)
+    console.setLevel(logging.INFO if dist.is_main else logging.WARNING)
+    if not dist.is_main:
+        console.setFormatter(logging.Formatter(f"[rank {dist.rank}] %(message)s"))
+    handlers: list[logging.Handler] = [console]
+    if dist.is_main:
+        with writing(run_dir):
+            to_file = _LogFile(run_dir / "train.log", encoding="utf-8", errors="backslashreplace")
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handlers.append(to_file)
+    log.handlers = handlers
+    say_thread_ended, threading.excepthook = threading.excepthook, _leave_to_the_main_thread
+    try:
+        yield
+    except StoppedBySignal as stopped:
+        log.debug("%s", stopped)
+        raise
+    except Exception:
+        log.debug("the run ends here", exc_info=True)
+        raise
+    finally:
+        threading.excepthook = say_thread_ended
+        for handler in handlers:
+            handler.close()
+        log.handlers = []
+
+
+def _leave_to_the_main_thread(ended: threading.ExceptHookArgs) -> None:
+    """TensorBoard's writer thread passes its error on to the next flush: one message is enough."""
+    if not type(ended.thread).__module__.startswith("tensorboard."):
+        threading.__excepthook__(ended)

@@ -1,0 +1,81 @@
+"""metrics.jsonl: every scalar of a run, one JSON object a log step, for who looks from outside."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.files.atomic_file import atomic_file
+
+FILE = "metrics.jsonl"
+
+
+class MetricsFile:
+    """Written by rank 0: one write a step, so that a killed run leaves at most one torn line, the last."""
+
+    def __init__(self, run_dir: Path, first_step: int) -> None:
+        """Open the file of `run_dir`; a run that goes on writes again what came after `first_step`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = run_dir / FILE
+        kept = [line for line in _lines(path) if line["step"] <= first_step]
+        with atomic_file(path) as file:
+            file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
+        self._descriptor = os.open(path, os.O_WRONLY)
+        self._end = os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._last: dict[str, Any] = {"step": None}
+        self._last_at = self._end
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Add `values` to the line of `step`, which is the last one or comes after it; NaN and Inf are null.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._last["step"] != step:
+            self._last, self._last_at = {"step": step}, self._end
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._last |= finite
+        line = json.dumps(self._last).encode() + b"\n"
+        written = os.pwrite(self._descriptor, line, self._last_at)
+        if written < len(line):  # a full disk takes a part, and says so when asked for the rest
+            os.pwrite(self._descriptor, line[written:], self._last_at + written)
+        self._end = self._last_at + len(line)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
+    """Every scalar of a run, which may be alive: name to values by step; {} where there is no file."""
+    found: dict[str, dict[int, float]] = {}
+    for line in _lines(run_dir / FILE):
+        for name, value in line.items():
+            if name != "step" and (isinstance(value, float) or _is_count(value)):
+                found.setdefault(name, {})[line["step"]] = value
+    return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file whose last one may be torn."""
+    lines = []
+    try:
+        text = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return []
+    for line in text.splitlines():
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(values, dict) and _is_count(values.get("step")):
+            lines.append(values)
+    return lines
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < 1 << 63  # more is no float

@@ -1,0 +1,30 @@
+"""result.json: the figures of a run that got to its last step."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.files.atomic_file import output_file
+from trainer.files.untrusted import load_json
+
+NAME = "result.json"
+
+
+def write(run_dir: Path, result: dict[str, Any], made_steps: bool) -> None:
+    """Write `result`, whole or not at all; where no step was made, what the run left at this step stands.
+
+    Raises:
+        UserError: the disk takes no more.
+    """
+    if not made_steps and _steps(run_dir) == result["steps"]:
+        return
+    with output_file(run_dir / NAME, replace=True) as file:
+        file.write(json.dumps(result, indent=2).encode() + b"\n")
+
+
+def _steps(run_dir: Path) -> object:
+    with contextlib.suppress(OSError, UserError):
+        return load_json(run_dir / NAME).get("steps")
+    return None

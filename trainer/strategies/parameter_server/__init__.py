@@ -1,0 +1,1 @@
+"""Some ranks hold the parameters, others compute gradients: in common steps, or asynchronously."""

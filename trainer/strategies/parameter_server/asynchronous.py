@@ -1,0 +1,302 @@
+"""A parameter server without steps in common: stale-synchronous (max_staleness=K) or asynchronous (inf)."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.comm.parameter_server import replay_file
+from trainer.comm.parameter_server.async_rounds import AsyncServer, AsyncWorker
+from trainer.comm.parameter_server.order import Order, OutOfOrderError
+from trainer.comm.timeline.records import Timeline
+from trainer.comm.timeline.summary import draw_staleness
+from trainer.config import ParameterServerConfig
+from trainer.distributed.process_group import Dist
+from trainer.errors import NonFiniteLossError, UserError, writing
+from trainer.optim.train_state import Progress, TrainState
+from trainer.step import StepResult, compute_gradients, weights_ahead
+from trainer.strategies.base import Computing
+from trainer.strategies.parameter_server.synchronous import ParameterServer
+from trainer.tasks.label_weights import divisors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from trainer.data.loading.base import Batches
+    from trainer.training.context import TrainingContext
+
+
+class AsyncParameterServer(ParameterServer):
+    """Each push is an update of its own, of gradients / workers; all ranks meet after a round of steps.
+
+    A push's loss is the mean over its own labels that count, be they more or fewer than those of others.
+    A round goes to the next step at which the loop looks at the run as a whole: logs, saves, evaluates.
+    A push whose gradients are not finite is applied by no server, and ends the run once the pushes that are
+    under way have been applied; nothing of that round is saved.
+    """
+
+    def __init__(
+        self,
+        settings: ParameterServerConfig,
+        dist_: Dist,
+        computing: Computing,
+        timeout_s: float,
+        clip_grad_norm: float | None,
+        run_dir: Path,
+    ) -> None:
+        super().__init__(settings, dist_, computing, timeout_s)
+        self._max_norm, self._run_dir = clip_grad_norm, run_dir
+        self._max_staleness = float(settings.max_staleness)
+        self._roles = {
+            "servers": self.servers,
+            "workers": self.workers,
+            "max_staleness": settings.max_staleness,
+            "bucket_mb": settings.bucket_mb,
+        }
+        self._recorded: dict[int, tuple[int, list[list[str]]]] | None = None
+        if settings.replay is not None:
+            try:
+                self._recorded = replay_file.read(Path(settings.replay), self._roles)
+            except (OSError, ValueError) as error:
+                raise UserError(f"strategy.replay={settings.replay} cannot be repeated: {error}") from error
+        self._async_server: AsyncServer | None = None
+        self._async_worker: AsyncWorker | None = None
+        self._stops: Callable[[], bool] = lambda: False
+        self._norms = [0.0, 0.0]  # sum and number of this round's gradient norms
+        bound = (
+            "without bound" if math.isinf(self._max_staleness) else f"at most {settings.max_staleness} ahead"
+        )
+        self.notes.append(
+            f"parameter_server: asynchronous, a worker is {bound}; run_dir/arrivals tells the order"
+        )
+
+    def _connect(self, model: nn.Module) -> None:
+        super()._connect(model)
+        if self._server is not None:
+            self._async_server = AsyncServer(
+                self._server, Order(self.timeout_s), self._max_staleness, self._apply
+            )
+        if self._replica is not None:
+            bounded = not math.isinf(self._max_staleness) and self._recorded is None
+            client = self._replica.client
+            waits = self.dist.heartbeat.ahead
+            self._async_worker = AsyncWorker(client, self.num_replicas, bounded, lambda: self._stops(), waits)
+            self._replica.before_push, self._replica.commit = self._async_worker.before_push, self._commit
+
+    def begin(self, state: TrainState) -> None:
+        super().begin(state)
+        self._state, self._num_updates = state, 0
+
+    # ---- what a round is made of
+
+    def train_step(self, context: "TrainingContext", batches: "Batches") -> StepResult:
+        """Make a round: the steps up to the next after which all ranks meet, or fewer (a collective).
+
+        Parameters change with each part of a step that a rank is done with, in an order nobody knows before.
+
+        Raises:
+            NonFiniteLossError: on all ranks; gradients that are not finite were not applied.
+        """
+        progress, heartbeat = context.state.progress, context.dist.heartbeat
+        steps = steps_until_all_meet(context)
+        last = heartbeat.step = progress.step + steps
+        log_now = context.settings.logs(last)
+        batches = context.train_loader.epoch(progress.epoch, progress.samples_in_epoch, self._parts)
+        loss = torch.zeros((), device=self.device)
+        context.checkpointer.wait_until_copied()
+        if log_now:
+            context.weight_statistics.before_update(last)
+        with heartbeat.in_any_order():
+            for _ in self._turns(steps, lambda: context.stop_request.is_set):
+                heartbeat.enter("data")
+                own = weights_ahead(context, batches)
+                compute_gradients(context, batches, divisors(own, math.fsum(own)), loss, tell_others=False)
+            if not self.trains:
+                heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
+        heartbeat.enter("optimizer")
+        # However long a round is: no collective may wait for it, and whoever is done is ahead of who is not.
+        made = self._end_round()
+        context.agreement.start(loss, context.stop_request.is_set, batches.more)
+        stop, _ = context.agreement.finish(
+            f"a step up to {last}",
+            "servers had applied what came before, and nothing was saved",
+        )
+        grad_norm = self._mean_norm() if context.settings.clip_grad_norm is not None or log_now else None
+        if not self.serves:
+            for _ in range(made):
+                context.state.end_update()
+        if log_now:
+            context.weight_statistics.after_update()
+        for _ in range(made - 1):
+            context.count_step(torch.zeros_like(loss), data_left=True)
+        return StepResult(loss, grad_norm, stop, leaves_a_step(context, progress))
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """The parts that this worker is given, as (step of the round, replica)."""
+        assert self._async_worker is not None
+        while (part := self._async_worker.draw()) is not None:
+            yield part
+
+    def _turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
+        """Serve a round of at most so many steps; once for each part that is this process's to compute."""
+        self._stops, recorded = stops, self._recorded_round(steps)
+        if self._async_server is not None:
+            events = None if recorded is None else recorded[self.servers.index(self.dist.rank)]
+            self._async_server.begin(steps, events, stops)
+        if self._async_worker is not None:
+            self._async_worker.begin()
+            with self._plain_errors():
+                while self._async_worker.has_part():
+                    yield
+
+    def _recorded_round(self, steps: int) -> list[list[str]] | None:
+        """Each server's events. Raises UserError, on all ranks: there is no such round."""
+        if self._recorded is None:
+            return None
+        first = self._state.progress.step
+        made, events = self._recorded.get(first, (0, []))
+        if not 0 < made <= steps:
+            raise UserError(
+                f"strategy.replay={self.settings.replay} has no round of {steps} steps after step {first}; "
+                "repeat a run with its settings, train.log_every_steps and checkpoint.every_steps among them"
+            )
+        return events
+
+    @contextmanager
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        assert self._async_worker is not None
+        if not self._pulled:
+            with self._plain_errors():
+                self._async_worker.before_pull()
+        with super().gradient_sync(model, enabled):
+            yield
+        if enabled:
+            self._pulled = False
+
+    def _norm(self) -> Tensor:
+        """Of this worker's own gradients."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return nn.utils.get_total_norm(gradients)
+
+    def _commit(self) -> None:
+        """The worker's last word on a push; a gradient alone is clipped alone."""
+        assert self._async_worker is not None
+        norm = float(self._norm())
+        clipped = 1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
+        self._norms = [self._norms[0] + norm, self._norms[1] + 1]
+        self._async_worker.after_push(clipped / self.num_replicas if math.isfinite(norm) else math.nan)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _apply(self, gradients: dict[int, Tensor], there: Tensor) -> None:
+        """The server's update, in the thread that received the push."""
+        self._give_gradients(gradients, there)
+        self._state.optimizer.step()
+        self._state.optimizer.zero_grad(set_to_none=True)
+        self._num_updates += 1
+        if self._num_updates % self.num_replicas == 0:
+            self._state.end_update()
+
+    def _end_round(self) -> int:
+        """Wait for the end of the round; return how many steps it made (a collective)."""
+        mine = None
+        if self._async_server is not None:
+            with self._plain_errors():
+                mine = (
+                    self._async_server.finish(),
+                    self._async_server.order.events,
+                    self._async_server.not_finite,
+                )
+        everyones: list[Any] = [None] * self.dist.world_size
+        dist.all_gather_object(everyones, mine)
+        told = [everyones[server] for server in self.servers]
+        made: int = told[0][0]
+        if (bad := next((rank for _, _, rank in told if rank is not None), None)) is not None:
+            raise self._refused(bad)
+        if self.dist.is_main:
+            with writing(self._run_dir):
+                events = [own for _, own, _ in told]
+                first = self._state.progress.step
+                replay_file.append(self._run_dir / "arrivals", self._roles, first, made, events)
+        return made
+
+    def _refused(self, rank: int) -> NonFiniteLossError:
+        return NonFiniteLossError(
+            f"the norm of the gradients of {self.dist.place(rank)} is NaN or Inf; no server applied them. "
+            "Lower optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+            ranks=(rank,),
+        )
+
+    def _mean_norm(self) -> Tensor:
+        """Of the round's gradients, each of which was clipped alone (a collective)."""
+        norms = torch.tensor(self._norms, device=self.device)
+        self._norms = [0.0, 0.0]
+        dist.all_reduce(norms)
+        return norms[0] / norms[1]
+
+    # ---- what others look at
+
+    def equal_ranks(self) -> list[tuple[int, ...]]:
+        return []
+
+    def _of_timeline(self, timeline: Timeline) -> dict[str, float]:
+        return timeline.means()  # no word of arrivals: passes of workers do not belong together
+
+    def metrics(self) -> dict[str, float]:
+        found = super().metrics()
+        staleness = self._staleness()
+        if total := sum(staleness.values()):
+            found["ps/staleness/mean"] = sum(late * count for late, count in staleness.items()) / total
+            found["ps/staleness/max"] = float(max(staleness))
+            for late, count in sorted(staleness.items()):
+                found[f"ps/staleness/{late}"] = count / total
+        return found
+
+    def figures(self) -> dict[str, "Figure"]:
+        pictures = super().figures()
+        if self._async_server is not None and self._async_server.staleness:
+            pictures["ps/staleness"] = draw_staleness(self._async_server.staleness)
+        return pictures
+
+    def summary(self) -> str:
+        staleness = self._staleness()
+        total = max(1, sum(staleness.values()))
+        lines = [f"{late:>3} updates late: {count / total:6.1%}" for late, count in sorted(staleness.items())]
+        return "\n".join([super().summary(), "pushes by the updates that their values lacked:", *lines])
+
+    def _staleness(self) -> dict[int, int]:
+        """Of the first server, over the run (a collective)."""
+        box = [dict(self._async_server.staleness) if self._async_server is not None else {}]
+        dist.broadcast_object_list(box, src=self.servers[0])
+        return box[0]
+
+    @contextmanager
+    def _plain_errors(self) -> Iterator[None]:
+        try:
+            with super()._plain_errors():
+                yield
+        except OutOfOrderError as error:
+            raise RuntimeError(f"rank {self.dist.rank} serves no more: {error}") from error
+
+
+def steps_until_all_meet(context: "TrainingContext") -> int:
+    """Steps to the next one after which the loop logs, saves or evaluates, or the epoch or the run ends."""
+    now, ahead = context.state.progress, dataclasses.replace(context.state.progress)
+    while True:
+        ahead.advance(context.settings.global_batch_size, leaves_a_step(context, ahead))
+        meets = context.settings.logs(ahead.step) or ahead.step == context.total_steps
+        every = context.settings.eval_every_steps
+        meets = meets or (every is not None and ahead.step % every == 0)
+        if meets or ahead.epoch != now.epoch or context.checkpointer.due(ahead, end_of_epoch=False):
+            return ahead.step - now.step
+
+
+def leaves_a_step(context: "TrainingContext", progress: Progress) -> bool:
+    assert context.train_loader.num_samples is not None, "a stream hands out no parts"
+    return progress.leaves_a_step(context.settings.global_batch_size, context.train_loader.num_samples)

@@ -1,0 +1,78 @@
+"""What all workers say of their pulls and pushes, brought together: for the log, for the table at the end."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from trainer.comm.timeline.records import Timeline
+from trainer.comm.timeline.summary import draw, table
+from trainer.strategies.parameter_server.worker_copy import WorkerCopy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class ExchangeStats:
+    """On every rank, which all ask at the same time.
+
+    Args:
+        servers, workers: their ranks.
+        held: bytes on each server.
+        replica: this rank's, where it works.
+        of_timeline: a worker's figures of its timeline.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[int],
+        workers: Sequence[int],
+        held: Sequence[int],
+        replica: WorkerCopy | None,
+        of_timeline: Callable[[Timeline], dict[str, float]],
+    ) -> None:
+        self._servers, self._workers, self._held = servers, workers, held
+        self._replica, self._of_timeline = replica, of_timeline
+        self._seen: Timeline | None = None  # the first worker's, as of the last call of metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Means per step since the last call (a collective): bytes by server, waits by worker."""
+        mine: dict[str, float] = {}
+        if self._replica is not None:
+            mine = self._replica.client.figures() | self._of_timeline(self._replica.timeline)
+        figures = self._of_workers(mine)
+        self._seen = self._of_workers(self._replica.timeline if self._replica is not None else None)[0]
+        pulls = max(1.0, sum(own["pulls"] for own in figures) / len(figures))
+        found = {name: value for name, value in figures[0].items() if name.startswith("comm/")}
+        for number, server in enumerate(self._servers):
+            moved = sum(own[f"bytes/{number}"] for own in figures)
+            found[f"ps/megabytes/server_{server}"] = moved / pulls / 1e6
+        for worker, own in zip(self._workers, figures, strict=True):
+            found[f"ps/waited_ms/worker_{worker}"] = 1e3 * own["waited_s"] / max(1.0, own["pulls"])
+        return found
+
+    def figures(self) -> dict[str, "Figure"]:
+        return {"comm/buckets": draw(self._seen)} if self._seen is not None else {}
+
+    def summary(self) -> str:
+        """Of the run as a whole (a collective)."""
+        timeline = self._replica.timeline if self._replica is not None else None
+        totals = self._of_workers((timeline, self._replica.client.totals() if self._replica else {}))
+        lines = [table(totals[0][0])] if totals[0][0] is not None else []
+        return "\n".join([*lines, *self._lines([own for _, own in totals])])
+
+    def _lines(self, workers: Sequence[Mapping[str, float]]) -> Iterator[str]:
+        """What went to and from each server, and how long each worker waited for values, over the run."""
+        for number, server in enumerate(self._servers):
+            moved = sum(own[f"bytes/{number}"] for own in workers)
+            held = self._held[number]
+            yield f"server, rank {server}: holds {held / 1e6:.3g} MB, moved {moved / 1e6:.4g} MB"
+        for worker, own in zip(self._workers, workers, strict=True):
+            waited = 1e3 * own["waited_s"] / max(1.0, own["pulls"])
+            yield f"worker, rank {worker}: waited {waited:.2f} ms a pull for values"
+
+    def _of_workers(self, value: Any) -> list[Any]:
+        """What every worker has to say, on every rank (a collective)."""
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, value if self._replica is not None else None)
+        return [everyones[worker] for worker in self._workers]

@@ -1,0 +1,92 @@
+"""The model as its servers hold it: the names of the module, no code, and parameters in shards."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trainer.comm.parameter_server.layout import ShardedBucket, rows_of
+
+
+class ServerShards:
+    """One rank's shard of every parameter, as DTensors over the servers; of ranks that serve not, nothing.
+
+    Attributes:
+        values: a flat tensor for each bucket, to be sent: what the parameters were when `pack` was called.
+        parameters: by name; each has memory of its own, as a checkpoint's copy wants it.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, buckets: Sequence[ShardedBucket], shapes: Mapping[str, Tensor]
+    ) -> None:
+        place = mesh.get_coordinate()
+        self._mesh, self._buckets, self._shapes = mesh, buckets, shapes
+        self.server = place[0] if place is not None else None
+        self.values = [
+            torch.empty(bucket.numels[self.server] if self.server is not None else 0, dtype=bucket.dtype)
+            for bucket in buckets
+        ]
+        own = {name: value for flat in self._split(dict(enumerate(self.values))) for name, value in flat}
+        self._locals = {name: torch.empty_like(value) for name, value in own.items()}
+        self.parameters = {
+            name: nn.Parameter(self._sharded(name, value), shapes[name].requires_grad)
+            for name, value in self._locals.items()
+        }
+
+    def of(self, flat: Mapping[int, Tensor]) -> dict[str, DTensor]:
+        """What `flat`, by bucket, holds: tensors by the names of parameters, sharing its memory."""
+        return {name: self._sharded(name, value) for part in self._split(flat) for name, value in part}
+
+    def _split(self, flat: Mapping[int, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
+        """This rank's rows of each parameter, as they lie in `flat`; none, where it does not serve."""
+        for index, values in flat.items():
+            bucket, found = self._buckets[index], []
+            for number, name in enumerate(bucket.names):
+                local = values[:0]
+                if self.server is not None:
+                    piece = bucket.pieces[self.server][number]
+                    local = values[piece.at : piece.at + piece.numel]
+                    local = local.view(piece.end - piece.begin, *self._shapes[name].shape[1:])
+                found.append((name, local))
+            yield found
+
+    def _sharded(self, name: str, local: Tensor) -> DTensor:
+        whole = self._shapes[name]
+        return DTensor.from_local(
+            local,
+            self._mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=whole.shape,
+            stride=torch.empty(whole.shape, device="meta").stride(),
+        )
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Bring `values` up to date."""
+        for part in self._split(dict(enumerate(self.values))):
+            for name, target in part:
+                target.copy_(self._locals[name])
+
+    @torch.no_grad()
+    def take(self, name: str, value: Tensor) -> None:
+        """Keep this rank's rows of a whole parameter."""
+        local = self._locals[name]
+        if self.server is not None and len(local):
+            begin, _ = rows_of(len(value), self._mesh.size(), self.server)
+            local.copy_(value[begin : begin + len(local)])
+
+
+def named_alike(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
+    """A module with the names of `model` and of all in it, its buffers themselves, and other parameters."""
+    made = {module: nn.Module() for module in model.modules()}
+    for module, copy in made.items():
+        for name, child in module._modules.items():
+            copy.add_module(name, made[child] if child is not None else None)
+        for name, parameter in module._parameters.items():
+            copy.register_parameter(name, parameters[parameter] if parameter is not None else None)
+        for name, buffer in module._buffers.items():
+            copy.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
+    return made[model]

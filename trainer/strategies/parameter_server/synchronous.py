@@ -1,0 +1,260 @@
+"""A parameter server: some ranks hold the parameters and update them, others compute gradients."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from trainer.comm import sparse
+from trainer.comm.parameter_server.client import Client
+from trainer.comm.parameter_server.layout import bytes_by_server, lay_out, unpack
+from trainer.comm.parameter_server.links import Link, Loopback, PeerLink
+from trainer.comm.parameter_server.server import LayoutError, Mean, Server
+from trainer.comm.timeline.records import Timeline
+from trainer.comm.transport.blame import CommError, PeerError
+from trainer.config import ParameterServerConfig
+from trainer.distributed.process_group import Dist, broadcast_tensors
+from trainer.errors import UserError
+from trainer.optim.train_state import TrainState
+from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
+from trainer.strategies.parameter_server.roles import roles
+from trainer.strategies.parameter_server.server_shards import ServerShards, named_alike
+from trainer.strategies.parameter_server.worker_copy import WorkerCopy
+from trainer.strategies.shardable import refuse_max_norm
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class ParameterServer(Strategy):
+    """Synchronous: each step all workers pull, compute and push; the servers aggregate and update.
+
+    A server keeps its shard in host memory and its optimizer state beside it; the ways between ranks are
+    gloo's, also where workers compute on GPUs.
+    """
+
+    gradients_differ = True
+
+    def __init__(
+        self, settings: ParameterServerConfig, dist_: Dist, computing: Computing, timeout_s: float
+    ) -> None:
+        super().__init__(dist_.device, computing)
+        self.settings, self.dist, self.timeout_s = settings, dist_, timeout_s
+        self.servers, self.workers = roles(settings.servers, dist_.world_size)
+        self.num_replicas = len(self.workers)
+        self.serves, self.trains = dist_.rank in self.servers, dist_.rank in self.workers
+        # Of a rank that only serves: nobody's, so that it draws numbers of its own.
+        self.replica = self.workers.index(dist_.rank) if self.trains else self.num_replicas + dist_.rank
+        self._mesh = DeviceMesh("cpu", self.servers)
+        self.notes.append(
+            f"parameter_server: {len(self.servers)} servers, {self.num_replicas} workers"
+            + ("; every rank is both" if settings.servers == "all" else "")
+        )
+        self._pulled = False  # in this step
+        self._replica: WorkerCopy | None = None
+        self._server: Server | None = None
+
+    def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        refuse_max_norm(model, "strategy=parameter_server")
+        try:
+            sparse.refuse_sparse(model, "it", "strategy=ddp with comm=native")
+            shapes = {name: _shape(parameter) for name, parameter in model.named_parameters()}
+            self.buckets = lay_out(shapes, len(self.servers), int(self.settings.bucket_mb * 2**20))
+        except ValueError as error:
+            raise UserError(f"strategy=parameter_server: {error}") from error
+        self._shards = ServerShards(self._mesh, self.buckets, shapes)
+        fill(model)
+        for name, parameter in model.named_parameters():
+            self._shards.take(name, parameter)
+        model = super().wrap(model)
+        own = self._shards.parameters
+        self._parameters = dict(model.named_parameters())
+        self.owned_model = named_alike(model, {p: own[name] for name, p in self._parameters.items()})
+        self._connect(model)
+        return model
+
+    def _connect(self, model: nn.Module) -> None:
+        rank = self.dist.rank
+        self._group = _group(list(range(self.dist.world_size)), self.timeout_s)
+        workers = _group(self.workers, self.timeout_s)
+        itself = Loopback(rank, self.timeout_s)
+
+        def link(peer: int) -> Link:
+            return itself if peer == rank else PeerLink(self._group, peer, self.timeout_s)
+
+        if self.serves:
+            links = {worker: link(worker) for worker in self.workers}
+            self._server = Server(
+                self.servers.index(rank), links, self.buckets, self._shards.values, self._shards.pack
+            )
+            self._mean = Mean(self._server)
+            self._server.begin(self._server.welcome)
+        if self.trains:
+            client = Client([link(server) for server in self.servers], self.buckets, self._parameters)
+            client.greet()
+            timeline = Timeline(workers, [self.dist.hosts[worker] for worker in self.workers])
+            enter = self.dist.heartbeat.enter
+            self._replica = WorkerCopy(model, client, self.buckets, timeline, self.computing.compile, enter)
+        held = bytes_by_server(self.buckets)
+        self._exchange_stats = ExchangeStats(
+            self.servers, self.workers, held, self._replica, self._of_timeline
+        )
+        if self._server is not None:
+            self._finish_serving()
+
+    # ---- what a step is made of
+
+    def begin_step(self) -> None:
+        if self._server is not None:
+            self._shards.pack()
+            self._server.begin(self._serve)
+
+    def _serve(self, worker: int) -> None:
+        assert self._server is not None
+        self._server.give(worker)
+        self._mean.add(self._server.take(worker, 0, self._mean.arrived))
+
+    @contextmanager
+    def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
+        assert self._replica is not None
+        first, self._pulled = not self._pulled, True
+        with self._plain_errors(), self._replica.pass_(first, last=enabled):
+            yield
+
+    def aggregate(self, model: nn.Module) -> None:
+        self._pulled = False
+        if self._server is not None:
+            self._finish_serving()
+            self._give_gradients(self._mean.gradients, self._mean.there)
+            self._mean.there.zero_()
+
+    def is_to_blame(self) -> bool:
+        own = (parameter.grad for parameter in self._parameters.values() if self.trains)
+        return not all(bool(gradient.isfinite().all()) for gradient in own if gradient is not None)
+
+    def update(self, state: TrainState) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None  # a worker's own, of its data alone
+        super().update(state)
+
+    def _give_gradients(self, gradients: Mapping[int, Tensor], there: Tensor) -> None:
+        """Make `gradients`, by bucket, those of the shard; of parameters that had any."""
+        # Also of what this server has no row of: all servers keep state of the same parameters.
+        none = {b.index: torch.empty(0, dtype=b.dtype) for b in self.buckets if b.trainable}
+        sharded, had = self._shards.of(none | dict(gradients)), iter(there.tolist())
+        for name, parameter in self._shards.parameters.items():
+            if parameter.requires_grad and next(had):
+                parameter.grad = sharded[name]
+
+    def grad_norm(self, model: nn.Module) -> Tensor:
+        norm = torch.zeros((), device=self.device)
+        if self.serves:
+            sharded = super().grad_norm(self.owned_model)
+            norm = (sharded.full_tensor() if isinstance(sharded, DTensor) else sharded).to(self.device)
+        dist.broadcast(norm, src=self.servers[0])
+        return norm
+
+    # ---- what others look at
+
+    def owned(self, model: nn.Module) -> nn.Module:
+        return self.owned_model
+
+    def begin(self, state: TrainState) -> None:
+        averaged = state.average is not None and any(
+            b.is_floating_point() for b in self.owned_model.buffers()
+        )
+        if averaged and not set(self.servers) <= set(self.workers):
+            raise UserError(
+                "ema.decay averages running statistics, too, and a rank that only serves has none; take "
+                "strategy.servers=all, or ema.decay=null"
+            )
+        if not self.serves:
+            state.optimizer.state.clear()  # a checkpoint's: the servers have it
+        self._refresh()
+
+    def sync_buffers(self, model: nn.Module) -> None:
+        """Give every rank the values that the servers hold, and the buffers of the first worker."""
+        self._refresh()
+        self.collect(model)
+
+    def weights_changed(self, model: nn.Module) -> None:
+        self._refresh()
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        self._shards.pack()
+        for bucket in self.buckets:
+            for number, server in enumerate(self.servers):
+                message = torch.empty(bucket.numels[number], dtype=bucket.dtype)
+                if self._shards.server == number:
+                    message = self._shards.values[bucket.index]
+                if message.numel():
+                    dist.broadcast(message.view(torch.uint8), src=server, group=self._group)  # of any dtype
+                unpack(bucket, number, message, self._parameters)
+
+    def collect(self, model: nn.Module) -> None:
+        broadcast_tensors(self.owned_model.buffers(), src=self.workers[0])
+
+    def evaluators(self, rank: int) -> tuple[int, int]:
+        """Also ranks that only serve: they have nothing else to do meanwhile."""
+        return self.dist.world_size, rank
+
+    def equal_ranks(self) -> list[tuple[int, ...]]:
+        return [tuple(self.workers)] if self.num_replicas > 1 else []
+
+    def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
+        """The workers' copies of the parameters, as they were pulled last."""
+        yield from self._parameters.items()
+
+    def _of_timeline(self, timeline: Timeline) -> dict[str, float]:
+        return timeline.metrics()
+
+    def metrics(self) -> dict[str, float]:
+        return self._exchange_stats.metrics()
+
+    def figures(self) -> dict[str, "Figure"]:
+        return self._exchange_stats.figures()
+
+    def summary(self) -> str:
+        """(A collective.)"""
+        return self._exchange_stats.summary()
+
+    def close(self) -> None:
+        if self._replica is not None:
+            self._replica.close()
+
+    # ---- errors
+
+    def _finish_serving(self) -> None:
+        assert self._server is not None
+        with self._plain_errors():
+            self._server.finish()
+
+    @contextmanager
+    def _plain_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerError as error:
+            raise CommError(
+                f"the exchange with the parameter servers stopped at rank {self.dist.rank}: {error}",
+                error.peer,
+            ) from error
+        except LayoutError as error:
+            raise RuntimeError(f"rank {self.dist.rank}: {error}; start all with the same model") from error
+
+
+def _shape(parameter: nn.Parameter) -> Tensor:
+    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return like.requires_grad_(parameter.requires_grad)
+
+
+def _group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of `ranks`, which all ranks make."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timedelta(seconds=timeout_s), backend="gloo"))

@@ -1,0 +1,152 @@
+"""A worker's copy of the model: modules wait for their values, gradients leave as soon as they are there."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.overrides import TorchFunctionMode
+
+from trainer.comm.parameter_server.client import Client
+from trainer.comm.parameter_server.layout import ShardedBucket
+from trainer.comm.timeline.records import BucketRecord, Timeline
+from trainer.comm.transport.worker import Worker
+from trainer.errors import UserError
+
+
+class WorkerCopy:
+    """Hooks on `model` that pull and push by way of `client`.
+
+    A module's values are waited for when its turn comes; those that the code of another uses before
+    (`self.head.weight`), when it does. A compiled model waits for all.
+
+    Args:
+        buckets: as the client has them.
+        compiled: whether hooks of modules would cut the graph.
+        enter: told `("all_reduce", bucket)` of each bucket before it is handed on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        client: Client,
+        buckets: Sequence[ShardedBucket],
+        timeline: Timeline,
+        compiled: bool,
+        enter: Callable[[str, int], None],
+    ) -> None:
+        self.client, self.timeline = client, timeline
+        self._enter, self._compiled = enter, compiled
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        bucket_of = {name: bucket for bucket in buckets if bucket.trainable for name in bucket.names}
+        self._buckets = {bucket.index: bucket for bucket in bucket_of.values()}
+        # Parameters whose gradients are still to come, by bucket, in this backward pass.
+        self._waiting: dict[int, set[Tensor]] = {}
+        self._pushes: list[Future[Any]] = []
+        self._pushing = False
+        self._worker = Worker(self._push)
+        # What an asynchronous exchange says before a push, and after it.
+        self.before_push: Callable[[], None] = lambda: None
+        self.commit: Callable[[], None] = client.commit
+        self._bucket_of = {
+            parameter: bucket_of[name].index
+            for name, parameter in model.named_parameters()
+            if name in bucket_of
+        }
+        self._uses: AbstractContextManager[Any] = (
+            nullcontext() if compiled else _Uses(self._bucket_of, client)
+        )
+        for module in model.modules():
+            own = {
+                self._bucket_of[parameter]
+                for parameter in module.parameters(recurse=False)
+                if parameter in self._bucket_of
+            }
+            if own and not compiled:
+                module.register_forward_pre_hook(partial(self._settle, sorted(own)))
+        for parameter, index in self._bucket_of.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
+
+    @contextmanager
+    def pass_(self, first: bool, last: bool) -> Iterator[None]:
+        """Around a forward and backward pass: the `first` of a step pulls, the `last` pushes."""
+        if first:
+            self.client.ask()
+            if self._compiled:
+                self.client.settle_all()
+        self._pushing = self._is_first_push = last
+        self._waiting = {index: set() for index in self._buckets}
+        for parameter, index in self._bucket_of.items():
+            self._waiting[index].add(parameter)
+        with self._uses:
+            yield
+        if last:
+            self._flush()
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _settle(self, indices: Sequence[int], module: nn.Module, inputs: Any) -> None:
+        for index in indices:
+            self.client.settle(index)
+
+    def _ready(self, index: int, parameter: Tensor) -> None:
+        waiting = self._waiting[index]
+        if parameter not in waiting:
+            raise UserError(
+                f"strategy=parameter_server sends a gradient as soon as it is there, and that of "
+                f"{self._names[parameter]} came in several parts of one backward pass, as with reentrant "
+                "activation checkpoints; take torch.utils.checkpoint's use_reentrant=False"
+            )
+        waiting.remove(parameter)
+        if self._pushing and not waiting:
+            self._submit(index)
+
+    def _submit(self, index: int) -> None:
+        self._enter("all_reduce", index)
+        is_last = len(self._pushes) == len(self._buckets) - 1
+        record = self.timeline.arrive(index, self._buckets[index].num_bytes, is_last)
+        self._pushes.append(self._worker.submit(self._buckets[index], record))
+
+    def _push(self, bucket: ShardedBucket, record: BucketRecord) -> Tensor:
+        if self._is_first_push:
+            self._is_first_push = False
+            self.before_push()
+        self.client.push(bucket.index)
+        return _NOTHING
+
+    def _flush(self) -> None:
+        """Push what has had no gradient, and wait for all; also for values that nobody has used."""
+        self.client.settle_all()
+        for index in reversed(self._waiting):
+            if self._waiting[index]:
+                self._submit(index)
+        pushes, self._pushes = self._pushes, []
+        with suppress(Exception):  # told in torch's words; the worker has the error itself
+            torch.futures.wait_all(pushes)
+        if self._worker.error is not None:
+            raise self._worker.error
+        self.commit()
+
+
+_NOTHING = torch.empty(0)
+
+
+class _Uses(TorchFunctionMode):
+    """Waits for the values of a parameter that is used, wherever that is."""
+
+    def __init__(self, bucket_of: Mapping[nn.Parameter, int], client: Client) -> None:
+        super().__init__()
+        self._bucket_of, self._client = bucket_of, client
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._client.awaits:
+            for value in (*args, *kwargs.values()):
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, nn.Parameter) and item in self._bucket_of:
+                        self._client.settle(self._bucket_of[item])
+        return func(*args, **kwargs)

@@ -1,0 +1,49 @@
+"""The parts of a run: what `run` puts together and the loop works with."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trainer.checkpoint import Checkpointer
+from trainer.config import EmaConfig, TrainConfig
+from trainer.data.loading.base import EvalLoader, TrainLoader
+from trainer.data.loading.batch import BatchSplit
+from trainer.inference.evaluation import ModelContext
+from trainer.launch.signals import StopRequest
+from trainer.loggers import RunLog
+from trainer.optim.train_state import TrainState
+from trainer.training.gradient_check import GradientCheck
+from trainer.training.meter import Meter
+from trainer.training.profiler import Profile
+from trainer.training.replica_check import ReplicaCheck
+from trainer.training.step_agreement import StepAgreement
+from trainer.training.weight_statistics import WeightStatistics
+
+
+@dataclass(frozen=True)
+class TrainingContext(ModelContext):
+    """All of one process's parts of a run."""
+
+    settings: TrainConfig
+    ema: EmaConfig
+    state: TrainState  # of what the strategy says is owned of `model`
+    train_loader: TrainLoader
+    eval_loader: EvalLoader | None  # None: never evaluate
+    batch: BatchSplit
+    first_step: int  # where a resumed run goes on
+    total_steps: int  # at most: a stream may end train.epochs before
+    checkpointer: Checkpointer
+    replica_check: ReplicaCheck
+    run_log: RunLog
+    weight_statistics: WeightStatistics
+    agreement: StepAgreement
+    gradients: GradientCheck
+    meter: Meter
+    profile: Profile
+    stop_request: StopRequest
+
+    def count_step(self, loss: Tensor, data_left: bool) -> None:
+        """Count a step that was made, with this rank's `loss`; without `data_left` the epoch ends with it."""
+        self.state.progress.advance(self.settings.global_batch_size, data_left)
+        self.meter.count_step(loss)
+        self.run_log.advance()

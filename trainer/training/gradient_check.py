@@ -1,0 +1,145 @@
+"""Whether all gradients are finite, on every rank, before an update is made of them."""
+
+import cmath
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.distributed.process_group import Dist
+from trainer.errors import NonFiniteLossError
+from trainer.local_shard import to_local
+from trainer.optim.train_state import TrainState, parameter_names
+
+
+class GradientCheck:
+    """Stands around each update: no rank makes one whose gradients are NaN or Inf on any.
+
+    Replicas hold the same gradients when they have met, so what one finds is found by all. Ranks that hold
+    different ones send each other a number.
+
+    Args:
+        differ: whether ranks hold different gradients: shards, or none.
+        is_to_blame: whether this rank made such a gradient; called on every rank once there is one.
+    """
+
+    def __init__(self, dist_: Dist, differ: bool, is_to_blame: Callable[[], bool]) -> None:
+        self._dist, self._differ, self._is_to_blame = dist_, differ, is_to_blame
+        self._on_cuda = dist_.device.type == "cuda"
+        if self._on_cuda:
+            self._stream, self._done = torch.cuda.Stream(dist_.device), torch.cuda.Event()
+            self._on_host = torch.zeros((), pin_memory=True)
+
+    @contextmanager
+    def all_finite(self, step: int, state: TrainState, norm: Tensor | None) -> Iterator[None]:
+        """Around the update of `step` (a collective).
+
+        On a GPU, optimizers that take the flag as GradScaler hands it to them leave the update out there, and
+        the host reads the flag when it has launched it: the queue does not run dry.
+
+        Args:
+            norm: of all gradients, the same on every rank, where they are scaled by it: it must be finite.
+
+        Raises:
+            NonFiniteLossError: on every rank alike; no parameter has changed.
+        """
+        if state.scaler.is_enabled():  # fp16: it leaves such an update out itself, and lowers its scale
+            yield
+            return
+        optimizer: Any = state.optimizer
+        groups = optimizer.param_groups  # gradients are held for after the update, which lets go of them
+        held = [(p, g) for group in groups for p in group["params"] if (g := p.grad) is not None]
+        gradients = [to_local(gradient) if self._differ else gradient for _, gradient in held]
+        flag = self._flag(gradients, norm)
+        read = self._reader(flag)
+        on_device = _is_read_by(optimizer, flag, gradients)
+        if on_device:
+            optimizer.found_inf, optimizer.grad_scale = flag, None
+        elif read():
+            self._refuse(step, state, held, norm)
+        yield
+        if on_device:
+            del optimizer.found_inf, optimizer.grad_scale
+            if read():
+                self._refuse(step, state, held, norm)
+
+    def _flag(self, gradients: Sequence[Tensor], norm: Tensor | None) -> bool | Tensor:
+        """Whether a gradient of any rank is not finite, or a sum of them on CPUs; on a GPU as 1.0 or 0.0."""
+        number = _overall(gradients) if norm is None else norm
+        flag: bool | Tensor = _as_flag(number) if self._on_cuda else not cmath.isfinite(number)
+        if self._differ and norm is None:
+            shared = torch.as_tensor(flag, dtype=torch.float32, device=self._dist.device)
+            dist.all_reduce(shared, dist.ReduceOp.MAX)
+            flag = shared if self._on_cuda else bool(shared)
+        return flag
+
+    def _reader(self, flag: bool | Tensor) -> Callable[[], bool]:
+        """What tells the host, and waits for nothing that a GPU is given to do from now on."""
+        if not isinstance(flag, Tensor) or not flag.is_cuda:
+            return lambda: bool(flag)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._on_host.copy_(flag, non_blocking=True)
+            self._done.record()
+        flag.record_stream(self._stream)
+
+        def read() -> bool:
+            self._done.synchronize()
+            return bool(self._on_host)
+
+        return read
+
+    def _refuse(
+        self,
+        step: int,
+        state: TrainState,
+        held: Sequence[tuple[nn.Parameter, Tensor]],
+        norm: Tensor | None,
+    ) -> None:
+        """Raise if a gradient is not finite, and say whose (a collective where ranks hold different ones)."""
+        names = {parameter: name for name, parameter in parameter_names(state.model)}
+        bad = [names[parameter] for parameter, gradient in held if not _is_finite(gradient)]
+        everyones = [(bad, self._is_to_blame())]
+        if self._differ:
+            everyones *= self._dist.world_size
+            dist.all_gather_object(everyones, everyones[0])
+        found = list(dict.fromkeys(name for names, _ in everyones for name in names))
+        if not found and norm is None:
+            return
+        blamed = tuple(rank for rank, (_, is_to_blame) in enumerate(everyones) if found and is_to_blame)
+        what = f"the gradient of {found[0]}" if found else "the norm of the gradients, each of them finite,"
+        more = f" (and of {len(found) - 1} more)" if found[1:] else ""
+        where = " and ".join(map(self._dist.place, blamed)) or "some rank"
+        raise NonFiniteLossError(
+            f"{what}{more} is NaN or Inf in step {step} on {where}; no rank applied that step. Look for a "
+            "root or a logarithm of 0, or a division by 0, in the model and the loss; or lower optim.lr",
+            blamed,
+        )
+
+
+def _overall(gradients: Sequence[Tensor]) -> complex | Tensor:
+    """A number that is not finite if any element is not; or on CPUs, if a sum overflows."""
+    if all(gradient.is_cpu for gradient in gradients):  # a third of the time that a norm takes
+        return sum([gradient.sum().item() for gradient in gradients])
+    return nn.utils.get_total_norm(gradients, math.inf)
+
+
+def _as_flag(number: complex | Tensor) -> Tensor:
+    return (~torch.as_tensor(number).isfinite()).float()
+
+
+def _is_read_by(optimizer: Any, flag: bool | Tensor, gradients: Sequence[Tensor]) -> bool:
+    """Whether its fused step reads the flag where it lies; torch has no public name for the question."""
+    if not isinstance(flag, Tensor) or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return bool(gradients) and all(gradient.device == flag.device for gradient in gradients)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    local = to_local(gradient)
+    values = local.coalesce().values() if local.is_sparse else local
+    return bool(values.isfinite().all())

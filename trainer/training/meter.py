@@ -1,0 +1,120 @@
+"""Where the time of the steps went, and what the loss was over them."""
+
+import resource
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.distributed.process_group import Dist, sum_over_ranks
+from trainer.tasks import Task
+from trainer.tasks.label_weights import Divisor, divided
+from trainer.training.mfu import ModelFlops
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The totals of a meter at one moment."""
+
+    steps: int
+    sums: Tensor
+    total_s: float
+    data_s: float
+    rest_s: float
+
+
+class Meter:
+    """Running totals over steps; what lies between two moments is the difference of two marks.
+
+    Only `mean_loss` waits for the device. The clock stands still while paused, so that evaluation and
+    checkpoints do not count. Seconds are the host's: on CUDA they equal the device's over any stretch
+    whose loss was read at its end.
+    """
+
+    def __init__(self, dist: Dist, flops: ModelFlops | None = None, num_replicas: int | None = None) -> None:
+        """`num_replicas` ranks compute losses; None: all."""
+        self._dist, self._flops = dist, flops
+        self._num_replicas = num_replicas or dist.world_size
+        self.steps = 0
+        self.data_s = 0.0  # waiting for batches
+        self.rest_s = 0.0  # logging
+        self._sums = torch.zeros(3, device=dist.device, dtype=torch.float64)  # of this rank
+        # plain: as evaluation computes it
+        self._loss, self._plain_loss, self._tokens = self._sums.unbind()
+        self._has_plain = False
+        self._total_s = 0.0
+        self._running_since: float | None = None
+
+    def start(self) -> None:
+        self._running_since = time.perf_counter()
+
+    def pause(self) -> None:
+        if self._dist.device.type == "cuda":
+            torch.cuda.synchronize(self._dist.device)
+        self._total_s = self._now_s()
+        self._running_since = None
+
+    def count_batch(self, task: Task, batch: Any, divisor: Divisor) -> None:
+        """Add what the task says of a micro-batch whose loss, over `divisor`, it has just computed."""
+        plain = getattr(task, "plain_loss", None)
+        if plain is not None:
+            self._has_plain = True
+            self._plain_loss += divided(plain, divisor)
+        if (num_tokens := getattr(task, "num_tokens", None)) is not None:
+            self._tokens += num_tokens(batch)
+        if self._flops is not None:
+            self._flops.see(batch)
+
+    def count_step(self, loss: Tensor) -> None:
+        """Add a step of `loss`, a detached scalar on the device: this rank's mean."""
+        self._loss += loss
+        self.steps += 1
+
+    def mark(self) -> Mark:
+        now = (self._now_s(), self.data_s, self.rest_s)
+        return Mark(self.steps, self._sums.clone(), *now)
+
+    def mean_loss(self, since: Mark) -> float:
+        """Mean loss per step over all ranks (a collective); NaN when no step was made."""
+        return self._per_step(since)[0] / self._num_replicas
+
+    def figures(self, since: Mark, global_batch_size: int) -> dict[str, float]:
+        """Losses and speed since a mark, by their names in the log (a collective)."""
+        loss, plain, tokens = self._per_step(since)  # waits for the device, so that the times are complete
+        ms = self.ms_per_step(since)
+        step_s = ms["step"] / 1e3
+        values = {"train/loss": loss / self._num_replicas}
+        values["speed/samples_per_second"] = global_batch_size / step_s
+        if self._has_plain:
+            values["train/plain_loss"] = plain / self._num_replicas
+        if tokens > 0:
+            values["speed/tokens_per_second"] = tokens / step_s
+        if self._flops is not None and (mfu := self._flops.utilisation(step_s)) is not None:
+            values["speed/mfu"] = mfu
+        return values | {f"speed/ms_per_step/{part}": value for part, value in ms.items()}
+
+    def _per_step(self, since: Mark) -> list[float]:
+        """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
+        total, steps = sum_over_ranks(self._sums - since.sums).tolist(), self.steps - since.steps
+        return [value / steps if steps else float("nan") for value in total]
+
+    def ms_per_step(self, since: Mark) -> dict[str, float]:
+        """Milliseconds per step, and the parts they are made of; NaN when no step was made."""
+        steps = self.steps - since.steps
+        scale = 1e3 / steps if steps else float("nan")
+        step = (self._now_s() - since.total_s) * scale
+        data, rest = (self.data_s - since.data_s) * scale, (self.rest_s - since.rest_s) * scale
+        return {"step": step, "data": data, "compute": step - data - rest, "rest": rest}
+
+    def _now_s(self) -> float:
+        running = time.perf_counter() - self._running_since if self._running_since is not None else 0.0
+        return self._total_s + running
+
+
+def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
+    """Peak memory of each device: what the allocator held on a GPU, the process's resident set on a CPU."""
+    if devices[0].type == "cuda":
+        return {str(device): torch.cuda.max_memory_allocated(device) for device in devices}
+    return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

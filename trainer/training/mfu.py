@@ -1,0 +1,130 @@
+"""How much of what a device can do goes into the model: model FLOPs utilisation (MFU).
+
+Source of the measure: A. Chowdhery et al., "PaLM", 2022, appendix B. The model's FLOPs are those of a forward
+and a backward pass, without what activation checkpointing computes again.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trainer.config import TrainConfig
+from trainer.data.loading.batch import BatchSplit
+from trainer.distributed.process_group import Dist
+from trainer.distributed.seeding import rng_state, set_rng_state
+from trainer.errors import first_line
+from trainer.tasks import Task
+
+log = logging.getLogger(__name__)
+
+# TFLOP/s of dense matrix products by the vendors' data sheets: (fp16 and bf16, fp32 without TF32). The first
+# name that is part of the device's own counts.
+_PEAKS = {
+    "B200": (2250.0, 75.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100 NVL": (835.0, 60.0),
+    "GH200": (989.0, 67.0),
+    "H200": (989.0, 67.0),
+    "H100": (989.0, 67.0),
+    "A100": (312.0, 19.5),
+    "L40S": (362.0, 91.6),
+    "L4": (121.0, 30.3),
+    "A10": (125.0, 31.2),
+    "A6000": (155.0, 38.7),
+    "RTX 4090": (165.0, 82.6),
+    "RTX 3090": (71.0, 35.6),
+    "V100": (125.0, 15.7),
+    "T4": (65.0, 8.1),
+    "MI300X": (1307.0, 163.4),
+}
+
+
+def peak_tflops(device: torch.device, precision: str) -> float | None:
+    """What the table knows of the device; None for a CPU and an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    half, single = next((peaks for part, peaks in _PEAKS.items() if part in name), (None, None))
+    if half is None or precision != "fp32":
+        return half
+    in_tf32 = torch.backends.cuda.matmul.allow_tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return half / 2 if in_tf32 else single  # each GPU since Ampere makes half as many in TF32 as in bf16
+
+
+def model_flops(
+    model: nn.Module,
+    task: Task,
+    train: TrainConfig,
+    batch: BatchSplit,
+    devices: Sequence[torch.device],
+    dist: Dist,
+) -> "ModelFlops | None":
+    """For rank 0, which logs; None where nobody knows what a device can do."""
+    tflops = train.peak_tflops or peak_tflops(devices[0], train.precision)
+    if tflops is None or not dist.is_main:
+        return None
+    peak = tflops * 1e12 * dist.world_size * len(devices)
+    return ModelFlops(model, task, batch.accumulation * batch.num_replicas, peak, devices[0])
+
+
+class ModelFlops:
+    """Counts the FLOPs of a micro-batch once, as torch's FlopCounterMode does: nothing is computed.
+
+    Tensors are fake and seem to be on `device`, so that attention is by the kernel that is chosen there: a
+    fused one computes its scores again for the gradient, and that counts.
+
+    Args:
+        model: before it is wrapped, on the CPU or the meta device; copied without its data.
+        micro_batches: of how many a step consists, over all ranks.
+        peak: FLOP/s of all devices together.
+    """
+
+    def __init__(
+        self, model: nn.Module, task: Task, micro_batches: int, peak: float, device: torch.device
+    ) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._fakes, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
+        memo: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            with self._fakes:
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                memo[id(tensor)] = (
+                    nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                )
+        self._model: nn.Module | None = copy.deepcopy(model, memo)
+        self._task, self._micro_batches, self._peak = task, micro_batches, peak
+        self._per_step: float | None = None
+
+    def see(self, batch: Any) -> None:
+        """Count the FLOPs of a micro-batch, if it is the first; others are taken to be of its size."""
+        if self._model is None:
+            return
+        model, self._model = self._model, None
+        from torch.utils.flop_counter import FlopCounterMode  # 0.3 s, and seldom wanted
+
+        generators = rng_state()
+        try:
+            with self._fakes, FlopCounterMode(display=False) as counter:
+                self._task.loss(model.train(), _faked(batch, self._device)).backward()
+            self._per_step = counter.get_total_flops() * self._micro_batches
+        except Exception as error:  # whatever a forward pass may do that needs values
+            reason = first_line(error)
+            log.info("no speed/mfu: the model's FLOPs cannot be counted without its values (%s)", reason)
+        set_rng_state(generators)
+
+    def utilisation(self, step_s: float) -> float | None:
+        """The share of the peak that a step of `step_s` seconds makes use of."""
+        return None if self._per_step is None else self._per_step / step_s / self._peak
+
+
+def _faked(batch: Any, device: torch.device) -> Any:
+    def fake(value: Any) -> Any:
+        return torch.empty_like(value, device=device) if isinstance(value, Tensor) else value
+
+    return tree_map(fake, batch)

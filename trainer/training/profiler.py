@@ -1,0 +1,114 @@
+"""`train.profile`: what some steps were made of, for ui.perfetto.dev or chrome://tracing, by rank."""
+
+import contextlib
+import gzip
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from trainer.config import ProfileConfig
+from trainer.distributed.process_group import Dist
+from trainer.errors import UserError, writing
+from trainer.training.meter import Meter
+
+log = logging.getLogger(__name__)
+
+
+class Profile:
+    """Records steps `start` to `start + steps - 1` into run_dir/profile; without settings, nothing.
+
+    On CUDA the memory's history goes beside, for https://docs.pytorch.org/memory_viz. The profiler is started
+    a step before, where there is one: its first step is slower than others.
+
+    Raises:
+        UserError: the run ends before.
+    """
+
+    def __init__(
+        self, settings: ProfileConfig | None, run_dir: Path, dist: Dist, first_step: int, last_step: int
+    ) -> None:
+        self._run_dir, self._dist = run_dir, dist
+        self._turns = range(0)
+        self._profile: profile | None = None
+        if settings is None:
+            return
+        begin, end = settings.start, settings.start + settings.steps
+        if end - 1 > last_step:
+            raise UserError(
+                f"train.profile asks for steps {begin} to {end - 1}, but step {last_step} is the run's last; "
+                "lower train.profile.start or train.profile.steps, or train longer"
+            )
+        if begin <= first_step:  # a restart must not end on it
+            log.info("train.profile: step %d lies behind; this run goes on after step %d", begin, first_step)
+            return
+        self._begin = begin
+        self._turns = range(max(begin - 1, first_step + 1), end + 1)
+
+    def before(self, step: int, meter: Meter) -> None:
+        """Begin to record before `step`, go on to it, or write what was recorded; the meter stands meanwhile.
+
+        Raises:
+            UserError: run_dir cannot be written.
+        """
+        if step not in self._turns:
+            return
+        meter.pause()
+        if self._profile is None:
+            self._start(step)
+        elif step < self._turns[-1]:
+            self._profile.step()
+        else:
+            self._write()
+        meter.start()
+
+    def close(self) -> None:
+        """Write what the last step has recorded, if that was the run's last."""
+        if self._profile is not None:
+            self._write()
+
+    def _start(self, step: int) -> None:
+        on_cuda = self._dist.device.type == "cuda"
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it talks, also of an absent GPU
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+        self._profile = profile(activities=activities, schedule=self._action, record_shapes=True)
+        self._profile.step_num = step  # what it calls its steps
+        self._profile.start()
+        if on_cuda:  # torch has documented it so, underscore and all
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+
+    def _action(self, step: int) -> ProfilerAction:
+        if step < self._begin:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.RECORD_AND_SAVE if step == self._turns[-1] - 1 else ProfilerAction.RECORD
+
+    def _write(self) -> None:
+        assert self._profile is not None
+        profiled, self._profile, self._turns = self._profile, None, range(0)
+        folder, rank = self._run_dir / "profile", f"rank_{self._dist.rank}"
+        profiled.stop()
+        with writing(self._run_dir):
+            folder.mkdir(exist_ok=True)
+            trace = folder / f"{rank}.json"
+            profiled.export_chrome_trace(str(trace))
+            _name_processes(trace, f"rank {self._dist.rank} on {socket.gethostname()}")
+            if self._dist.device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(folder / f"{rank}.memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+        log.info("profile: %s, for ui.perfetto.dev", folder)
+
+
+def _name_processes(trace: Path, name: str) -> None:
+    """Pack `trace`, with `name` before the names of its processes, so that ranks side by side can be told."""
+    content = json.loads(trace.read_text())
+    for event in content["traceEvents"]:
+        if event.get("name") == "process_name":
+            event["args"]["name"] = f"{name}: {event['args']['name']}"
+    with gzip.open(trace.with_suffix(".json.gz"), "wt", compresslevel=3) as file:
+        json.dump(content, file)
+    with contextlib.suppress(OSError):
+        trace.unlink()

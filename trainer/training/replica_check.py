@@ -1,0 +1,168 @@
+"""Whether ranks that must hold the same bits still do: parameters and optimizer state, compared by hash.
+
+Gradients are averaged, so a rank whose memory or arithmetic went wrong once goes on from other parameters
+than its peers for ever, and nobody sees it: losses differ between ranks anyway, and a checkpoint is one
+rank's word.
+
+Buffers are left out. Running statistics follow each rank's own data by design, and those of rank 0 stand for
+the model wherever it is evaluated or saved.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.distributed.process_group import Dist
+from trainer.errors import ReplicasDifferError
+from trainer.local_shard import to_local
+from trainer.optim.train_state import TrainState
+
+# Words of 32 bits hashed at a time: 512 KiB of int64 stay in a core's cache, 32 MiB keep a GPU busy.
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+_CHAIN = 0x2545F4914F6CDD1D  # odd; ties a chunk's hash to its place
+_LANES = {1: torch.int8, 2: torch.int16}
+
+
+class ReplicaCheck:
+    """Compares the ranks of each group of equal ones every so many steps, and before each save.
+
+    A check reads each parameter and each tensor of the optimizer's once, where it lies, and gathers 8 bytes
+    from each rank. What differs is looked for only once something does.
+    """
+
+    def __init__(
+        self,
+        dist_: Dist,
+        groups: Sequence[tuple[int, ...]],
+        every: int | None,
+        replicated: Callable[[TrainState], Iterable[tuple[str, Tensor]]] = TrainState.replicated,
+    ) -> None:
+        """
+        Args:
+            groups: ranks that hold the same, group by group; no two groups share a rank.
+            every: steps from one check to the next; None never checks.
+            replicated: what it is that they hold the same of, by name.
+        """
+        self._dist, self._every, self._replicated = dist_, every, replicated
+        self._groups = groups
+        self._weights: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._checked_at: int | None = None  # the last step at which all was equal
+
+    @property
+    def is_on(self) -> bool:
+        return self._every is not None and bool(self._groups)
+
+    def check_if_due(self, state: TrainState) -> None:
+        """`check` after every so many steps."""
+        if self._every is not None and state.progress.step % self._every == 0:
+            self.check(state)
+
+    def check(self, state: TrainState) -> None:
+        """Compare now, unless this step was compared already (a collective; waits for the device).
+
+        Raises:
+            ReplicasDifferError: on every rank alike, when some rank holds other bits than its replicas.
+        """
+        step = state.progress.step
+        if not self.is_on or self._checked_at == step:
+            return
+        hashes = self._hashes(state)
+        whole = hashlib.blake2b(repr(hashes).encode(), digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(whole, signed=True)], device=self._dist.device)
+        gathered = mine.new_empty(self._dist.world_size)
+        dist.all_gather_into_tensor(gathered, mine)
+        by_rank = gathered.tolist()
+        if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
+            everyones: list[dict[str, int]] = [{}] * self._dist.world_size
+            dist.all_gather_object(everyones, hashes)
+            raise self._verdict(step, by_rank, everyones)
+        self._checked_at = step
+
+    def _hashes(self, state: TrainState) -> dict[str, int]:
+        """The hash of each tensor that this rank holds in common with others, by name."""
+        tensors = {name: to_local(tensor) for name, tensor in self._replicated(state)}
+        hashes = {name: self._hash(tensor) for name, tensor in tensors.items()}
+        values: dict[str, int] = {}
+        for device in {
+            tensor.device for tensor in hashes.values()
+        }:  # one wait for each device, not each tensor
+            here = [name for name, tensor in hashes.items() if tensor.device == device]
+            values |= zip(here, torch.stack([hashes[name] for name in here]).tolist(), strict=True)
+        return {name: values[name] for name in tensors}
+
+    def _hash(self, tensor: Tensor) -> Tensor:
+        """64 bits (a scalar on the tensor's device) that follow from its bits in the order of its memory.
+
+        Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2012): the sum mod
+        2^64 of 32-bit words, each times a random 64-bit weight. Weights are odd, so a change of a single word
+        is never missed; any other change is with a chance of 2^-32.
+        """
+        words = _words(tensor)
+        weights, products = self._weights_on(tensor.device)
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for chunk in words.split(len(weights)):
+            size = len(chunk)
+            total = total * _CHAIN + products[:size].copy_(chunk).mul_(weights[:size]).sum()
+        return total
+
+    def _weights_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Weights, the same on every rank whatever its seed, and as much room to multiply in."""
+        if device not in self._weights:
+            generator = torch.Generator().manual_seed(0)
+            size = (_CHUNK.get(device.type, _CHUNK["cuda"]),)
+            weights = torch.randint(-(2**63), 2**63 - 1, size, generator=generator).bitwise_or_(1).to(device)
+            self._weights[device] = weights, torch.empty_like(weights)
+        return self._weights[device]
+
+    def _verdict(
+        self, step: int, by_rank: Sequence[int], everyones: Sequence[Mapping[str, int]]
+    ) -> ReplicasDifferError:
+        """Who is odd, by majority within each group; where there is none, who differs from whom."""
+        place, blamed, sentences = self._dist.place, [], []
+        for group in self._groups:
+            ranked = Counter(by_rank[rank] for rank in group).most_common()
+            camps = [[rank for rank in group if by_rank[rank] == value] for value, _ in ranked]
+            majority = camps[0]
+            for camp in camps[1:]:
+                where = _first_difference(everyones[camp[0]], everyones[majority[0]])
+                named = " and ".join(map(place, camp))
+                if 2 * len(majority) > len(group):
+                    blamed += camp
+                    sentences.append(f"{named}, unlike ranks {_listed(majority)}, first in {where}")
+                else:
+                    sentences.append(
+                        f"{named}, unlike {' and '.join(map(place, majority))}, first in {where}; "
+                        "no majority says which is right"
+                    )
+        equal_at = "" if self._checked_at is None else f" (they held the same at step {self._checked_at})"
+        return ReplicasDifferError(
+            f"replicas hold other bits than each other after step {step}{equal_at}: {'; '.join(sentences)}. "
+            "Nothing was saved since; resume=auto goes on from the last checkpoint. Suspect the memory or "
+            "the processor there, or code that treats ranks differently; where unlike processors must train "
+            "together, take train.check_replicas_every=null",
+            tuple(sorted(blamed)),
+        )
+
+
+def _first_difference(theirs: Mapping[str, int], right: Mapping[str, int]) -> str:
+    """The first tensor that differs, in the model's order, and how many more do."""
+    names = [*right, *(theirs.keys() - right.keys())]
+    different = [name for name in names if theirs.get(name) != right.get(name)]
+    return different[0] + (f" (and {len(different) - 1} more)" if different[1:] else "")
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of `tensor` as one row of integers, in the order of its memory: no copy where it is dense."""
+    if tensor.is_sparse:  # SGD's momentum of an embedding with sparse gradients
+        tensor = tensor.to_dense()
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(order).reshape(-1).view(_LANES.get(tensor.element_size(), torch.int32))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,54 @@
+"""What identifies a run: the inputs on which all ranks must agree, and the model that came out."""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from trainer.data.loading.base import EvalLoader, TrainLoader
+from trainer.distributed.gather_shards import as_bytes, gather_shards_to_rank0
+from trainer.faults.heartbeat import progress
+
+
+def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
+    """Name to value of all that the ranks must have in common besides the settings."""
+    tensors: dict[str, Tensor] = {f"parameter {name}": value for name, value in model.named_parameters()}
+    tensors |= {f"buffer {name}": value for name, value in model.named_buffers()}
+    return {
+        "the torch version": torch.__version__,
+        "the length of the training data": train_loader.num_samples,
+        "the length of the evaluation data": eval_loader.num_samples if eval_loader else 0,
+        **{name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()},
+    }
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """Hash the whole, unsharded parameters and buffers in name order (a collective for a sharded model).
+
+    Equal hashes mean models that are equal to the last bit, but for what modules keep as extra state in plain
+    values. What is sharded comes to rank 0 piece by piece;
+    on other ranks the hash is that of nothing.
+
+    Args:
+        model: unwrapped; its state dict carries no prefix.
+    """
+    tensors = {
+        name: value for name, value in get_model_state_dict(model).items() if isinstance(value, Tensor)
+    }
+    rank = dist.get_rank()
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if rank == 0:
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        # CPU offload leaves shards where the mesh's backend does not reach.
+        for piece in gather_shards_to_rank0(
+            tensor, tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+        ):
+            digest.update(as_bytes(piece))
+            progress()
+    return digest.hexdigest()

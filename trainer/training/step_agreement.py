@@ -1,0 +1,144 @@
+"""What all ranks agree on before each update: a finite loss, whether to stop, what data comes next."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.distributed.process_group import Dist
+from trainer.errors import NonFiniteLossError
+from trainer.tasks.label_weights import Divisor, divisors
+
+
+class StepAgreement:
+    """One all-reduce of five numbers per step, hidden behind the backward pass.
+
+    `start` goes out after the last forward pass of a step and `finish` comes back before its update, so
+    that every rank leaves the loop at the same step. On CUDA the numbers travel on a stream of their own:
+    the host then waits for the end of the forward pass while the backward pass keeps the device busy, and
+    no kernel queue runs dry.
+    """
+
+    def __init__(self, dist_: Dist) -> None:
+        self._dist = dist_
+        # MAX over ranks of (rank + 1 if its loss is not finite else 0), its stop request, no data left, and
+        # the extremes of the weights of its next micro-batches.
+        self._flags = torch.zeros(5, device=dist_.device)
+        self._not_finite, self._stop, self._ended, *self._weighed = self._flags.unbind()
+        self._bad = torch.tensor(float(dist_.rank + 1), device=dist_.device)
+        self._good = torch.tensor(0.0, device=dist_.device)
+        self._work: dist.Work | None = None
+        self._on_cuda = dist_.device.type == "cuda"
+        if self._on_cuda:
+            self._stream = torch.cuda.Stream(dist_.device)
+            self._done = torch.cuda.Event()
+            self._on_host = torch.zeros(5, pin_memory=True)
+        self._weights: Sequence[float] | None = None  # of this rank's micro-batches of the next step
+        self._even = True  # whether those of all ranks weigh the same
+
+    def start(
+        self, loss: Tensor, stop_requested: bool, data_left: bool, weights: Sequence[float] = ()
+    ) -> None:
+        """Send this rank's word.
+
+        Args:
+            loss: a detached scalar on the rank's device.
+            weights: of its micro-batches of the next step; none where it has none to compute.
+        """
+        self._weights = weights
+        if self._on_cuda:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._write(loss, stop_requested, data_left, weights)
+                if self._work is not None:
+                    self._work.wait()  # makes this stream wait, not the host
+                self._on_host.copy_(self._flags, non_blocking=True)
+                self._done.record()
+            loss.record_stream(self._stream)
+        else:
+            bad = 0.0 if math.isfinite(loss) else self._dist.rank + 1.0
+            self._flags = torch.tensor([bad, stop_requested, not data_left, *_extremes(weights)])
+            self._send()
+
+    def finish(self, where: str, then: str = "no rank applied that step") -> tuple[bool, bool]:
+        """Return whether any rank asked to stop, and whether all have data for another step of this epoch.
+
+        Args:
+            where: whose loss it was, such as `step 3`.
+            then: what became of the gradients of a loss that is not finite.
+
+        Raises:
+            NonFiniteLossError: on every rank alike, when the loss of any was NaN or Inf.
+        """
+        if self._on_cuda:
+            self._done.synchronize()
+            bad, stop, ended, most, minus_least = self._on_host.tolist()
+        else:
+            if self._work is not None:
+                self._work.wait()
+            bad, stop, ended, most, minus_least = self._flags.tolist()
+        if bad:
+            raise NonFiniteLossError(
+                f"the loss of {where} is NaN or Inf on {self._dist.place(int(bad) - 1)}; {then}. Lower "
+                "optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+                ranks=(int(bad) - 1,),
+            )
+        self._even = most == -minus_least
+        return bool(stop), not ended
+
+    def all_have(self, data_left: bool) -> bool:
+        """Whether all ranks have data for the first step of an epoch (a collective)."""
+        self._weights = None
+        missing = torch.tensor(float(not data_left), device=self._dist.device)
+        if self._dist.world_size > 1:
+            dist.all_reduce(missing, dist.ReduceOp.MAX)
+        return not missing.item()
+
+    @property
+    def knows_weights(self) -> bool:
+        """Whether `start` told of the next step's; not so before the first step of an epoch."""
+        return self._weights is not None
+
+    def weigh(self, weights: Sequence[float]) -> None:
+        """Agree on the weights of the next step, as `start` and `finish` do (a collective)."""
+        extremes = torch.tensor(_extremes(weights), device=self._dist.device)
+        if self._dist.world_size > 1:
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        most, minus_least = extremes.tolist()
+        self._weights, self._even = weights, most == -minus_least
+
+    def divisors(self, num_replicas: int) -> list[Divisor]:
+        """By what to divide the mean loss of each micro-batch of the next step, whose losses add up.
+
+        The mean over ranks is then that over all labels that count, and 0 where none does. A collective where
+        micro-batches differ in how many count, and free where they do not.
+        """
+        assert self._weights is not None
+        if self._even:
+            return [len(self._weights) if weight else None for weight in self._weights]
+        self._dist.heartbeat.enter("data")
+        total = torch.full((), math.fsum(self._weights), dtype=torch.float64, device=self._dist.device)
+        if self._dist.world_size > 1:
+            dist.all_reduce(total)
+        return divisors(self._weights, total / num_replicas)
+
+    def _write(self, loss: Tensor, stop_requested: bool, data_left: bool, weights: Sequence[float]) -> None:
+        torch.where(torch.isfinite(loss), self._good, self._bad, out=self._not_finite)
+        # fill_ takes the number along with the launch. By `flags[1] = number` torch before 2.15 copies it
+        # from the host and waits, on a stream that waits for the forward pass: the queue runs dry.
+        self._stop.fill_(stop_requested)
+        self._ended.fill_(not data_left)
+        for flag, extreme in zip(self._weighed, _extremes(weights), strict=True):
+            flag.fill_(extreme)
+        self._send()
+
+    def _send(self) -> None:
+        if self._dist.world_size > 1:
+            self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
+
+
+def _extremes(weights: Sequence[float]) -> tuple[float, float]:
+    """The largest and, negative, the smallest; MAX over ranks is then that of all."""
+    return max(weights, default=-math.inf), -min(weights, default=math.inf)

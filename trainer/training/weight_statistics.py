@@ -1,0 +1,106 @@
+"""What a step does to the model: how far it moves the weights, and histograms of weights and gradients."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.distributed.process_group import Dist, sum_over_ranks
+from trainer.local_shard import to_local
+from trainer.optim.train_state import parameter_names
+
+_SAMPLED = 4096  # elements of a tensor: what is kept of all weights over a step is small beside them
+_BINS = 64
+
+Histogram = tuple[Tensor, Tensor]
+"""How many values lie between one edge and the next: (bins,) and (bins + 1,), float64 on the CPU."""
+
+
+class WeightStatistics:
+    """Looks at a step when it is told to; the same calls on every rank, sharded models are seen whole.
+
+    Args:
+        model: without a wrapper; its parameters are tensors or DTensors.
+        histograms_every: steps; of those looked at, the ones at which to take histograms; None: never.
+    """
+
+    def __init__(self, model: nn.Module, dist_: Dist, histograms_every: int | None) -> None:
+        self._model, self._dist, self._every = model, dist_, histograms_every
+        self._trained = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+        self._before = torch.empty(0)
+        self._moved = torch.zeros(2, dtype=torch.float64)
+        self.histograms: dict[str, Histogram] = {}
+
+    def before_update(self, step: int) -> None:
+        """Between the backward pass, its gradients unscaled, and the update (a collective, if due)."""
+        self._before = self._weights()
+        self.histograms = {}
+        if self._every is not None and step % self._every == 0:
+            named = list(parameter_names(self._model))
+            self.histograms = histograms(
+                [
+                    *((f"weights/{name}", parameter) for name, parameter in named),
+                    *((f"gradients/{name}", parameter.grad) for name, parameter in named),
+                ],
+                self._dist.device,
+            )
+
+    def after_update(self) -> None:
+        norms = [torch.linalg.vector_norm(part) for part in (self._weights() - self._before, self._before)]
+        self._moved = torch.stack(norms).double().square()
+        self._before = torch.empty(0)
+
+    def update_to_weight(self) -> float:
+        """Norm of the step over the norm of the weights it began from (a collective); 0.001 is usual.
+
+        Of a tensor with more than 4,096 elements on this rank, so many of them stand for all.
+        """
+        moved, weights = sum_over_ranks(self._moved.to(self._dist.device)).tolist()
+        return math.sqrt(moved / weights) if weights else 0.0
+
+    @torch.no_grad()
+    def _weights(self) -> Tensor:
+        """A copy of this rank's trained weights; of large tensors a sample, scaled up to their norm."""
+        parts = [torch.empty(0, device=self._dist.device)]
+        for parameter in self._trained:
+            flat = to_local(parameter).reshape(-1)
+            stride = math.ceil(flat.numel() / _SAMPLED) | 1  # odd, or it may stay in one column of a matrix
+            sample = flat[::stride].to(self._dist.device, torch.float32)
+            parts.append(sample * math.sqrt(flat.numel() / len(sample)) if stride > 1 else sample)
+        return torch.cat(parts)
+
+
+@torch.no_grad()
+def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device) -> dict[str, Histogram]:
+    """The finite values of each tensor, over all ranks that hold a part of it (a collective).
+
+    Every rank names the same tensors, in the same order; None is one without values. What several ranks hold
+    counts once.
+    """
+    names, parts, held, sizes = [], [], [], []
+    for name, tensor in named:
+        values = torch.empty(0) if tensor is None else to_local(tensor).flatten().float()
+        names.append(name)
+        parts.append(values[values.isfinite()].to(device))
+        held.append(values.numel())
+        sizes.append(0 if tensor is None else tensor.numel())
+    none = torch.full((1,), math.inf, device=device)
+    ends = torch.stack(
+        [torch.stack([torch.cat([p, none]).min(), torch.cat([-p, none]).min()]) for p in parts]
+    )
+    dist.all_reduce(ends, dist.ReduceOp.MIN)
+    lows, highs = ends[:, 0].tolist(), (-ends[:, 1]).tolist()
+    counts = torch.zeros(len(names), _BINS + 1, dtype=torch.float64, device=device)
+    edges: list[Tensor] = []
+    for index, (values, low, high) in enumerate(zip(parts, lows, highs, strict=True)):
+        if low > high:  # no rank has a value
+            low = high = 0.0
+        margin = max(abs(low), abs(high), 1e-12) * 1e-3 if high - low <= 1e-6 * abs(high) else 0.0
+        edges.append(torch.linspace(low - margin, high + margin, _BINS + 1, dtype=torch.float64))
+        counts[index, :_BINS] = torch.histc(values, _BINS, low - margin, high + margin)
+        counts[index, _BINS] = held[index]
+    counts = sum_over_ranks(counts).cpu()
+    share = torch.tensor(sizes, dtype=torch.float64) / counts[:, _BINS].clamp(min=1)
+    return {name: (counts[index, :_BINS] * share[index], edges[index]) for index, name in enumerate(names)}
