@@ -7,41 +7,52 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.restarts import SAVED, lose, overrides, problems_of_logs, run
+from benchmarks import restarts
+from benchmarks.restarts import lose, overrides, problems_of_logs, run
 from tests.faults.conftest import Forked
 from tests.hosts import hosts
 from tests.programs import finish_ranks
 
 pytestmark = pytest.mark.slow
-STEPS = 70
+STEPS, SAVED = 30, 5
 
 
-def undisturbed(run_dir: Path) -> str:
+@pytest.fixture(autouse=True)
+def _saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "SAVED", SAVED)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The hash of the same run in two ranks that nobody kills; it needs no torchrun."""
+    run_dir = tmp_path_factory.mktemp("undisturbed")
     ranks = finish_ranks(2, "train.py", *overrides(run_dir, STEPS, timeout_s=10.0))
     assert [rank.code for rank in ranks] == [0, 0], ranks
     return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
 
 
-def test_a_run_killed_twice_ends_with_the_same_model_and_whole_logs(tmp_path: Path, forked: Forked) -> None:
+def test_a_run_killed_twice_ends_with_the_same_model_and_whole_logs(
+    tmp_path: Path, forked: Forked, undisturbed: str
+) -> None:
     start, kills = forked.torchrun(2, "--max-restarts=2"), [SAVED + 3, STEPS - 8]
     result, rows = run(start, tmp_path / "killed", kills, random.Random(), steps=STEPS)
-    assert result["param_sha256"] == undisturbed(tmp_path / "undisturbed"), rows
+    assert result["param_sha256"] == undisturbed, rows
     assert problems_of_logs(tmp_path / "killed" / "run", STEPS) == []
 
 
 @pytest.mark.netns
 def test_a_lost_host_leaves_the_rest_to_finish_with_the_same_batches(tmp_path: Path, forked: Forked) -> None:
+    steps = 2 * STEPS  # the cable takes a moment to pull
     with hosts(2) as pair:
-        result, _ = lose(pair, tmp_path / "lost", "cut", steps=STEPS)
-    assert (result["world_size"], result["steps"], result["samples_seen"]) == (2, STEPS, 64 * STEPS)
-    assert problems_of_logs(tmp_path / "lost" / "run", STEPS) == []
+        result, _ = lose(pair, tmp_path / "lost", "cut", steps=steps)
+    assert (result["world_size"], result["steps"], result["samples_seen"]) == (2, steps, 64 * steps)
+    assert problems_of_logs(tmp_path / "lost" / "run", steps) == []
 
 
 @pytest.mark.netns
-def test_a_run_on_two_hosts_goes_on_after_a_kill(tmp_path: Path, forked: Forked) -> None:
+def test_a_run_on_two_hosts_goes_on_after_a_kill(tmp_path: Path, forked: Forked, undisturbed: str) -> None:
     with hosts(2) as pair:
         start = forked.on(pair, 1, "--max-restarts=1")
         result, rows = run(start, tmp_path / "killed", [SAVED + 3], random.Random(), steps=STEPS)
-    assert result["param_sha256"] == undisturbed(tmp_path / "undisturbed"), rows
+    assert result["param_sha256"] == undisturbed, rows
     assert problems_of_logs(tmp_path / "killed" / "run", STEPS) == []
