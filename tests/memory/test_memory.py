@@ -7,11 +7,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.models.test_hugging_face import PLAYED, TASKS
 from tests.runs import settings
+from trainer.errors import UserError
 from trainer.memory.__main__ import STRATEGIES, main
 from trainer.memory.dry_run import DryRun, DryRunWorld, Footprint, FusedAttention
 from trainer.memory.fit import MOST, largest_micro_size
 from trainer.memory.ledger import MemoryLedger
+from trainer.strategies.data_parallel import to_gather
 
 MLP = ("data=digits", "model=mlp", "model.hidden=[128,128,128,128]", "optim.lr=0.1")
 NUM_PARAMETERS = 64 * 128 + 3 * 128**2 + 128 * 10 + 4 * 128 + 10
@@ -199,6 +202,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([*MLP, "strategy.shard_groop=2"])
     assert end.value.code == 2 and "shard_groop=2 is no setting of single" in capsys.readouterr().err
+
+
+def test_a_model_that_returns_its_own_loss_leaves_out_dp_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    own_loss = ("data.task._target_=trainer.tasks.OwnLoss", "~data.task.label_smoothing")
+    main([*PLAYED, TASKS["loss"][0], *own_loss, "--world", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["refused"]) == ["dp"]
+    assert "returns Output, such as its own loss" in found["refused"]["dp"]
+    assert found["single"]["peak"] and found["fsdp"]["peak"]
+    assert to_gather({"logits": torch.zeros(2, 3), "loss": None})
+    with pytest.raises(UserError, match="returns a tensor without dimensions"):
+        to_gather({"logits": torch.zeros(2, 3), "loss": torch.zeros(())})
 
 
 def test_all_strategies_are_compared_and_one_that_refuses_the_run_says_why(

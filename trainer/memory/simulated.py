@@ -21,6 +21,7 @@ from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig,
 from trainer.distributed.process_group import Dist
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import Computing, Fill
+from trainer.strategies.data_parallel import to_gather
 from trainer.strategies.parameter_server.synchronous import ParameterServer
 from trainer.strategies.split import places_of
 
@@ -169,7 +170,7 @@ class _Scattered(nn.Module):
             return value.to(self._other) if isinstance(value, Tensor) else value
 
         parts = tree_map(part, (inputs, named))
-        outputs = functional_call(self.module, first, *parts)
+        outputs = to_gather(functional_call(self.module, first, *parts))
         others = functional_call(self.module, other, *tree_map(moved, parts))
         return tree_map(lambda one, another: _Gather.apply(lengths[0], one, another), outputs, others)
 

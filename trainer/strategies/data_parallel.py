@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import UserError
 from trainer.strategies.base import Computing, Fill, Strategy
 
 
@@ -60,11 +61,29 @@ class GpuReplica(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self._compiling is None or (key := _kind(inputs)) in self._seen:
             with self._autocast():
-                return self._call(self.module, *inputs, **named)
+                return to_gather(self._call(self.module, *inputs, **named))
         with self._compiling, self._autocast():  # torch cannot trace in two threads at a time
             output = self._call(self.module, *inputs, **named)
         self._seen.add(key)
-        return output
+        return to_gather(output)
+
+
+def to_gather(output: Any) -> Any:
+    """`output` itself, of which nn.DataParallel puts the samples of all GPUs together.
+
+    Raises:
+        UserError: something in it has no samples, such as a loss.
+    """
+    if isinstance(output, dict | list | tuple):
+        for item in output.values() if isinstance(output, dict) else output:
+            to_gather(item)
+    elif output is not None and not (isinstance(output, Tensor) and output.ndim):
+        what = "a tensor without dimensions" if isinstance(output, Tensor) else type(output).__name__
+        raise UserError(
+            f"strategy=dp: the model returns {what}, such as its own loss, but nn.DataParallel gathers only "
+            "samples; take strategy=ddp"
+        )
+    return output
 
 
 def _call(module: nn.Module, *inputs: Any, **named: Any) -> Any:
