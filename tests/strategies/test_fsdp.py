@@ -47,6 +47,15 @@ class TwoParents(nn.Module):
         return self.second(self.first(x))
 
 
+class SharedPart(nn.Sequential):
+    """Blocks of the size of units, with a small module in common, as timm's CoaT has."""
+
+    def __init__(self) -> None:
+        shared = nn.LayerNorm(16)
+        blocks = [nn.Sequential(shared, nn.Linear(16, 8), nn.Linear(8, 16)) for _ in range(2)]
+        super().__init__(*blocks)
+
+
 class ParentsFirst(nn.Module):
     """Names its units outside in."""
 
@@ -171,7 +180,16 @@ def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str
 def _models_train() -> dict[str, float]:
     """The largest difference of each model's gradients from those of the plain module, and the units."""
     far = {}
-    for build in (Tied, TwoParents, ParentsFirst, Attention, HalfApart, Convolutions, ReadsOthers):
+    for build in (
+        Tied,
+        TwoParents,
+        SharedPart,
+        ParentsFirst,
+        Attention,
+        HalfApart,
+        Convolutions,
+        ReadsOthers,
+    ):
         precision = "bf16" if build is Convolutions else "fp32"
         ours, plain = gradients(build, fsdp(precision)), gradients(build, None)
         assert ours.keys() == plain.keys()
@@ -252,7 +270,7 @@ def named(units: Callable[[nn.Module], list[nn.Module]]) -> nn.Module:
 
 def _notes_and_units() -> dict[str, list[str]]:
     found = {}
-    for build in (Tied, TwoParents, ParentsFirst, Attention, ReadsOthers):
+    for build in (Tied, TwoParents, SharedPart, ParentsFirst, Attention, ReadsOthers):
         strategy, model = fsdp(), build()
         names = {module: name for name, module in model.named_modules()}
         found[build.__name__] = [names[unit] for unit in strategy._units(model, [])] + strategy.notes
@@ -269,6 +287,7 @@ def test_units_of_any_model() -> None:
     assert max(far.values()) < 1e-6, far
     assert units["Tied"] == ["middle"]
     assert units["TwoParents"] == ["first.0"]
+    assert units["SharedPart"] == []
     assert units["ParentsFirst"] == ["outer.1.0", "outer.1", "outer"]
     assert units["Attention"] == ["layer", "attention"]
     assert units["ReadsOthers"] == ["called", "blocks.0"]

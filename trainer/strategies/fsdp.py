@@ -31,8 +31,8 @@ from trainer.strategies.reads import read_from_outside
 from trainer.strategies.shardable import (
     StaleReferenceCheck,
     batch_norms,
+    holders_of,
     is_closed,
-    owners_of,
     refuse_what_cannot_be_sharded,
 )
 from trainer.strategies.units import named_units, units_by_size
@@ -142,10 +142,10 @@ class Fsdp(Strategy):
     def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
         """The submodules to gather one at a time, children before parents, none twice; the root is none."""
         names = {module: name for name, module in model.named_modules()}
-        owners, read = owners_of(model), read_from_outside(model)
+        holders, read = holders_of(model), read_from_outside(model)
 
         def can_be_gathered(module: nn.Module) -> bool:
-            return module not in read and is_closed(module, owners)
+            return module not in read and is_closed(module, holders)
 
         units = named_units(model) or list(
             units_by_size(model, self.settings.unit_min_params, can_be_gathered)

@@ -47,19 +47,20 @@ def _refuse_held(name: str, parameter: Tensor) -> None:
     )
 
 
-def owners_of(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
-    """The modules that have each parameter as an attribute of their own: several, where weights are tied."""
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
+def holders_of(model: nn.Module) -> dict[object, set[nn.Module]]:
+    """The modules that have each parameter, or module, as an attribute: several, where it is shared."""
+    holders: dict[object, set[nn.Module]] = {}
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(module)
-    return owners
+        for held in (*module.parameters(recurse=False), *module.children()):
+            holders.setdefault(held, set()).add(module)
+    return holders
 
 
-def is_closed(module: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
+def is_closed(module: nn.Module, holders: dict[object, set[nn.Module]]) -> bool:
     """Whether no module outside has a parameter of `module`: fully_shard cannot have one in two units."""
     within = set(module.modules())
-    return all(owners[parameter] <= within for parameter in module.parameters())
+    parts = (part for part in within - {module} if any(True for _ in part.parameters()))
+    return all(holders[held] <= within for held in (*module.parameters(), *parts))
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
