@@ -23,6 +23,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "comm": "errors",
         "config": "errors",
         "files": "errors",
+        "gradient_norm": "local_shard",
     },
     {
         "launch": "config errors files",
@@ -42,11 +43,11 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "run_dir": "checkpoint distributed errors files",
-        "step": "tasks",
+        "step": "gradient_norm tasks",
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "comm config distributed errors meta_init optim step tasks",
+        "strategies": "comm config distributed errors gradient_norm meta_init optim step tasks",
         "sweep": "config errors files launch run_dir",
     },
     {

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trainer.gradient_norm import scale_down
 from trainer.tasks.label_weights import Divisor, divided, weight_of
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
         if log_now:
             context.weight_statistics.before_update(step)
         if max_norm is not None and grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(state.model.parameters(), max_norm, grad_norm)
+            scale_down(state.model.parameters(), max_norm, grad_norm)
         context.checkpointer.wait_until_copied()
         strategy.update(state)
     if log_now:

@@ -16,6 +16,7 @@ from trainer import step
 from trainer.config import DdpConfig, SingleConfig
 from trainer.distributed.process_group import broadcast_tensors
 from trainer.errors import UserError, first_line
+from trainer.gradient_norm import gradient_norm
 from trainer.optim.train_state import TrainState
 from trainer.step import StepResult
 from trainer.strategies.split import Split
@@ -146,7 +147,7 @@ class Strategy:
 
     def grad_norm(self, model: nn.Module) -> Tensor:
         """The norm of all gradients, a scalar, the same on every rank (a collective)."""
-        return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        return gradient_norm(model.parameters())
 
     def is_to_blame(self) -> bool:
         """Whether this rank is known to have made a gradient that is not finite; asked once there is one."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,7 +19,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
 
 from trainer.comm.fsdp_collectives import ShardComm, attach
 from trainer.comm.timeline.summary import draw, table
@@ -196,10 +195,6 @@ class Fsdp(Strategy):
             sharded.set_requires_gradient_sync(enabled)
         with self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext():
             yield
-
-    def grad_norm(self, model: nn.Module) -> Tensor:
-        norm = super().grad_norm(model)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _note_call(self, *_: object) -> None:
         self._may_hold_gathers = True

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from trainer.comm import sparse
 from trainer.comm.parameter_server.client import Client
@@ -156,8 +155,7 @@ class ParameterServer(Strategy):
     def grad_norm(self, model: nn.Module) -> Tensor:
         norm = torch.zeros((), device=self.device)
         if self.serves:
-            sharded = super().grad_norm(self.owned_model)
-            norm = (sharded.full_tensor() if isinstance(sharded, DTensor) else sharded).to(self.device)
+            norm = super().grad_norm(self.owned_model).to(self.device)
         dist.broadcast(norm, src=self.servers[0])
         return norm
 
