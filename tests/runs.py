@@ -93,12 +93,18 @@ def train(*overrides: str) -> dict[str, Any]:
 @contextmanager
 def context_of(*overrides: str) -> Iterator[TrainingContext]:
     """The parts of a run, put together in this process and let go of at the end."""
+    with job_as(settings(*overrides)) as context:
+        yield context
+
+
+@contextmanager
+def job_as(config: config.Config) -> Iterator[TrainingContext]:
+    """`job_of` with settings that are composed already."""
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
     from trainer.run import assemble
 
     torch.set_num_threads(1)
-    config = settings(*overrides)
     if config.run_dir is not None:  # `run` claims it; a test only needs it to be there
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
