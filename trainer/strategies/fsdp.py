@@ -25,6 +25,7 @@ from trainer.comm.timeline.summary import draw, table
 from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
+from trainer.optim.train_state import TrainState
 from trainer.strategies.base import DTYPES, Computing, Fill, Strategy
 from trainer.strategies.reads import read_from_outside
 from trainer.strategies.shardable import (
@@ -35,6 +36,7 @@ from trainer.strategies.shardable import (
     refuse_what_cannot_be_sharded,
 )
 from trainer.strategies.units import named_units, units_by_size
+from trainer.strategies.used import UsedParameters
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,6 +58,7 @@ class Fsdp(Strategy):
         self.shard_comm: ShardComm | None = None
         self._may_hold_gathers = False  # before the first pass torch cannot gather
         self._accumulates = False
+        self._used: UsedParameters | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self.mesh = _mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
@@ -115,6 +118,21 @@ class Fsdp(Strategy):
         )
         return model
 
+    def begin(self, state: TrainState) -> None:
+        if self.num_replicas > 1:
+            self._used = UsedParameters(state.model, self.dist, self.timeout_s)
+
+    def begin_step(self) -> None:
+        self.collect(None)
+
+    def aggregate(self, model: nn.Module) -> None:
+        if self._used is not None:
+            self._used.launch()
+
+    def collect(self, model: nn.Module | None) -> None:
+        if self._used is not None:
+            self._used.settle()
+
     @property
     def param_dtype(self) -> torch.dtype:
         return DTYPES[self.settings.param_dtype or self.computing.precision]
@@ -169,7 +187,8 @@ class Fsdp(Strategy):
                     f"strategy=fsdp: {_place(error)} uses a parameter of a unit, which is whole only while "
                     "the unit itself is called; name as one of the model's fsdp_units a module that holds "
                     "this line's and all that it uses, or name fewer; without fsdp_units, take "
-                    "strategy.unit_min_params above the size of that unit; or take strategy=ddp"
+                    "strategy.unit_min_params above the size of that unit; and have no gradient computed "
+                    "through a unit in the forward pass; or take strategy=ddp"
                 ) from error
             if self.param_dtype != torch.float32 and "dtype" in str(error):
                 raise UserError(
@@ -189,11 +208,13 @@ class Fsdp(Strategy):
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
         sharded = cast(FSDPModule, model)
         self._accumulates |= not enabled
+        if self._used is not None:
+            self._used.reduces = enabled or self.settings.reduce_every_micro_batch
         if self.settings.reduce_every_micro_batch:
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards meet their replicas once a step
         else:
             sharded.set_requires_gradient_sync(enabled)
-        with self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext():
+        with self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext(), _once_through():
             yield
 
     def _note_call(self, *_: object) -> None:
@@ -237,6 +258,21 @@ class Fsdp(Strategy):
     def close(self) -> None:
         if self.shard_comm is not None:
             self.shard_comm.close()
+
+
+@contextmanager
+def _once_through() -> Iterator[None]:
+    """Say in plain words that a unit was freed before the last backward pass through it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of bounds for storage of size 0" in str(error):
+            raise UserError(
+                "strategy=fsdp: the backward pass went a second time through a unit, whose parameters are "
+                "freed after the first: a gradient of a gradient (torch.autograd.grad with create_graph) can "
+                "be computed within a unit, and not through one; take strategy=ddp"
+            ) from error
+        raise
 
 
 def _reshard_without_gradient(root: nn.Module, *_: object) -> None:

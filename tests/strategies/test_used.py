@@ -1,0 +1,130 @@
+"""FSDP reduces what of a unit has gradients as one: ranks that use other parts of it are found."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from tests.faults.test_ends import refusals
+from tests.ranks import run_ranks
+from tests.runs import train
+from tests.strategies.test_ddp import QUICK
+from trainer.tasks import Classification
+
+PARTS = (*QUICK, "model._target_=tests.strategies.test_used.Parts", "train.max_steps=6")
+
+
+class Chosen(nn.Module):
+    """A unit, of whose layers a pass uses those that `rule` says."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__()
+        self.rule, self.passes = rule, 0
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.passes += self.training
+        rank = torch_dist.get_rank()
+        used = {"first on all": [0], "one each": [rank], "fewer": [0, 1][: 2 - rank]}.get(self.rule, [0, 1])
+        if self.rule == "one each, late" and self.passes > 4:
+            used = [rank]
+        if self.rule == "in another order" and self.passes % 2:
+            used = [rank]
+        elif self.rule == "in another order":
+            used = [1 - rank]
+        for number in used:
+            rows = self.layers[number](rows).tanh()
+        return rows
+
+
+class Parts(nn.Module):
+    def __init__(self, rule: str = "") -> None:
+        super().__init__()
+        self.chosen, self.head, self.rule = Chosen(rule), nn.Linear(6, 2), rule
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    @property
+    def fsdp_units(self) -> list[nn.Module]:
+        return [self.chosen, *self.blocks]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        rows = self.chosen(rows)
+        left_out = torch_dist.get_rank() if self.rule == "a block each" else None
+        for number, block in enumerate(self.blocks):
+            if number != left_out:
+                rows = block(rows).tanh()
+        return self.head(rows)
+
+
+class Penalty(Classification):
+    """With the size of the loss's gradient by the inputs."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        rows, labels = batch
+        loss = super().loss(model, (rows.requires_grad_(), labels))
+        (slope,) = torch.autograd.grad(loss, rows, create_graph=True)
+        return loss + slope.square().sum()
+
+
+def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
+    def named(name: str, more: int, rank: int = 0) -> str:
+        return f"used {name} (and {more} more) on rank {rank} and not on {1 - rank}, but"
+
+    expected = {
+        "one each": named("chosen.layers.0.weight", 3),
+        "fewer": named("chosen.layers.1.weight", 1),  # of which gloo would end the process
+        "one each, late": named("chosen.layers.0.weight", 3),
+        "a block each": named("blocks.0.weight", 3, rank=1),
+        "": "accepted",
+    }
+    runs = [
+        (*PARTS, "strategy=fsdp", f"+model.rule='{rule}'", f"run_dir={tmp_path}/{number}")
+        for number, rule in enumerate(expected)
+    ]
+    # Micro-batches use other ones, and a step the same.
+    added = ("+model.rule='in another order'", "train.micro_batch_size=6", f"run_dir={tmp_path}/added")
+    runs.append((*PARTS, "strategy=fsdp", *added))
+    penalty = ("data.task._target_=tests.strategies.test_used.Penalty", f"run_dir={tmp_path}/penalty")
+    runs.append((*PARTS, "strategy=fsdp", *penalty))
+    words = [*expected.values(), "accepted", "the backward pass went a second time through a unit"]
+    for messages in run_ranks(refusals, 2, *runs, init=False):
+        for message, expectation in zip(messages, words, strict=True):
+            assert expectation in message, message
+
+
+def _leave_after_it(run_dir: str) -> tuple[str, list[str]]:
+    (message,) = refusals(
+        (
+            *PARTS,
+            "strategy=fsdp",
+            "+model.rule='one each, late'",
+            "train.max_steps=5",
+            "checkpoint.every_steps=1",
+            f"run_dir={run_dir}",
+        )
+    )
+    return message, sorted(path.name for path in (Path(run_dir) / "checkpoints").glob("step_*"))
+
+
+def test_a_step_of_other_parameters_is_not_saved_though_it_is_the_last(tmp_path: Path) -> None:
+    for message, saved in run_ranks(_leave_after_it, 2, str(tmp_path), init=False):
+        assert "used chosen.layers.0.weight" in message
+        assert saved[-1] == "step_00000004"
+
+
+def _both(root: str) -> list[dict[str, Any]]:
+    ran = (*PARTS, "+model.rule='first on all'", "optim=adamw")
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        unused = ("strategy.find_unused_parameters=true",) if strategy == "ddp" else ()
+        found.append(train(*ran, f"strategy={strategy}", *unused, f"run_dir={root}/{strategy}"))
+    return found
+
+
+def test_what_no_rank_uses_stays_as_it_is(tmp_path: Path) -> None:
+    ddp, fsdp = run_ranks(_both, 2, str(tmp_path), init=False)[0]
+    assert fsdp["train/loss"] == pytest.approx(ddp["train/loss"], rel=1e-5)
+    assert fsdp["param_sha256"] == ddp["param_sha256"]
