@@ -206,7 +206,17 @@ def with_other(part: str, run_dir: Path) -> None:
 
     if os.environ["RANK"] == "1":
         model, data = parts.Tiny.__init__, parts.Stripes.__init__
-        if part == "model":
+
+        def changed(self: parts.Tiny) -> None:
+            model(self)
+            if part == "dtype":
+                torch.set_default_dtype(torch.float64)
+            else:
+                self.layers[0].bias.requires_grad_(False)
+
+        if part in ("dtype", "frozen"):
+            parts.Tiny.__init__ = changed  # type: ignore[method-assign, assignment]
+        elif part == "model":
             parts.Tiny.__init__ = lambda self: model(self, width=9)  # type: ignore[method-assign, misc]
         else:
             parts.Stripes.__init__ = lambda self, split: data(self, split, 120)  # type: ignore[method-assign, misc]
@@ -218,6 +228,8 @@ def with_other(part: str, run_dir: Path) -> None:
     [
         ("model", "parameter layers.0.bias: '(9,) torch.float32' against '(8,) torch.float32'"),
         ("data", "the length of the evaluation data: 120 against 128"),
+        ("frozen", "parameter layers.0.bias: '(8,) torch.float32, requires no gradient' against"),
+        ("dtype", "torch.get_default_dtype(): 'torch.float64' against 'torch.float32'"),
     ],
 )
 def test_disagreeing_parts_are_refused(part: str, named: str, tmp_path: Path) -> None:

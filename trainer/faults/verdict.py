@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 UNHEARD_S = 2.0  # a host that reports again and again, and then does not for so long, is lost or cut off
 ASLEEP_S = 3.0  # a watch that has not looked for so long is kept from it: its process holds the interpreter
 _FAR = 10  # batches of an evaluation: see _stuck
+_MISMATCH = (
+    "gloo aborts a rank that is sent another size than it waits for, and prints both: then the fault is that "
+    "ranks, perhaps others, call different collectives, or with different dtypes or shapes"
+)
 _WORDS = {
     "set_up": "the set-up",
     "evaluate": "the evaluation",
@@ -131,7 +135,9 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
     if first.status is not None:
         worker = f"; {first.worker}" if first.worker else ""
         return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
-    return _verdict(first, "died", f"{first.ending or 'is gone without a word'}, in {first.doing}{at}")
+    ending = first.ending or "is gone without a word"
+    mismatch = f"; {_MISMATCH}" if "SIGABRT" in ending else ""
+    return _verdict(first, "died", f"{ending}, in {first.doing}{at}{mismatch}")
 
 
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
@@ -250,7 +256,11 @@ def _unknown(ranks: Sequence[Observed]) -> Verdict:
     said = [rank for rank in ranks if rank.symptom] or list(ranks)
     first = max(said, key=lambda rank: rank.ended_s or 0.0)
     message = f"cannot go on in {first.doing}: {first.error or 'all ranks wait'}"
-    return _verdict(first, "unknown", f"{message}; no process is gone, stopped or behind")
+    return _verdict(
+        first,
+        "unknown",
+        f"{message}; no process is gone, stopped or behind: perhaps ranks call different collectives",
+    )
 
 
 def _verdict(rank: Observed, kind: str, message: str, status: int = 1) -> Verdict:

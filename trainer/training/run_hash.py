@@ -22,8 +22,14 @@ def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader 
         "the torch version": torch.__version__,
         "the length of the training data": train_loader.num_samples,
         "the length of the evaluation data": eval_loader.num_samples if eval_loader else 0,
-        **{name: f"{tuple(value.shape)} {value.dtype}" for name, value in tensors.items()},
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+        **{name: _described(value) for name, value in tensors.items()},
     }
+
+
+def _described(tensor: Tensor) -> str:
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{tuple(tensor.shape)} {tensor.dtype}" + (", requires no gradient" if frozen else "")
 
 
 def parameters_sha256(model: nn.Module) -> str:
