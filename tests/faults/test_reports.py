@@ -168,7 +168,7 @@ def raised_on_rank_0(run_dir: Path, port: int) -> None:
 def test_who_holds_the_store_leaves_last_word_before_it_goes(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(raised_on_rank_0, 3, tmp_path, free_port(), init=False)
-    assert "RehearsedError" in failure.value.reports[0]
+    assert "InjectedError" in failure.value.reports[0]
     assert [failure.value.reports[rank] for rank in (1, 2)] == ["died with exit code 1"] * 2
     told = json.loads((tmp_path / "failure.json").read_text())
     assert (told["kind"], told["rank"], told["phase"], told["step"]) == ("raised", 0, "forward", 2)

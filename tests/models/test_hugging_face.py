@@ -75,7 +75,8 @@ TASKS = {
     "logits": ("data=text", "data.dataset.block_size=8", "train.eval_every_epochs=1"),
     "loss": (
         "data.dataset={_target_:tests.models.test_hugging_face.Rows}",
-        "data.task={_target_:trainer.tasks.OwnLoss,shifted:true}",
+        "data.task={_target_:trainer.tasks.OwnLoss}",
+        "+data.task.shifted=true",
         "~data.task.label_smoothing",
     ),
 }
