@@ -25,7 +25,7 @@ def write_failure(run_dir: Path, facts: dict[str, Any]) -> None:
     """
     if not run_dir.is_dir():
         return  # another host's disk, or the run ended before it had one
-    with contextlib.suppress(OSError), atomic_file(run_dir / FAILURE, on_disk=False) as file:
+    with contextlib.suppress(OSError), atomic_file(run_dir / FAILURE) as file:
         file.write(json.dumps(facts, indent=2).encode() + b"\n")
 
 

@@ -10,11 +10,12 @@ from trainer.errors import UserError
 
 
 @contextmanager
-def atomic_file(path: Path, on_disk: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
     """Write to a file beside `path`, which replaces it at the end; after an error `path` is as it was.
 
     Args:
-        on_disk: whether to wait until the disk has it, so that it is whole after a power failure, too.
+        on_disk: whether to wait until the disk has it, so that it is whole after a power failure, too; a slow
+            disk holds the caller up meanwhile.
 
     Raises:
         OSError: the disk is full, for instance.
@@ -41,7 +42,7 @@ def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
     """
     check_free(path, replace)
     try:
-        with atomic_file(path) as file:
+        with atomic_file(path, on_disk=True) as file:
             yield file
             file.flush()
             check_free(path, replace)
