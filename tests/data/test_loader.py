@@ -123,7 +123,7 @@ def test_a_broken_sample_is_one_message(workers: int) -> None:
     ):
         assert message_of(batches) == (
             "sample 13 of Noisy cannot be read: folder/13.png: truncated; "
-            "mend it, or set data.on_bad_sample=skip"
+            "fix it, or set data.on_bad_sample=skip"
         )
 
 
@@ -147,7 +147,7 @@ def test_evaluation_leaves_a_skipped_sample_out() -> None:
 
 
 def test_nothing_but_broken_samples_is_an_error_not_a_loop() -> None:
-    with pytest.raises(UserError, match="none of the 100 samples from index"):
+    with pytest.raises(UserError, match="100 samples in a row from index"):
         list(train_loader(Noisy(200, broken=tuple(range(200))), 8, on_bad_sample="skip").epoch(0))
 
 
@@ -171,9 +171,9 @@ class MissingOfMany(Missing):
 
 @pytest.mark.parametrize("wrap", [lambda data: data, mirrored_at_random, partial(Subset, indices=range(24))])
 def test_none_is_no_sample(wrap: Callable[[Any], Any]) -> None:
-    none = "sample 13 of Missing cannot be read: it is None; mend it, or set data.on_bad_sample=skip"
-    in_list = "MissingOfMany gives None for sample 13; mend it"
-    fewer = r"MissingOfMany was asked for 8 samples at a time, \d+ the first of them, and gives 7; mend it"
+    none = "sample 13 of Missing cannot be read: it is None; fix it, or set data.on_bad_sample=skip"
+    in_list = "MissingOfMany returns None for sample 13; fix it"
+    fewer = r"MissingOfMany was asked for 8 samples at a time, \d+ the first of them, but returns 7; fix it"
     for data, words in (
         (Missing(), re.escape(none)),
         (MissingOfMany(False), in_list),

@@ -129,7 +129,7 @@ def test_a_broken_sample_of_a_stream_is_one_message(workers: int) -> None:
         iter(eval_loader(Broken(), 8, num_workers=workers)),
     ):
         assert message_of(batches) == (
-            "sample 13 of Broken cannot be read: part-0013: truncated; mend it, or have the stream leave it out"
+            "sample 13 of Broken cannot be read: part-0013: truncated; fix it, or have the stream leave it out"
         )
 
 
@@ -139,7 +139,7 @@ def test_none_of_a_stream_is_no_sample() -> None:
             return None if numbers_of(item[0][None]) == [13] else item
 
     for batches in (train_loader(Decodes(), 8).epoch(0), iter(eval_loader(Decodes(), 8))):
-        words = "sample 13 of Decodes cannot be read: it is None; mend it, or have the stream leave it out"
+        words = "sample 13 of Decodes cannot be read: it is None; fix it, or have the stream leave it out"
         assert message_of(batches) == words
 
 
@@ -155,5 +155,7 @@ def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
     other = train_loader(Stateful(), 8, sharded=True)
     batches = other.epoch(0)
     next(batches)
-    with pytest.raises(UserError, match="read as 4 shards when the checkpoint was saved, and is now as 1"):
+    with pytest.raises(
+        UserError, match="read as 4 shards when the checkpoint was saved, and is now read as 1"
+    ):
         train_loader(Stateful(), 8).resume([other.place()])

@@ -56,7 +56,7 @@ def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
     whole = TextFiles(tmp_path)
     assert [chunk.text for chunk in whole.chunks(0, whole.num_bytes)] == [b"a?b", "\U0001f4a5".encode()]
     (tmp_path / "B.txt.GZ").touch()
-    with pytest.raises(UserError, match=r"B\.txt\.GZ is packed"):
+    with pytest.raises(UserError, match=r"B\.txt\.GZ is compressed"):
         TextFiles(tmp_path)
 
 

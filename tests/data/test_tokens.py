@@ -71,13 +71,13 @@ def test_mistakes_are_one_message_and_leave_nothing(
         ([folder, tmp_path / "there"], "there exists; remove it"),
         ([tmp_path / "nothing", tmp_path / "out"], "nothing does not exist"),
         ([tmp_path / "there", tmp_path / "out"], "there holds no text"),
-        ([tmp_path / "packed.jsonl.gz", tmp_path / "out"], "is packed"),
+        ([tmp_path / "packed.jsonl.gz", tmp_path / "out"], "is compressed"),
         ([folder, tmp_path / "out", "--eval-fraction", "1"], "--eval-fraction is 1.0"),
         ([tmp_path / "broken.jsonl", tmp_path / "out"], "the line at byte 17 of .*KeyError"),
         ([tmp_path / "deep.jsonl", tmp_path / "out"], "the line at byte 0 of .*RecursionError"),
         (
             [tmp_path / "blank.jsonl", tmp_path / "out"],
-            "of 9 bytes --eval-fraction=0.005 leaves no text for train",
+            "of 9 bytes, --eval-fraction=0.005 leaves no text for train",
         ),
         ([folder, "/proc/out"], "/proc/out cannot be written"),
     ):
@@ -138,12 +138,14 @@ def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
     assert [held_out[index][0][0].item() for index in range(len(held_out))] == list(range(0, 90, 10))
     assert len(Tokens("eval", str(tmp_path), 10, 1000, eval_windows=3)) == 3
     for arguments, message in (
-        ({"block_size": 1000}, "is no row of more than data.dataset.block_size=1000 tokens"),
+        ({"block_size": 1000}, "must be a row of more than data.dataset.block_size=1000 tokens"),
         ({"block_size": 0}, "block_size=0 is not at least 1"),
     ):
         with pytest.raises(UserError, match=message):
             Tokens("train", str(tmp_path), vocab_size=1000, **arguments)
-    with pytest.raises(UserError, match=r"holds token \d+, but data.dataset.vocab_size is 500: 0 to 499"):
+    with pytest.raises(
+        UserError, match=r"contains token \d+, but data.dataset.vocab_size=500 allows 0 to 499"
+    ):
         list(train_loader(Tokens("train", str(tmp_path), 10, 500), 8).epoch(0))
 
 

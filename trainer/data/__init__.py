@@ -1,1 +1,1 @@
-"""Datasets, and how their samples come to each rank."""
+"""Datasets, and how each rank reads its samples."""

@@ -1,4 +1,4 @@
-"""How a batch comes to the device, where uint8 images become floats: a quarter of the bytes on the way."""
+"""Moves a batch to the device and normalises uint8 images there: a quarter of the bytes of float32."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from trainer.errors import UserError
 
 
 class Mirrored(NamedTuple):
-    """A batch whose images are yet to be mirrored, where `which` (B,) bool says so."""
+    """A batch whose images the device mirrors where `which` (B,) bool is true."""
 
     batch: Any
     which: Tensor
@@ -37,13 +37,14 @@ class Normalise:
 class ToDevice:
     """Returns a batch (tensors in tuples, lists, dicts) on the device, asynchronously from pinned memory.
 
-    To a GPU it travels on a stream beside those of the computation: the host, which asks for the next batch
-    while the GPU is still busy with the last one's gradients, has it copied meanwhile.
+    To a GPU, the copy runs on its own stream: the host asks for the next batch while the GPU still computes
+    gradients, and the copy overlaps with them.
 
-    Its images, the first uint8 tensor (B, C, H, W) in it, are mirrored where that was drawn, and normalised.
+    The images are the first uint8 tensor (B, C, H, W) of the batch. They are mirrored if the batch says so,
+    and normalised.
 
     Args:
-        channels_last: lay out tensors of four dimensions so.
+        channels_last: convert tensors of four dimensions to this memory format.
         normalise: None leaves images as they are.
     """
 
@@ -77,7 +78,7 @@ class ToDevice:
         return batch
 
     def _with_images(self, batch: Any, mirrored: Tensor | None) -> Any:
-        """`batch` with its images made ready, be it a tensor, or a dict, list or tuple of tensors."""
+        """Mirror and normalise the images of `batch`: a tensor, or a dict, list or tuple of tensors."""
         if self.normalise is None and mirrored is None:
             return batch
         if isinstance(batch, Tensor):
@@ -88,7 +89,7 @@ class ToDevice:
             if mirrored is not None:
                 raise UserError(
                     "data.images.flip is true, but the batch holds no uint8 images (B, C, H, W): let the "
-                    "dataset hand them out as bytes, or flip by data.train_transforms"
+                    "dataset return them as uint8, or flip with data.train_transforms"
                 )
             return batch
         ready = {**values, found: self._ready(values[found], mirrored)}
@@ -103,7 +104,7 @@ class ToDevice:
 
 
 def _keep_until_read(batch: Any, reader: torch.cuda.Stream) -> None:
-    """Have the memory of `batch`, which is of the copying stream, not used again before `reader` is done."""
+    """Keep the memory of `batch`, allocated on the copying stream, from reuse until `reader` is done."""
     if isinstance(batch, Tensor):
         batch.record_stream(reader)
     elif isinstance(batch, dict | list | tuple):

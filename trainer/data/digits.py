@@ -1,7 +1,7 @@
 """The embedded data set: 1,797 handwritten digits, 8x8 pixels, so that a first run needs no download.
 
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-Repository, 1998, https://doi.org/10.24432/C50P49: its test set, as scikit-learn's ``load_digits`` has it.
+Repository, 1998, https://doi.org/10.24432/C50P49: its test set, as in scikit-learn's ``load_digits``.
 Licence: CC BY 4.0.
 """
 
@@ -35,7 +35,7 @@ class Digits(ImagesInMemory):
 
 
 class DigitTraits(Digits):
-    """The digits, each with the traits it has, (4,) of 0 and 1: a closed loop, even, prime, five or more."""
+    """The digits, each with four traits (4,) of 0 and 1: a closed loop, even, prime, at least five."""
 
     traits = ({0, 6, 8, 9}, {0, 2, 4, 6, 8}, {2, 3, 5, 7}, {5, 6, 7, 8, 9})
 
@@ -46,15 +46,15 @@ class DigitTraits(Digits):
 
 
 class TurnedDigits(Digits):
-    """The digits, each turned about its middle by an angle drawn once, and how far: (1,), in degrees.
+    """The digits, each rotated about its centre. The target is the angle in degrees, (1,), drawn once.
 
     Args:
-        degrees: the largest angle, either way.
+        degrees: the largest angle in either direction.
     """
 
     def __init__(self, split: str, degrees: float = 45.0) -> None:
         if not 0 < degrees <= 180:
-            raise UserError(f"data.dataset.degrees={degrees} is not above 0 and at most 180")
+            raise UserError(f"data.dataset.degrees={degrees} must be above 0 and at most 180")
         super().__init__(split)
         generator = torch.Generator().manual_seed(SPLITS.index(split))
         angles = (torch.rand(len(self), generator=generator) * 2 - 1) * degrees

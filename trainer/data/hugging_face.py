@@ -1,4 +1,4 @@
-"""A dataset of Hugging Face's `datasets`, read as a stream: files of one's own, or one of their hub."""
+"""A dataset of Hugging Face's `datasets`, read as a stream: local files, or a dataset of the hub."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,14 +21,14 @@ def hugging_face(
 
     Args:
         path: the name of a dataset, or of a kind of files: json, csv, parquet, text, imagefolder, ...
-        columns: of a row, what the task takes, as a tuple; None: all, as a dict.
-        splits: what they call ours, such as {eval: validation}.
-        shuffle_buffer: so many rows of the training data are held to draw from. The buffer is no part of the
-            stream's state: a resumed run reads all rows up to where it stopped, and draws the same.
-        options: such as data_files={train: ..., eval: ...}.
+        columns: the columns to take of each row, as a tuple; None: all, as a dict.
+        splits: the dataset's names for our splits, such as {eval: validation}.
+        shuffle_buffer: the number of rows of training data held in memory to draw from. Checkpoints do not
+            hold the buffer: a resumed run reads all rows up to where it stopped, and draws the same.
+        options: further arguments, such as data_files={train: ..., eval: ...}.
 
     Raises:
-        UserError: `datasets` is not installed, or cannot load that.
+        UserError: `datasets` is not installed, or cannot load the data.
     """
     check_split(split)
     try:
@@ -40,7 +40,7 @@ def hugging_face(
         rows = datasets.load_dataset(path, split=theirs, streaming=True, **options)
         if columns is not None:
             rows = rows.select_columns(list(columns))
-    except Exception as error:  # whatever its many kinds of files and hubs raise
+    except Exception as error:  # each kind of file and hub raises its own
         said = " ".join(str(error).split())
         raise UserError(
             f"datasets.load_dataset({path!r}, split={theirs!r}) cannot be read: {said}"
@@ -52,10 +52,10 @@ def hugging_face(
 
 
 class HubStream(IterableDataset[Any]):
-    """A streaming dataset as ``trainer.data.stream.Stream`` has it.
+    """A streaming dataset with the methods of ``trainer.data.stream.Stream``.
 
     Attributes:
-        num_classes: of a column of labels, where there is one.
+        num_classes: of a column of class labels, if there is one.
     """
 
     def __init__(self, rows: Any, columns: Sequence[str] | None) -> None:
@@ -80,7 +80,7 @@ class HubStream(IterableDataset[Any]):
 
 
 class HubStreamWithState(HubStream):
-    """One that goes on where it stood without reading what came before."""
+    """A stream that resumes where it stopped without reading what came before."""
 
     def state_dict(self) -> dict[str, Any]:
         return self.rows.state_dict()

@@ -1,4 +1,4 @@
-"""A folder of images for each class, as ImageNet comes."""
+"""A folder of images for each class: the layout of ImageNet."""
 
 import warnings
 from functools import partial
@@ -18,18 +18,18 @@ MAX_PIXELS = 89_478_485  # Pillow's own limit, a quarter of a gigabyte in RGB
 class ImageFolder(datasets.ImageFolder):
     """``root/train/<class>/*`` and ``root/val/<class>/*``, or ``root/eval``.
 
-    Images come as bytes, (3, image_size, image_size), to be normalised on the device, and mirrored there by
+    Images are uint8, (3, image_size, image_size). They are normalised on the device, and mirrored there by
     ``data.images.flip``. Training takes a random crop of 8 to 100 % of the area; evaluation takes the centre,
     7/8 of the shorter side.
 
     Args:
-        image_size: in pixels; None hands out whole PIL images, for ``data.train_transforms`` and
-            ``data.eval_transforms`` to make tensors of.
-        max_pixels: an image of more is taken for a decompression bomb and refused, as one that is broken.
+        image_size: in pixels; None returns whole PIL images, for ``data.train_transforms`` and
+            ``data.eval_transforms`` to convert to tensors.
+        max_pixels: a larger image is taken for a decompression bomb and refused, like a broken one.
 
     Raises:
-        UserError: a folder missing, empty, or with other classes than the training folder; OSError when an
-            image that cannot be decoded, or is too large to be one in good faith, is fetched.
+        UserError: a folder is missing, empty, or has other classes than the training folder.
+        OSError: on access, an image cannot be decoded or has more than ``max_pixels``.
     """
 
     mean, std = MEAN, STD
@@ -48,7 +48,7 @@ class ImageFolder(datasets.ImageFolder):
             train_classes, _ = self.find_classes(Path(root, "train"))
         except FileNotFoundError as error:
             raise UserError(f"data.dataset.root={root}: {error}") from error
-        if self.classes != train_classes:  # a class's number is its place among the sorted names
+        if self.classes != train_classes:  # a class's number is its index among the sorted names
             odd = sorted(set(self.classes) ^ set(train_classes))
             raise UserError(
                 f"{folder} and {Path(root, 'train')} must hold the same classes, but {len(odd)} are in "
@@ -79,10 +79,10 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode the whole image.
 
     Raises:
-        OSError: naming the path, whatever it was that the decoder stumbled over; also for an image of more
-            than ``max_pixels``, which could be a decompression bomb.
+        OSError: the image cannot be decoded, or has more than ``max_pixels``, so it could be a
+            decompression bomb. The message names the path.
     """
-    Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow looks for it before it decodes; for the whole process
+    Image.MAX_IMAGE_PIXELS = max_pixels  # Pillow checks it before it decodes; process-wide
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)

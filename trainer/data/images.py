@@ -1,4 +1,4 @@
-"""Images held in memory as two tensors, a batch of which is one indexing step."""
+"""Images held in memory as two tensors; a batch is one indexing operation."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,9 @@ class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
     """Labelled images, fetched a whole batch at a time.
 
     Args:
-        images: (N, C, H, W), handed out as they stand. Floats are ready for the model; uint8, a quarter of
-            the size, is scaled to [0, 1] and normalised by ``mean`` and ``std`` on the device.
+        images: (N, C, H, W). Floats are passed on unchanged; uint8, a quarter of the size, is scaled to
+            [0, 1] and normalised by ``mean`` and ``std`` on the device.
+
         labels: (N,), any integer dtype.
         mean, std: one value for each channel, or for all.
     """
@@ -49,6 +50,6 @@ class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The batch (images (B, C, H, W), labels (B,) int64), already collated."""
-        # by way of NumPy: torch parses a list at a third the speed
+        # through NumPy: torch converts a list at a third of the speed
         where = torch.from_numpy(np.asarray(indices, dtype=np.int64))
         return self.images.index_select(0, where), self.labels.index_select(0, where)

@@ -1,7 +1,7 @@
-"""Text made into token files, once: ``python -m trainer.data.tokenize PATH OUT --tokenizer bytes|gpt2``.
+"""Converts text to token files: ``python -m trainer.data.tokenize PATH OUT --tokenizer bytes|gpt2``.
 
 PATH is a file or a folder of text or .jsonl. OUT becomes a folder with train.bin and val.bin, of uint16
-or uint32, and tokens.json, which says what they are; data=tokens trains on it, and so does nanoGPT.
+or uint32, and tokens.json, which describes them; data=tokens trains on it, and so does nanoGPT.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from trainer.data.text.tokenizers import NAMES, Tokenizer, tokenizer
 from trainer.data.text.tokens import FACTS, FILES
 from trainer.errors import UserError
 
-CHUNKS_AT_ONCE = 64  # so many are shared out to the cores: 8 MiB of text
+CHUNKS_AT_ONCE = 64  # encoded in parallel on all cores: 8 MiB of text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, help="the folder to write; must not exist")
     parser.add_argument("--tokenizer", choices=NAMES, default="gpt2")
     parser.add_argument(
-        "--vocabulary", type=Path, help="gpt2's, where it cannot be fetched: a file or a folder"
+        "--vocabulary", type=Path, help="of gpt2, if it cannot be downloaded: a file or a folder"
     )
     parser.add_argument("--field", default="text", help="the key of the text in JSON lines (text)")
     parser.add_argument("--eval-fraction", type=float, default=0.005, help="of the bytes, held out (0.005)")
@@ -66,16 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def tokenize(
     texts: TextFiles, out: Path, by: Tokenizer, name: str, eval_fraction: float
 ) -> dict[str, int | float | str]:
-    """Write the folder ``out``, all of it or nothing; return what its tokens.json holds.
+    """Write the folder ``out``, or nothing; return the contents of its tokens.json.
 
     Raises:
-        UserError: ``out`` exists, or the text is none, or too short to hold out the fraction.
-        OSError: it cannot be written.
+        UserError: ``out`` exists, or there is no text, or too little to hold out the fraction.
+        OSError: ``out`` cannot be written.
     """
     if out.exists():
-        raise UserError(f"{out} exists; remove it, or name another")
+        raise UserError(f"{out} exists; remove it, or choose another")
     if not 0 < eval_fraction < 1:
-        raise UserError(f"--eval-fraction is {eval_fraction}, but must lie between 0 and 1")
+        raise UserError(f"--eval-fraction is {eval_fraction}, but must be between 0 and 1")
     part = out.with_name(f"{out.name}.part{os.getpid()}")
     dtype = np.dtype(np.uint16 if by.vocab_size <= 2**16 else np.uint32)
     num_train = texts.num_bytes - round(texts.num_bytes * eval_fraction)
@@ -91,8 +91,8 @@ def tokenize(
         for split, count in counts.items():
             if not count:
                 raise UserError(
-                    f"of {texts.num_bytes:,} bytes --eval-fraction={eval_fraction} leaves no text for "
-                    f"{split}; change it, or look at the files"
+                    f"of {texts.num_bytes:,} bytes, --eval-fraction={eval_fraction} leaves no text for "
+                    f"{split}; change it, or check the files"
                 )
         facts: dict[str, int | float | str] = {
             "tokenizer": name,
@@ -111,7 +111,7 @@ def tokenize(
 def _write(
     path: Path, texts: TextFiles, bounds: tuple[int, int], by: Tokenizer, dtype: np.dtype, bar: "tqdm[None]"
 ) -> tuple[int, int]:
-    """The number of tokens, and of the bytes of text that they are made of."""
+    """Return the number of tokens, and of the bytes of text that they encode."""
     count, num_bytes, chunks = 0, 0, texts.chunks(*bounds)
     with path.open("wb") as file:
         while some := list(itertools.islice(chunks, CHUNKS_AT_ONCE)):
@@ -126,5 +126,5 @@ def _write(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what there is in part goes
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the partial folder
     sys.exit(main())

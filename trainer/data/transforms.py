@@ -1,4 +1,4 @@
-"""What is done to samples besides what their dataset does: transforms by the settings, who is mirrored."""
+"""Transforms of samples that the settings add to a dataset, and random mirroring."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from trainer.errors import UserError
 
 
 class _Upon(Dataset[Any]):
-    """Round another dataset, whose facts (num_classes, mean and the like) are its own.
+    """Wraps another dataset and exposes its attributes (num_classes, mean and the like).
 
     Args:
-        setting: that asked for it, for messages.
+        setting: the setting that asked for the wrapper, for messages.
     """
 
     def __init__(self, dataset: Any, setting: str) -> None:
@@ -37,15 +37,15 @@ class _Upon(Dataset[Any]):
 
 
 class Transformed(_Upon):
-    """Passes each sample that is read through `transforms`, as torchvision's transforms.v2 takes them.
+    """Applies `transforms`, as those of torchvision's transforms.v2, to each sample that is read.
 
-    In a sample that is a tuple or dict they change the image: a PIL image, a tv_tensor or, where there is
-    none, the first tensor. They draw their random numbers after (seed, epoch, index), as any dataset does.
+    In a tuple or dict they change the image: a PIL image, a tv_tensor or, without either, the first tensor.
+    Their random numbers follow from (seed, epoch, index), as for any dataset.
     """
 
     def __init__(self, dataset: Any, transforms: Sequence[Callable[..., Any]], setting: str) -> None:
         super().__init__(dataset, setting)
-        from torchvision.transforms import v2  # only here: half a second that a run on text needs not
+        from torchvision.transforms import v2  # imported here, since it takes half a second
 
         self._transform, self._setting = v2.Compose(transforms), setting
 
@@ -54,13 +54,13 @@ class Transformed(_Upon):
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of the first tensor in a sample, as the transforms leave it."""
+        """The shape of the first tensor in a transformed sample."""
         with generators_kept():
             leaves = list(_leaves(self[0]))
         shapes = [tuple(value.shape) for value in leaves if isinstance(value, Tensor)]
         if not shapes:
             raise UserError(
-                f"{self._setting} leaves no tensor in a sample of {type(self.dataset).__name__}, but "
+                f"{self._setting} must yield a tensor in each sample of {type(self.dataset).__name__}, but "
                 f"{', '.join(type(value).__name__ for value in leaves)}; let it end with "
                 "{_target_: torchvision.transforms.v2.PILToTensor}"
             )
@@ -81,7 +81,7 @@ class _EachMirrored(_Upon):
 
 
 class _BatchesMirrored(_Upon):
-    """Of a dataset that hands out whole batches: each sample's number decides."""
+    """For a dataset that returns whole batches: each sample's random number decides."""
 
     def draw(self, indices: Sequence[int], numbers: np.ndarray) -> Mirrored:
         own = getattr(self.dataset, "draw", None)
@@ -93,5 +93,5 @@ class _BatchesMirrored(_Upon):
 
 
 def mirrored_at_random(dataset: Any) -> Dataset[Any]:
-    """Every other training image, drawn after (seed, epoch, index), is to be mirrored on the device."""
+    """Mirror each training image on the device with probability 1/2, drawn from (seed, epoch, index)."""
     return (_BatchesMirrored if fetches_batches(dataset) else _EachMirrored)(dataset, "data.images.flip")

@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and CIFAR-10 by way of torchvision, held in memory."""
+"""MNIST, Fashion-MNIST and CIFAR-10 from torchvision, held in memory."""
 
 import fcntl
 import time
@@ -25,7 +25,7 @@ def mnist(
     """Handwritten digits, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by up to 2 pixels.
 
     Raises:
-        UserError: not in ``root``, damaged, or the download failed.
+        UserError: the data is missing, damaged, or cannot be downloaded.
     """
     images = _load(datasets.MNIST, split, root, download, (0.1307,), (0.3081,))
     return _augmented(images, split, augment, v2.RandomCrop(28, padding=2))
@@ -37,7 +37,7 @@ def fashion_mnist(
     """Articles of clothing, (1, 28, 28), 60,000 and 10,000; ``augment`` shifts by up to 2 pixels and mirrors.
 
     Raises:
-        UserError: not in ``root``, damaged, or the download failed.
+        UserError: the data is missing, damaged, or cannot be downloaded.
     """
     images = _load(datasets.FashionMNIST, split, root, download, (0.2860,), (0.3530,))
     shift = v2.RandomCrop(28, padding=2)
@@ -50,7 +50,7 @@ def cifar10(
     """Small photographs, (3, 32, 32), 50,000 and 10,000; ``augment`` shifts by up to 4 pixels and mirrors.
 
     Raises:
-        UserError: not in ``root``, damaged, or the download failed.
+        UserError: the data is missing, damaged, or cannot be downloaded.
     """
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     images = _load(datasets.CIFAR10, split, root, download, mean, std)
@@ -70,17 +70,17 @@ def _load(
     check_split(split)
     folder = Path(root).resolve()
     if download:
-        with _alone_in(folder):  # the ranks of a host share the folder: the first one fetches
+        with _alone_in(folder):  # the ranks of a host share the folder: the first downloads
             try:
                 source(folder, train=True, download=True)
             except (RuntimeError, OSError) as error:
-                raise UserError(f"{source.__name__} could not be fetched into {folder}: {error}") from error
+                raise UserError(f"{source.__name__} cannot be downloaded to {folder}: {error}") from error
     try:
         data = source(folder, train=split == "train")
         images = torch.as_tensor(data.data)  # (N, H, W) or (N, H, W, C)
     except (RuntimeError, ValueError, AssertionError, OSError) as error:
         raise UserError(
-            f"{source.__name__} is missing from {folder}, or damaged: data.download=true fetches it, "
+            f"{source.__name__} is missing from {folder}, or damaged: data.download=true downloads it, "
             f"data.dataset.root names another folder"
         ) from error
     images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
@@ -89,7 +89,7 @@ def _load(
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel frees should its holder die."""
+    """Hold the folder's lock, which the kernel frees if its holder dies."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = folder / ".lock"
     deadline = time.monotonic() + DOWNLOAD_TIMEOUT_S

@@ -1,6 +1,6 @@
-"""What every loader of data is: the contract, and torch's DataLoader round a sampler and a reader of ours.
+"""The contract of data loaders, and torch's DataLoader around this project's samplers and readers.
 
-One life long for the whole run. trainer/data/loading/loaders.py chooses between data read by index and
+A loader lives for the whole run. trainer/data/loading/loaders.py chooses between data read by index and
 streams.
 """
 
@@ -18,25 +18,25 @@ from trainer.faults.heartbeat import Heartbeat
 
 
 class LoaderSettings(Protocol):
-    """How samples are read; which ones is the sampler's business."""
+    """How samples are read; the sampler chooses which."""
 
     num_workers: int
     """Processes that read ahead; 0 reads in the main process."""
     prefetch_factor: int
-    """Batches that each worker keeps ready."""
+    """Batches that each worker reads ahead."""
     pin_memory: bool | None
-    """Page-locked batches, for asynchronous copies to the GPU; None: where there is one."""
+    """Page-locked batches, for asynchronous copies to the GPU; None: if there is a GPU."""
     persistent_workers: bool
     """Keep the workers from epoch to epoch."""
     on_bad_sample: str
     """raise | skip"""
     sharded: bool
-    """Read the shards of a stream side by side, each on one replica where that can be."""
+    """Read the shards of a stream separately, each on one replica if possible."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of each batch a process reads, and for whom.
+    """The part of each batch that a process reads.
 
     Attributes:
         timeout_s: how long to wait for a batch from the workers.
@@ -50,20 +50,20 @@ class Share:
 
 
 Parts = Callable[[], Iterator[tuple[int, int]]]
-"""Hands out what a process reads next, as (step from now on, replica), where no replica is its own."""
+"""Yields (steps from here, replica): whose share of which step a process reads next, if not only its own."""
 
 
 class Batches(Iterator[Any]):
-    """What is left of an epoch: micro-batches, of which the last step is whole.
+    """The rest of an epoch: micro-batches that make up whole steps.
 
     Attributes:
-        more: whether another step follows those handed out, as far as this rank's data goes.
+        more: whether this rank has data for another step.
     """
 
     more: bool
 
     def ahead(self) -> list[Any]:
-        """The micro-batches of the next step, which are read now; to be called between steps."""
+        """The micro-batches of the next step, read now. Called between steps."""
         raise NotImplementedError
 
 
@@ -71,7 +71,7 @@ class TrainLoader(Protocol):
     """The micro-batches of one replica; ``batch.accumulation`` of them make a step."""
 
     num_samples: int | None
-    """Of an epoch; None where that is not known before its end."""
+    """Samples of an epoch; None if unknown before its end."""
     steps_per_epoch: int | None
 
     @property
@@ -79,44 +79,44 @@ class TrainLoader(Protocol):
         """Broken samples met so far, in all worker processes of this rank."""
 
     def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
-        """The micro-batches of an epoch from its sample ``first_sample`` on, or of those ``parts`` of it.
+        """The micro-batches of an epoch from sample ``first_sample`` on, or only the ``parts`` of it.
 
         Raises:
-            UserError: a sample cannot be read, or too many in a row; also while they are taken. ``parts``
-                of a stream, which is only read forward.
+            UserError: a sample cannot be read, or too many in a row; also during iteration. Or ``parts`` is
+                given for a stream, which is only read forward.
         """
 
     def place(self) -> dict[str, Any]:
-        """What a checkpoint has to hold of this rank's data, besides the number of samples."""
+        """What a checkpoint stores of this rank's data, besides the number of samples."""
 
     def resume(self, places: list[dict[str, Any]]) -> None:
-        """Go on from what ``place`` gave on all ranks, to be called before the first epoch.
+        """Continue from what ``place`` returned on all ranks. Called before the first epoch.
 
         Raises:
-            UserError: the data was another.
+            UserError: the checkpoint is of other data.
         """
 
 
 class EvalLoader(Protocol):
-    """Yields (batch, numbers of its samples): each sample once, equally many batches on each replica.
+    """Yields (batch, numbers of its samples): each sample once, and as many batches on each replica.
 
-    A replica that has run out yields a filler without numbers: pass it through the model, so that collective
-    forward passes stay in step, and discard the result.
+    A replica without samples left yields a filler without numbers: pass it through the model, so that
+    collective forward passes stay in step, and discard the result.
     """
 
     num_samples: int | None
     batch_size: int
-    """The most that a batch holds. The k-th batches of all replicas are samples that follow one another."""
+    """The largest batch. The k-th batches of all replicas hold consecutive samples."""
 
     @property
     def num_skipped(self) -> int: ...
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
-        """Raises UserError where a sample cannot be read."""
+        """Raises UserError if a sample cannot be read."""
 
 
 class Reader(Protocol):
-    """What answers a sampler's requests, in this process or in workers."""
+    """Answers a sampler's requests, in this process or in workers."""
 
     seed: int
     heartbeat: Heartbeat
@@ -132,7 +132,7 @@ def data_loader(
         keep_sockets_short()
     first = reader.heartbeat.reserve(settings.num_workers)
     return DataLoader(
-        reader,  # type: ignore[arg-type]  # __getitems__ is all that it asks for
+        reader,  # type: ignore[arg-type]  # it only calls __getitems__
         batch_sampler=sampler,
         collate_fn=_as_it_is,
         num_workers=settings.num_workers,
@@ -140,10 +140,10 @@ def data_loader(
         persistent_workers=settings.persistent_workers and in_workers,
         pin_memory=share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
         timeout=share.timeout_s if in_workers else 0,
-        # Children of the main process, as those of Python 3.14's default, the fork server, are not.
+        # The watch needs children of the main process; Python 3.14's default, the fork server, makes others.
         multiprocessing_context="fork" if in_workers else None,
         worker_init_fn=partial(begin_worker, reader.heartbeat, first),
-        # one of its own: each epoch it draws a number, which must not come from the run's generator
+        # its own: each epoch it draws a number, which must not come from the run's generator
         generator=torch.Generator().manual_seed(reader.seed),
     )
 
@@ -153,11 +153,11 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def raise_errors(batches: DataLoader[Any]) -> Iterator[Any]:
-    """What the workers read.
+    """Yield the batches; raise the exceptions that reading returned.
 
     Raises:
-        UserError, WorkerError: what reading raised.
-        RuntimeError: a worker died, or kept us waiting too long.
+        UserError, WorkerError: reading failed.
+        RuntimeError: a worker died, or did not answer within the timeout.
     """
     try:
         for batch in batches:
@@ -168,5 +168,5 @@ def raise_errors(batches: DataLoader[Any]) -> Iterator[Any]:
             yield batch
     except (ConnectionError, EOFError) as error:
         raise RuntimeError(
-            "a data worker died while it handed over a batch: killed, perhaps for want of memory"
+            "a data worker died while it returned a batch; perhaps it was killed for lack of memory"
         ) from error

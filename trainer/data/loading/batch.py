@@ -12,7 +12,7 @@ class BatchSplit:
     global_size: int
     num_replicas: int
     micro_size: int
-    accumulation: int  # micro-batches that each replica adds up for a step
+    accumulation: int  # micro-batches whose gradients each replica sums in a step
 
     @property
     def local_size(self) -> int:
@@ -25,10 +25,10 @@ class BatchSplit:
 
 
 def split_batch(global_size: int, micro_size: int | None, num_replicas: int) -> BatchSplit:
-    """Split evenly; without a `micro_size`, each replica takes its share in one piece.
+    """Split evenly; without a `micro_size`, each replica's share is one micro-batch.
 
     Raises:
-        UserError: it does not divide; the message names the nearest size that does.
+        UserError: a size does not divide evenly; the message names the nearest that does.
     """
     if global_size % num_replicas:
         below = global_size // num_replicas * num_replicas

@@ -1,4 +1,4 @@
-"""Loaders of data that is read by index, in an order of the harness's own."""
+"""Loaders of data that is read by index, in an order that the harness draws."""
 
 import itertools
 from collections import deque
@@ -41,7 +41,7 @@ class IndexTrainLoader:
         return self._reader.num_skipped
 
     def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
-        """What lies before ``first_sample`` is not read."""
+        """Samples before ``first_sample`` are not read."""
         self._sampler.epoch, self._sampler.first_sample, self._sampler.parts = epoch, first_sample, parts
         return _Counted(raise_errors(self._loader), len(self._sampler), self._sampler.batch.accumulation)
 
@@ -60,7 +60,7 @@ class IndexEvalLoader:
         self, dataset: Dataset[Any], settings: LoaderSettings, batch: BatchSplit, share: Share
     ) -> None:
         if len(dataset) == 0:  # type: ignore[arg-type]
-            raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
+            raise UserError("the evaluation data is empty; set train.eval_every_epochs=0 to train without it")
         sampler = EvalSampler(
             dataset,  # type: ignore[arg-type]
             batch,
@@ -81,7 +81,7 @@ class IndexEvalLoader:
 
 
 class _Counted(Batches):
-    """So many micro-batches as ``left`` says."""
+    """Yields the next ``left`` micro-batches."""
 
     def __init__(self, batches: Iterator[Any], left: int, accumulation: int) -> None:
         self._batches, self._left, self._accumulation = batches, left, accumulation

@@ -1,4 +1,4 @@
-"""Which loader a kind of data has, read by index or a stream; nobody else need know which it is."""
+"""Chooses the loader for a dataset, read by index or a stream; other code need not know which it is."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def train_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, shar
     """The loader for this kind of data.
 
     Raises:
-        UserError: fewer samples than a global batch, or a setting that this kind of data does not obey.
+        UserError: fewer samples than a global batch, or a setting that this kind of data does not support.
     """
     _check_kind(dataset, settings)
     kind = StreamTrainLoader if is_stream(dataset) else IndexTrainLoader
@@ -22,7 +22,7 @@ def train_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, shar
 
 
 def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> EvalLoader:
-    """As `train_loader`. Raises UserError: there is no sample, or a setting that does not apply."""
+    """As `train_loader`. Raises UserError: the data is empty, or a setting does not apply."""
     _check_kind(dataset, settings)
     kind = StreamEvalLoader if is_stream(dataset) else IndexEvalLoader
     return kind(dataset, settings, batch, share)
@@ -31,11 +31,11 @@ def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share
 def _check_kind(dataset: Any, settings: LoaderSettings) -> None:
     if settings.sharded and not is_stream(dataset):
         raise UserError(
-            f"data.sharded is true, but {type(dataset).__name__} is no stream: it is read by index, in an "
-            "order drawn anew each epoch; set it to false"
+            f"data.sharded is true, but {type(dataset).__name__} is not a stream: it is read by index, in a "
+            "new order each epoch; set it to false"
         )
     if settings.on_bad_sample == "skip" and is_stream(dataset):
         raise UserError(
-            f"data.on_bad_sample is skip, but {type(dataset).__name__} is a stream, and itself has to leave "
-            "out what it cannot read; set it to raise"
+            f"data.on_bad_sample is skip, but {type(dataset).__name__} is a stream, which has to leave out "
+            "by itself what it cannot read; set it to raise"
         )

@@ -1,4 +1,4 @@
-"""From indices to a batch: each sample under random numbers of its own; what becomes of a broken one."""
+"""From indices to a batch: each sample is read under its own random numbers; broken samples are handled."""
 
 import logging
 import multiprocessing
@@ -17,7 +17,7 @@ from trainer.faults.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-# What decoders raise over broken data; anything else is a mistake in code and keeps its traceback.
+# What decoders raise over broken data; anything else is a bug and keeps its traceback.
 BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
 MAX_REPLACEMENTS = 100
 
@@ -25,17 +25,17 @@ MAX_REPLACEMENTS = 100
 class BatchReader(Dataset[Any]):
     """Turns what a sampler yields into collated batches of a map-style dataset.
 
-    A dataset with ``__getitems__`` hands out whole batches and is taken to be deterministic; one that has
-    ``draw(indices, numbers)`` as well makes its training batches with a random number for each sample, a
+    A dataset with ``__getitems__`` returns whole batches and is taken to be deterministic; one that also has
+    ``draw(indices, numbers)`` makes its training batches with a random number for each sample, a
     uint64 that follows from (seed, epoch, index) alone. Any other is read sample by sample, and Python's,
-    NumPy's and torch's generators are seeded from (seed, epoch, index) before each ``__getitem__``:
-    augmentation depends neither on the world size, nor on the number of workers, nor on where a run was
-    resumed, and reading in the main process leaves its generators as they were.
+    NumPy's and torch's generators are seeded from (seed, epoch, index) before each ``__getitem__``. So
+    augmentation does not depend on the world size, the number of workers, or where a run was resumed.
+    Reading in the main process restores its generators.
 
     Args:
         seed: not negative.
-        on_bad_sample: ``raise``, or ``skip``: count it in ``num_skipped`` and go on without it.
-        heartbeat: told of each sample, or the first of each whole batch, before it is read.
+        on_bad_sample: ``raise``, or ``skip``: count it in ``num_skipped`` and continue without it.
+        heartbeat: records each sample, or the first of each whole batch, before it is read.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BatchReader(Dataset[Any]):
         self.heartbeat = heartbeat or Heartbeat()
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self.in_batches = fetches_batches(dataset)
-        # Shared memory: it is the worker processes that count. Its lock costs a millisecond to make.
+        # Shared memory, since worker processes count. Its lock takes a millisecond to create.
         counts = on_bad_sample == "skip" and not self.in_batches
         self._num_skipped = multiprocessing.Value("q") if counts else None
 
@@ -55,7 +55,7 @@ class BatchReader(Dataset[Any]):
         return self._num_skipped.value if self._num_skipped else 0
 
     def __getitems__(self, key: Any) -> Any:
-        """The batch, or an exception: see `answer`."""
+        """The batch, or an exception (see `answer`)."""
         try:
             return answer(self._read_batch, key)
         finally:
@@ -65,7 +65,7 @@ class BatchReader(Dataset[Any]):
         raise NotImplementedError
 
     def _read(self, epoch: int, index: int) -> Any | None:
-        """The sample, or None where it is broken and may be skipped."""
+        """The sample, or None if it is broken and may be skipped."""
         self.heartbeat.read(index)
         seed_generators(self.seed, epoch, index)
         try:
@@ -73,20 +73,20 @@ class BatchReader(Dataset[Any]):
         except BROKEN_DATA as error:
             reason = f"sample {index} of {name_of(self.dataset)} cannot be read: {error}"
             if self._num_skipped is None:
-                raise UserError(f"{reason}; mend it, or set data.on_bad_sample=skip") from error
+                raise UserError(f"{reason}; fix it, or set data.on_bad_sample=skip") from error
             with self._num_skipped.get_lock():
                 self._num_skipped.value += 1
             logger.warning("%s; skipped", reason)
             return None
 
     def _read_or_next(self, epoch: int, index: int) -> Any:
-        """The sample or, so that every batch is full, the next one that can be read."""
+        """The sample, or the next one that can be read, so that every batch is full."""
         for candidate in range(index, index + MAX_REPLACEMENTS):
             sample = self._read(epoch, candidate % self.num_samples)
             if sample is not None:
                 return sample
         raise UserError(
-            f"none of the {MAX_REPLACEMENTS} samples from index {index} on can be read; "
+            f"{MAX_REPLACEMENTS} samples in a row from index {index} on cannot be read; "
             "data.on_bad_sample=raise shows why"
         )
 
@@ -110,7 +110,7 @@ class TrainReader(BatchReader):
 class EvalReader(BatchReader):
     """Reads indices as EvalSampler yields them into (batch, indices); a skipped sample is left out of both.
 
-    With nothing to read, one sample fills in and the indices are empty.
+    Without any sample, one sample fills in and the indices are empty.
     """
 
     def _read_batch(self, key: list[int]) -> tuple[Any, list[int]]:
@@ -126,42 +126,42 @@ class EvalReader(BatchReader):
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:
-    """Whether the dataset hands out whole batches. A Subset always can, so ask the one it was cut from."""
+    """Whether the dataset returns whole batches. A Subset always does, so ask the dataset behind it."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return hasattr(dataset, "__getitems__")
 
 
 def sample_of(dataset: Any, index: int) -> Any:
-    """Raises ValueError, as over broken data, where the sample is None: no batch could hold it."""
+    """The sample. Raises ValueError, as for broken data, if it is None: no batch can hold it."""
     if (sample := dataset[index]) is None:
         raise ValueError("it is None")
     return sample
 
 
 def collate(fetched: Any, dataset: Any, indices: Sequence[int]) -> Any:
-    """By torch's convention whole batches may come as a list of samples; anything else is a batch already.
+    """Collate a list of samples, which torch lets `__getitems__` return; anything else is a batch already.
 
     Raises:
-        UserError: there are fewer or more samples than `indices`, or one is None.
+        UserError: the number of samples differs from that of `indices`, or one is None.
     """
     given = fetched if isinstance(fetched, list) else [fetched]
     if isinstance(fetched, list) and len(given) != len(indices):
         asked = f"{len(indices)} samples at a time, {indices[0]} the first of them"
-        raise UserError(f"{name_of(dataset)} was asked for {asked}, and gives {len(given)}; mend it")
+        raise UserError(f"{name_of(dataset)} was asked for {asked}, but returns {len(given)}; fix it")
     for index, sample in zip(indices, given, strict=False):
         if sample is None:
-            raise UserError(f"{name_of(dataset)} gives None for sample {index}; mend it")
+            raise UserError(f"{name_of(dataset)} returns None for sample {index}; fix it")
     return default_collate(fetched) if isinstance(fetched, list) else fetched
 
 
 def name_of(dataset: Any) -> str:
-    """The name of its class, or of what the run's settings have put something round."""
+    """The name of the dataset's class, without the wrappers that settings put around it."""
     return getattr(dataset, "told_as", type(dataset).__name__)
 
 
 def random_numbers(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:
-    """A uint64 for each index, from the three alone: a thousand cost what one generator's seeding does.
+    """A uint64 for each index, from the three alone. A thousand cost as much as seeding one generator.
 
     Source: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom number generators", 2014 (SplitMix64).
     """
@@ -182,7 +182,7 @@ def seed_generators(seed: int, epoch: int, index: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Put the three generators back afterwards. Costs 0.1 ms, so once for a batch and not for each sample."""
+    """Restore the three generators afterwards. Costs 0.1 ms, so use it once a batch, not for each sample."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

@@ -1,10 +1,10 @@
-"""Which samples each rank reads, and in which order: the harness's contract on the data.
+"""Which samples each rank reads, and in which order.
 
-Training: an epoch e is a permutation drawn from (seed, e) alone, and a batch its next B samples, so a run
-on 1, 2 or 8 ranks, stopped and resumed or not, sees the same batches. A run resumed with another B goes on
-at the very next sample. A remainder of less than B samples at the end of an epoch is not trained on.
-The order of a stream is its own; the slices are cut from it all the same.
-Evaluation: every sample exactly once, with as many batches on each rank as on any other.
+Training: an epoch e is a permutation drawn from (seed, e) alone, and a batch is its next B samples, so a run
+on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run resumed with another B continues with the
+very next sample. A remainder of less than B samples at the end of an epoch is not trained on.
+A stream keeps its own order; the slices are cut from it in the same way.
+Evaluation: every sample exactly once, with the same number of batches on each rank.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from trainer.errors import UserError
 class TrainSampler(Sampler[tuple[int, list[int]]]):
     """Yields (epoch, indices) for each micro-batch of this replica, from ``first_sample`` of ``epoch`` on.
 
-    Of each batch, replica r takes the items r::R, as torch's DistributedSampler hands them out. The epoch
-    travels with the indices because worker processes, which live for the whole run, need it to draw each
-    sample's random numbers.
+    Of each batch, replica r takes the items r::R, as torch's DistributedSampler does. The epoch is yielded
+    with the indices because worker processes, which live for the whole run, need it to draw each sample's
+    random numbers.
 
     Raises:
         UserError: the dataset is smaller than one global batch.
@@ -51,11 +51,11 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         self.parts: Callable[[], Iterator[tuple[int, int]]] | None = None
 
     def __len__(self) -> int:
-        """Micro-batches that the next iteration yields."""
+        """Micro-batches of the next iteration."""
         return (self.num_samples - self.first_sample) // self.batch.global_size * self.batch.accumulation
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        # A tensor, and no list of a billion numbers: data=tokens has as many.
+        # A tensor, not a list: data=tokens has a billion numbers.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_samples, generator=generator)
         epoch, batch = self.epoch, self.batch
@@ -65,14 +65,14 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
                 yield epoch, order[of_micro_batch.start : of_micro_batch.stop : of_micro_batch.step].tolist()
 
     def _parts(self) -> Iterator[tuple[int, int]]:
-        """Whose share of which step, from `first_sample` on, is read next: one's own of all that are left."""
+        """Yield (step, replica), the shares to be read next; by default this replica's share of each step."""
         if self.parts is not None:
             return self.parts()
         return ((step, self.replica) for step in range(len(self) // self.batch.accumulation))
 
 
 class TrainRequests(Sampler[Request]):
-    """What TrainSampler is to data read by index, to a stream, whose end nobody knows: without an end.
+    """The counterpart of TrainSampler for a stream, whose end is unknown: it never ends.
 
     Before the first micro-batch, it has each data worker drop what comes before ``first_sample``, until
     ``caught_up`` is set.
@@ -93,14 +93,14 @@ class TrainRequests(Sampler[Request]):
 
 
 def _numbers(first: int, batch: BatchSplit, replica: int) -> Iterator[tuple[int, range]]:
-    """Of each micro-batch from sample ``first`` on: the first number of all replicas', and this one's."""
+    """For each micro-batch from sample ``first`` on: the first number of all replicas, and this one's."""
     micro = batch.micro_size * batch.num_replicas
     for begin in itertools.count(first, micro):
         yield begin, range(begin + replica, begin + micro, batch.num_replicas)
 
 
 class EvalSampler(Sampler[list[int]]):
-    """Yields batches of the samples r::R in order; a rank that has run out yields empty lists.
+    """Yields batches of the samples r::R in order; a rank without samples left yields empty lists.
 
     Every rank yields the same number of batches, so that a model whose forward pass is collective (FSDP)
     stays in step; no sample is padded or repeated.
@@ -121,7 +121,7 @@ class EvalSampler(Sampler[list[int]]):
 
 
 class EvalRequests(Sampler[Request]):
-    """What EvalSampler is to data read by index, to a stream: without an end."""
+    """The counterpart of EvalSampler for a stream: it never ends."""
 
     def __init__(self, batch: BatchSplit, replica: int) -> None:
         self.batch, self.replica, self.reading = batch, replica, 0

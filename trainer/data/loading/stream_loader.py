@@ -1,4 +1,4 @@
-"""Loaders of streams: the same slices of the same global batches, of data that is read forward only."""
+"""Loaders of streams: the same slices of the same global batches, from data that is only read forward."""
 
 import itertools
 import logging
@@ -18,7 +18,7 @@ from trainer.faults.heartbeat import Heartbeat
 
 log = logging.getLogger(__name__)
 
-Shards = dict[int, tuple[int, Any]]  # as a StreamPosition has them
+Shards = dict[int, tuple[int, Any]]  # as in StreamPosition
 
 
 class StreamTrainLoader:
@@ -35,11 +35,11 @@ class StreamTrainLoader:
         self.num_skipped = 0
 
     def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
-        """What lies between the place that `resume` was given and ``first_sample`` is read and dropped."""
+        """Samples between the place given to `resume` and ``first_sample`` are read and dropped."""
         if parts is not None:
             raise UserError(
-                "strategy.max_staleness above 0 hands out the parts of steps as ranks ask, and a stream "
-                "is only read forward; set it to 0"
+                "strategy.max_staleness above 0 assigns parts of steps on request, but a stream is only read "
+                "forward; set it to 0"
             )
         requests, begin = self._requests, self._reader.begin
         requests.epoch, requests.first_sample, requests.reading = epoch, first_sample, requests.reading + 1
@@ -47,14 +47,14 @@ class StreamTrainLoader:
         knows_place = self._reader.keeps_place and bool(begin.shards) and begin.epoch == epoch
         if first_sample and not knows_place and self._replica == 0:
             log.warning(
-                "%s cannot say where it stood (state_dict): the first %s samples of the epoch are read and "
+                "%s cannot save its position (state_dict): the first %s samples of the epoch are read and "
                 "dropped",
                 type(self._reader.stream).__name__,
                 f"{first_sample:,}",
             )
         place = begin if knows_place else StreamPosition(self._reader.num_shards, epoch)
-        # Nothing here holds this object: in a circle, the DataLoader would be left to the garbage collector,
-        # and wait 5 s for each of its workers.
+        # Nothing here refers to this object: in a reference cycle, the DataLoader would be left to the
+        # garbage collector, and wait 5 s for each of its workers.
         batches = _caught_up(self._loader, requests, self._num_workers, self._reader.heartbeat)
         self._batches = _StepAhead(batches, self._batch.accumulation, place)
         return self._batches
@@ -65,19 +65,19 @@ class StreamTrainLoader:
 
     def resume(self, places: list[dict[str, Any]]) -> None:
         if not any(places):
-            return  # from a step between two epochs, or saved by a version that knew no streams
+            return  # saved between two epochs, or by a version without streams
         place = StreamPosition.merged(places)
         if place.num_shards != self._reader.num_shards:
             raise UserError(
                 f"the training stream was read as {place.num_shards} shards when the checkpoint was saved, "
-                f"and is now as {self._reader.num_shards}: the order of its samples is another; give it the "
-                "shards of then (data.sharded), or start a new run from these weights with model.init_from"
+                f"and is now read as {self._reader.num_shards}, which changes the order of its samples; use "
+                "the former number (data.sharded), or start a new run from these weights with model.init_from"
             )
         self._reader.begin = place
 
 
 class StreamEvalLoader:
-    """An EvalLoader of data read forward, by every rank from the beginning to the end."""
+    """An EvalLoader of data read forward; every rank reads all of it."""
 
     def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
         self._reader = EvalStreamReader(dataset, share.seed, heartbeat=share.heartbeat)
@@ -93,13 +93,13 @@ class StreamEvalLoader:
             is_empty = False
             yield answer
         if is_empty:
-            raise UserError("the evaluation data is empty; train.eval_every_epochs=0 trains without")
+            raise UserError("the evaluation data is empty; set train.eval_every_epochs=0 to train without it")
 
 
 def _caught_up(
     answers: DataLoader[Any], requests: TrainRequests, num_workers: int, heartbeat: Heartbeat
 ) -> Iterator[tuple[Any, Shards]]:
-    """The batches, once every worker stands before the first."""
+    """The batches, once every worker has reached the first sample."""
     there, said = 0, time.monotonic()
     for answer in raise_errors(answers):
         if answer is None:
@@ -108,7 +108,7 @@ def _caught_up(
             yield answer
             continue
         heartbeat.progress()
-        there = there + 1 if answer.there else 0  # the workers answer in turn
+        there = there + 1 if answer.there else 0  # workers answer in round-robin order
         requests.caught_up = there >= num_workers
         if requests.replica == 0 and time.monotonic() > said + 10:
             log.info(
@@ -118,10 +118,10 @@ def _caught_up(
 
 
 class _StepAhead(Batches):
-    """Of micro-batches whose number nobody knows: those of the next step are fetched with this one's last.
+    """Micro-batches of unknown number: those of the next step are fetched with the last one of this step.
 
     Attributes:
-        place: where the stream stands after those handed out.
+        place: the position of the stream after the micro-batches returned so far.
     """
 
     def __init__(

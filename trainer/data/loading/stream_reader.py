@@ -1,4 +1,4 @@
-"""How a stream is read: its samples by their numbers, in one process or in data workers."""
+"""How a stream is read: samples by their numbers, in the main process or in data workers."""
 
 import copy
 import time
@@ -16,12 +16,12 @@ from trainer.data.stream import has_state
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 
-_CATCH_UP_S = 1.0  # a worker says how far it is so often while it reads what is dropped
+_CATCH_UP_S = 1.0  # how often a worker reports progress while it drops samples
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where a stream stands in an epoch: of each shard the samples read, and the stream's own state then."""
+    """The position of a stream in an epoch: for each shard, the samples read and the stream's own state."""
 
     num_shards: int = 1
     epoch: int = 0
@@ -33,14 +33,14 @@ class StreamPosition:
 
     @classmethod
     def merged(cls, saved: list[dict[str, Any]]) -> "StreamPosition":
-        """What the ranks know together, each of the shards that it reads; all stand in the same epoch."""
+        """The position from what all ranks saved, each of its own shards; all are in the same epoch."""
         place = cls(saved[0]["num_shards"], saved[0]["epoch"])
         for part in saved:
             place = place.moved_on({int(shard): tuple(there) for shard, there in part["shards"].items()})
         return place
 
     def moved_on(self, shards: Mapping[int, tuple[int, Any]]) -> "StreamPosition":
-        """The farther of both in each shard: several workers read the same ones, each as far as it needs."""
+        """The farther position in each shard: several workers read the same ones, each as far as it needs."""
         farther = {
             shard: max(there, self.shards.get(shard, there), key=lambda place: place[0])
             for shard, there in shards.items()
@@ -50,12 +50,12 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class Request:
-    """What a reader is asked for: the samples of these ``numbers``.
+    """Asks a reader for the samples of these ``numbers``.
 
     Attributes:
-        reading: a number other than the one before asks for another reading of the stream.
-        first: of the numbers of all replicas in this request.
-        catch_up: only read up to ``first`` in the shards of ``numbers``, for a while.
+        reading: a new number restarts reading.
+        first: the first number over all replicas in this request.
+        catch_up: only drop samples up to ``first`` in the shards of ``numbers``, for a limited time.
     """
 
     reading: int
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True)
 class CaughtUp:
-    """The answer to ``catch_up``: up to which sample of the epoch, and whether that is all."""
+    """The answer to ``catch_up``: the sample reached, and whether it is the requested one."""
 
     number: int
     there: bool
@@ -83,7 +83,7 @@ class Cursor:
     def __init__(
         self, stream: Any, epoch: int, position: int, state: Any, before_each: Callable[[int], None]
     ) -> None:
-        """``state`` is the stream's own at ``position``; ``before_each`` is told the position to be read."""
+        """``state`` is the stream's at ``position``; ``before_each`` gets the position to be read."""
         self._stream, self._before_each = stream, before_each
         self.position = position
         if hasattr(stream, "set_epoch"):
@@ -94,7 +94,7 @@ class Cursor:
         self._next: list[Any] = []
 
     def drop_to(self, position: int) -> bool:
-        """Read and drop what comes before ``position``; False where the stream ends first."""
+        """Read and drop samples before ``position``; False if the stream ends first."""
         while self.position < position:
             if not self._fill():
                 return False
@@ -102,7 +102,7 @@ class Cursor:
         return True
 
     def reach(self, position: int) -> bool:
-        """``drop_to``, and read the sample there; False where there is none."""
+        """``drop_to``, and read the sample there; False if there is none."""
         return self.drop_to(position) and self._fill()
 
     def _fill(self) -> bool:
@@ -123,17 +123,17 @@ class Cursor:
         return self._next.pop()
 
     def place(self) -> tuple[int, Any]:
-        """Where the stream goes on; to be asked when no sample is waiting to be taken."""
+        """Where the stream continues. Called when no sample is waiting to be taken."""
         assert not self._next, "the stream's own state is beyond the sample that waits"
         return self.position, copy.deepcopy(self._stream.state_dict())
 
 
 class StreamReader(Dataset[Any]):
-    """Answers requests by reading the stream forward; made in the main process, used there or in workers.
+    """Answers requests by reading the stream forward. Created in the main process, used there or in workers.
 
     Attributes:
-        num_samples: of an epoch, where the stream knows.
-        begin: where a resumed run goes on, to be set before the first request.
+        num_samples: of an epoch, if the stream knows it.
+        begin: where a resumed run continues; set before the first request.
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class StreamReader(Dataset[Any]):
         self.heartbeat = heartbeat or Heartbeat()
         if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
             raise UserError(
-                f"data.sharded is true, but {type(stream).__name__} has not the num_shards and shard of "
+                f"data.sharded is true, but {type(stream).__name__} lacks num_shards and shard of "
                 "trainer.data.stream.Stream; set it to false"
             )
         self.num_shards: int = stream.num_shards if sharded else 1
         shards = [stream.shard(self.num_shards, i) for i in range(self.num_shards)] if sharded else [stream]
-        # Each with its state before anything is read, to which every epoch goes back.
+        # Each with its state before anything is read: every epoch starts from it.
         self._shards = [(shard, shard.state_dict() if has_state(shard) else None) for shard in shards]
         self.keeps_place = has_state(stream)
         self.num_samples = _length(stream)
@@ -158,7 +158,7 @@ class StreamReader(Dataset[Any]):
         self._number = 0  # of the sample being read
 
     def __getitems__(self, request: Request) -> Any:
-        """The answer, or an exception: see `answer`."""
+        """The answer, or an exception (see `answer`)."""
         try:
             with generators_kept():
                 if request.reading != self._reading:
@@ -171,7 +171,7 @@ class StreamReader(Dataset[Any]):
         raise NotImplementedError
 
     def _read(self, request: Request) -> list[Any]:
-        """The samples of the request up to the end of the stream."""
+        """The samples of the request, fewer at the end of the stream."""
         samples = []
         with self._reading_alone():
             for number in request.numbers:
@@ -206,9 +206,9 @@ class StreamReader(Dataset[Any]):
 
     @contextmanager
     def _reading_alone(self) -> Iterator[None]:
-        """Broken data is one message; and the stream sees no data worker, or it might share itself out.
+        """Turn broken data into one message, and hide the data worker: a stream that sees it splits itself.
 
-        torch has no public way to say so: datasets ask get_worker_info(), which returns this variable.
+        torch has no public way to do this: datasets ask get_worker_info(), which returns this variable.
         """
         torch_worker._worker_info, info = None, torch_worker._worker_info
         try:
@@ -217,7 +217,7 @@ class StreamReader(Dataset[Any]):
             raise
         except BROKEN_DATA as error:
             raise UserError(
-                f"sample {self._number} of {type(self.stream).__name__} cannot be read: {error}; mend it, or "
+                f"sample {self._number} of {type(self.stream).__name__} cannot be read: {error}; fix it, or "
                 "have the stream leave it out"
             ) from error
         finally:
@@ -225,7 +225,7 @@ class StreamReader(Dataset[Any]):
 
 
 class TrainStreamReader(StreamReader):
-    """Answers with (batch, its shards' part of a StreamPosition); with None where the stream ends before."""
+    """Answers with (batch, its shards' part of a StreamPosition), or None if the stream ends before."""
 
     def _answer(self, request: Request) -> Any:
         if request.catch_up:
@@ -249,9 +249,9 @@ class TrainStreamReader(StreamReader):
 
 
 class EvalStreamReader(StreamReader):
-    """Answers with (batch, numbers of its samples); with None where all replicas are at the end.
+    """Answers with (batch, numbers of its samples), or None if all replicas are at the end.
 
-    A replica that has run out is given the first sample of all as a filler, and no numbers.
+    A replica without samples left gets the first sample of the stream as a filler, and no numbers.
     """
 
     def _answer(self, request: Request) -> Any:

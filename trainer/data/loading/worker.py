@@ -1,5 +1,5 @@
-"""How a data worker begins and fails: known to the watch, deaf to a session's signals, never outliving its
-parent, and with words that reach it."""
+"""How a data worker starts and fails: the watch knows it, it ignores signals to the session, it ends with
+its parent, and its errors reach the parent."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ _LONGEST_TMPDIR = 70  # the path of a socket holds 107 characters, and multiproc
 
 
 class WorkerError(RuntimeError):
-    """What a data worker raised, in words; raised in the main process.
+    """An exception of a data worker, as text; raised in the main process.
 
     Attributes:
         where: file, line and function in the worker.
@@ -38,10 +38,10 @@ class WorkerError(RuntimeError):
 
 
 def answer(read: Callable[[Any], Any], request: Any) -> Any:
-    """What `read` answers; or the exception for `raise_errors` to raise again, in the main process.
+    """The result of `read`, or an exception that `raise_errors` raises in the main process.
 
-    That is a UserError or, in a worker, a WorkerError. torch ends a worker at sys.exit, and an epoch at
-    StopIteration, without a word, and waits for ever for an exception that cannot be pickled.
+    The exception is a UserError or, in a worker, a WorkerError. torch silently ends a worker at sys.exit and
+    an epoch at StopIteration, and waits forever for an exception that cannot be pickled.
     """
     try:
         return read(request)
@@ -62,23 +62,23 @@ def begin_worker(heartbeat: Heartbeat, first: int, worker_id: int) -> None:
 
 
 def keep_sockets_short() -> None:
-    """Have multiprocessing make its sockets in /tmp where TMPDIR is too long for them.
+    """Have multiprocessing create its sockets in /tmp if the path of TMPDIR is too long for them.
 
-    Called before workers are forked: each hands over its batches through a socket, and would wait for ever.
+    Called before workers are forked: each returns its batches through a socket, and would wait forever.
     """
     if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
         before, tempfile.tempdir = tempfile.tempdir, "/tmp"
         with contextlib.suppress(OSError):
-            multiprocessing.util.get_temp_dir()  # once for this process and those that it forks
+            multiprocessing.util.get_temp_dir()  # cached for this process and its forks
         tempfile.tempdir = before
 
 
 def _obey_the_main_process_alone() -> None:
-    """Let a worker outlive the signals that stop a whole session, but not its main process.
+    """Let a worker survive the signals that stop a whole session, but not its main process.
 
-    The main process may still want batches on its way to a checkpoint. A SIGTERM from it, which is how
-    DataLoader ends a worker that does not answer, counts; should it be killed, the kernel kills the worker,
-    also one that is stuck. (Workers are forked from the main thread: the kernel watches that thread.)
+    The main process may still need batches before it saves a checkpoint. A SIGTERM from it still counts:
+    DataLoader ends a worker that does not answer with it. If the main process is killed, the kernel kills the
+    worker, even a stuck one. (Workers are forked from the main thread: the kernel watches that thread.)
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Files of text or JSON lines, however large, in chunks that are the same wherever reading begins."""
+"""Files of text or JSON lines of any size, in chunks that do not depend on where reading starts."""
 
 import bisect
 import itertools
@@ -12,19 +12,19 @@ from trainer.errors import UserError
 
 CHUNK_BYTES = 2**17
 MAX_LINE_BYTES = 2**26  # a document of JSON lines has to be held in memory
-_GOES_ON = bytes(range(0x80, 0xC0))  # bytes of a character of UTF-8 but its first
+_GOES_ON = bytes(range(0x80, 0xC0))  # continuation bytes of UTF-8
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Some text: a document of JSON lines, or about 128 KiB of a file, whole lines where it has such.
+    """Some text: a document of JSON lines, or about 128 KiB of a file, in whole lines if possible.
 
     Attributes:
-        file: its number among the files.
-        offset: of its first byte in the file.
-        num_bytes: that it takes up there.
-        ends_document: whether nothing that follows belongs to it.
+        file: the file's number.
+        offset: the position of the first byte in the file.
+        num_bytes: the length in the file.
+        ends_document: whether the document ends here.
     """
 
     file: int
@@ -35,15 +35,15 @@ class TextChunk:
 
 
 class TextFiles:
-    """The files at a path, in the order of their names, as one long row of bytes.
+    """The files at a path, sorted by name, as one long row of bytes.
 
     Args:
-        path: a file, or a folder of them, sub-folders too; hidden files are left out. Those named .jsonl hold
+        path: a file, or a folder of them, sub-folders too; hidden files are left out. Files named .jsonl hold
             a JSON object on each line, all others plain text.
         field: the key of the text in such an object.
 
     Raises:
-        UserError: nothing to read there; while reading, with its place: a line without such a text.
+        UserError: there is no text; or, while reading, a line is not such an object.
     """
 
     def __init__(self, path: str | Path, field: str = "text") -> None:
@@ -55,23 +55,23 @@ class TextFiles:
             file for file in found if not any(part.startswith(".") for part in file.relative_to(root).parts)
         ]
         if packed := [file for file in self.files if file.suffix.lower() in PACKED]:
-            raise UserError(f"{packed[0]} is packed; text and JSON lines are read here: unpack it")
+            raise UserError(f"{packed[0]} is compressed, but must be text or JSON lines; decompress it")
         self.ends = list(itertools.accumulate(file.stat().st_size for file in self.files))
         if not self.ends or not self.ends[-1]:
-            raise UserError(f"{root} holds no text")
+            raise UserError(f"{root} contains no text")
 
     @property
     def num_bytes(self) -> int:
         return self.ends[-1]
 
     def chunks(self, begin: int, end: int) -> Iterator[TextChunk]:
-        """The chunks of [begin, end) of the row, from the line after the one to the line after the other."""
+        """The chunks of [begin, end) of the row; both ends are moved to the next start of a line."""
         file = bisect.bisect_right(self.ends, begin)
         start = self.ends[file - 1] if file else 0
         return self.chunks_from(file, begin - start, end)
 
     def chunks_from(self, file: int, offset: int, end: int) -> Iterator[TextChunk]:
-        """The chunks from ``offset`` in a file on up to ``end`` of the row."""
+        """The chunks from ``offset`` in a file up to ``end`` of the row."""
         for number in range(file, len(self.files)):
             start = self.ends[number - 1] if number else 0
             if start >= end:
@@ -84,7 +84,7 @@ class TextFiles:
         path = self.files[number]
         with path.open("rb") as file:
             offset = 0
-            if begin:  # into the line before, in whose middle it may be
+            if begin:  # it may lie within a line, so start one byte earlier
                 file.seek(begin - 1)
                 offset = begin - 1 + len(self._line(file, path))
             while offset < end and (line := self._line(file, path)):
@@ -101,31 +101,31 @@ class TextFiles:
 
     def _text(self, line: bytes, path: Path, offset: int) -> bytes:
         try:
-            # Half a surrogate pair, which JSON may hold and text may not, becomes a question mark.
+            # JSON may hold half a surrogate pair, which text may not: it becomes a question mark.
             return json.loads(line)[self.field].encode(errors="replace")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(
-                f"the line at byte {offset:,} of {path} is no JSON object with a text {self.field!r}: "
+                f"the line at byte {offset:,} of {path} is not a JSON object with text under {self.field!r}: "
                 f"{type(error).__name__} {error}"
             ) from error
 
     def _parts(self, number: int, begin: int, end: int) -> Iterator[TextChunk]:
-        """They end with the line that reaches a multiple of CHUNK_BYTES, or there where no line ends soon.
+        """Chunks end with the line that reaches a multiple of CHUNK_BYTES, or right there if none ends soon.
 
-        Of a character that this would cut in two, all is in the first of both.
+        A character that this would split belongs to the first chunk.
         """
         size = self.files[number].stat().st_size
         with self.files[number].open("rb") as file:
 
             def aligned(at: int) -> int:
-                """Once for all: aligned(aligned(at)) is aligned(at)."""
+                """The aligned position, a fixed point: aligned(aligned(at)) is aligned(at)."""
                 if not 0 < at < size:
                     return min(at, size)
                 file.seek(at - 1)
                 return at + max(0, file.read(CHUNK_BYTES).find(b"\n"))
 
             def whole(at: int) -> int:
-                """Past the bytes that go on with a character of UTF-8."""
+                """The position after continuation bytes of UTF-8."""
                 file.seek(at)
                 near = file.read(4)
                 rest = len(near) - len(near.lstrip(_GOES_ON))

@@ -10,7 +10,7 @@ from trainer.data.text.tokenizers import Bytes
 from trainer.data.text.windows import Windows
 from trainer.errors import UserError
 
-MAPPED_BYTES = 64 * 2**20  # a file from this size on is mapped into memory, not read
+MAPPED_BYTES = 64 * 2**20  # larger files are mapped into memory, not read
 
 
 class Text(Windows):
@@ -19,12 +19,12 @@ class Text(Windows):
     Vocabulary: the 256 bytes.
 
     Args:
-        path: a file, or a folder whose files are all read, in the order of their names, sub-folders too.
+        path: a file, or a folder whose files are all read, sorted by name, sub-folders too.
             None: ``pydoc_data.topics`` of the running Python, about half a megabyte.
 
     Raises:
-        UserError: nothing at ``path``, an argument out of range, or a text too short for one window in
-            each split.
+        UserError: ``path`` does not exist, an argument is out of range, or the text is too short for one
+            window in each split.
     """
 
     tokenizer = Bytes()
@@ -59,7 +59,7 @@ def python_reference() -> np.ndarray:
 
 
 def read_texts(path: Path) -> Iterator[np.ndarray]:
-    """The bytes at ``path``: large files mapped one by one, each run of small ones between them joined."""
+    """The bytes at ``path``: large files are mapped, consecutive small ones are joined."""
     if not path.exists():
         raise UserError(f"data.dataset.path={path} does not exist")
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]

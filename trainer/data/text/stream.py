@@ -1,4 +1,4 @@
-"""Text of any amount as a stream of windows, in little memory."""
+"""Text of any size as a stream of windows, in little memory."""
 
 import copy
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from trainer.errors import UserError
 
 
 class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Windows of ``block_size`` tokens and, one token further on, what is to be predicted, side by side.
+    """Adjacent windows of ``block_size`` tokens, with the same windows one token later as targets.
 
     The last ``eval_fraction`` of the bytes is held out, and ``eval_windows`` windows of it evaluated on. Read
-    in shards (``data.sharded``), equal parts of the bytes, each batch is of many places in the text. The
-    windows of an epoch begin elsewhere than those of the one before.
+    in shards (``data.sharded``), equal parts of the bytes, each batch comes from many places in the text. The
+    windows of each epoch begin at other positions than those of the epoch before.
 
     Args:
-        path: a file or folder of text or JSON lines, as of ``TextFiles``.
-        tokenizer: bytes | gpt2; ``vocabulary`` as of ``trainer.data.text.tokenizers.tokenizer``.
+        path: a file or folder of text or JSON lines, as for ``TextFiles``.
+        tokenizer: bytes | gpt2; ``vocabulary`` as for ``trainer.data.text.tokenizers.tokenizer``.
 
     Raises:
-        UserError: nothing at ``path``, an argument out of range.
+        UserError: there is no text at ``path``, or an argument is out of range.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
         self._begin, self._end = (num_train, self._texts.num_bytes) if split == "eval" else (0, num_train)
         self._max_windows = eval_windows if split == "eval" else None
         self._first_token = 0  # of the epoch's first window
-        self._start: dict[str, int] | None = None  # a state to go on from
+        self._start: dict[str, int] | None = None  # the state to resume from
         self._window = _Held(np.empty(0, np.uint8), [])
 
     def set_epoch(self, epoch: int) -> None:
-        self._first_token = int(epoch * 0.6180339887 % 1 * self.block_size)  # the golden ratio: never twice
+        self._first_token = int(epoch * 0.6180339887 % 1 * self.block_size)  # the golden ratio: no repeats
 
     def shard(self, num_shards: int, index: int) -> "TextStream":
         part, length = copy.copy(self), self._end - self._begin
@@ -104,10 +104,10 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class _Held:
-    """Tokens read and not yet handed out, and which chunks they are of.
+    """Tokens read but not yet returned, and the chunks they come from.
 
     Attributes:
-        origins: for each chunk the position in ``tokens`` at which it begins, its file and its offset.
+        origins: for each chunk, its first position in ``tokens``, its file and its offset.
     """
 
     def __init__(self, tokens: np.ndarray, origins: list[tuple[int, int, int]]) -> None:
@@ -131,6 +131,6 @@ class _Held:
         return taken
 
     def place(self) -> dict[str, int]:
-        """The chunk of the next token, and how many of the chunk's come before it."""
+        """The chunk of the next token, and how many tokens of the chunk come before it."""
         at, file, offset = max(origin for origin in self.origins if origin[0] <= self.position)
         return {"file": file, "offset": offset, "tokens": self.position - at}

@@ -1,6 +1,6 @@
-"""From text to tokens and back: bytes as they are, or GPT-2's byte-pair encoding.
+"""From text to tokens and back: raw bytes, or GPT-2's byte-pair encoding.
 
-A dataset of text has what it is read by as its attribute ``tokenizer``.
+A text dataset has its tokenizer as the attribute ``tokenizer``.
 """
 
 import os
@@ -18,30 +18,30 @@ NAMES = ("bytes", "gpt2")
 class Tokenizer(Protocol):
     vocab_size: int
     end: np.ndarray
-    """What stands after each document."""
+    """The tokens that follow each document."""
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each text."""
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Bytes of UTF-8, not a text: a token may end in the middle of a character."""
+        """Bytes of UTF-8, not text: a token may end in the middle of a character."""
 
 
 def tokenizer(name: str, vocabulary: str | Path | None = None) -> Tokenizer:
     """The tokenizer of that name.
 
     Args:
-        vocabulary: gpt2's, where it cannot be fetched: a file r50k_base.tiktoken, or a folder with vocab.bpe
-            and encoder.json, or merges.txt and vocab.json, as they are named elsewhere.
+        vocabulary: of gpt2, if it cannot be downloaded: a file r50k_base.tiktoken, or a folder with vocab.bpe
+            and encoder.json, or with merges.txt and vocab.json.
 
     Raises:
-        UserError: no such tokenizer, tiktoken is not installed, or there is no vocabulary.
+        UserError: the name is unknown, tiktoken is not installed, or the vocabulary is missing.
     """
     if name not in NAMES:
         raise UserError(f"tokenizer is {name}, but must be one of {', '.join(NAMES)}")
     if name == "bytes":
         if vocabulary is not None:
-            raise UserError(f"vocabulary={vocabulary} is gpt2's; the bytes are their own")
+            raise UserError(f"vocabulary={vocabulary} is for tokenizer=gpt2; tokenizer=bytes takes none")
         return Bytes()
     return Gpt2(vocabulary)
 
@@ -58,7 +58,7 @@ class Bytes:
 
 
 class Gpt2:
-    """A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, by way of tiktoken."""
+    """A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, through tiktoken."""
 
     def __init__(self, vocabulary: str | Path | None) -> None:
         try:
@@ -71,10 +71,10 @@ class Gpt2:
         if vocabulary is None:
             try:
                 self._encoding = tiktoken.get_encoding("gpt2")
-            except Exception as error:  # whatever its way to the network raises
+            except Exception as error:  # network libraries raise their own
                 raise UserError(
-                    f"the vocabulary of gpt2 cannot be fetched: {' '.join(str(error).split())[:200]}; give "
-                    "it as vocabulary: r50k_base.tiktoken, or a folder with vocab.bpe and encoder.json"
+                    f"the vocabulary of gpt2 cannot be downloaded: {' '.join(str(error).split())[:200]}; set "
+                    "vocabulary to r50k_base.tiktoken, or to a folder with vocab.bpe and encoder.json"
                 ) from error
         else:
             ranks = _ranks(Path(vocabulary))
@@ -102,7 +102,7 @@ def _ranks(vocabulary: Path) -> dict[bytes, int]:
     before, os.environ[cache] = (
         os.environ.get(cache),
         "",
-    )  # else it copies local files, by name alone
+    )  # else tiktoken caches local files, keyed by name alone
     try:
         if not vocabulary.is_dir():
             return load_tiktoken_bpe(str(vocabulary))
@@ -110,9 +110,9 @@ def _ranks(vocabulary: Path) -> dict[bytes, int]:
             if (vocabulary / merges).is_file():
                 return data_gym_to_mergeable_bpe_ranks(str(vocabulary / merges), str(vocabulary / encoder))
     except (OSError, ValueError, AssertionError, KeyError) as error:
-        raise UserError(f"vocabulary={vocabulary} is none of gpt2: {error}") from error
+        raise UserError(f"vocabulary={vocabulary} is not a vocabulary of gpt2: {error}") from error
     finally:
         del os.environ[cache]
         if before is not None:
             os.environ[cache] = before
-    raise UserError(f"vocabulary={vocabulary} holds neither vocab.bpe nor merges.txt")
+    raise UserError(f"vocabulary={vocabulary} must contain vocab.bpe or merges.txt")

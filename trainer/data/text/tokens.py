@@ -17,16 +17,16 @@ FILES = {"train": "train.bin", "eval": "val.bin"}
 
 
 class Tokens(Windows):
-    """Windows of ``block_size`` tokens of a mapped file, which may be of any size.
+    """Windows of ``block_size`` tokens of a memory-mapped file of any size.
 
     Args:
-        path: a folder with train.bin and val.bin: uint16 numbers, or what its tokens.json says.
+        path: a folder with train.bin and val.bin, of uint16 or of the dtype in its tokens.json.
         vocab_size: None takes that of tokens.json.
-        eval_windows: so many of val.bin are evaluated on; None: all.
-        vocabulary: of the tokenizer, where it cannot be fetched; only sampling asks for it.
+        eval_windows: the number of windows of val.bin to evaluate on; None: all.
+        vocabulary: of the tokenizer, if it cannot be downloaded; only sampling needs it.
 
     Raises:
-        UserError: a file is missing or too short, or nothing says how large the vocabulary is.
+        UserError: a file is missing or too short, or the size of the vocabulary is unknown.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class Tokens(Windows):
         size = vocab_size or facts.get("vocab_size")
         if size is None:
             raise UserError(
-                f"{path} has no {FACTS} that tells the size of the vocabulary; set data.dataset.vocab_size, "
+                f"{path} has no {FACTS} with the size of the vocabulary; set data.dataset.vocab_size, "
                 "50257 for GPT-2's"
             )
         file = Path(path) / FILES[split]
         dtype = np.dtype(facts.get("dtype", "uint16"))
         if not file.is_file():
             raise UserError(
-                f"{file} does not exist; python -m trainer.data.tokenize TEXT {path} makes it of text"
+                f"{file} does not exist; python -m trainer.data.tokenize TEXT {path} makes it from text"
             )
         num_bytes = file.stat().st_size
         if num_bytes // dtype.itemsize <= block_size or num_bytes % dtype.itemsize:
             raise UserError(
-                f"{file} has {num_bytes} bytes, which is no row of more than data.dataset.block_size="
+                f"{file} has {num_bytes} bytes, but must be a row of more than data.dataset.block_size="
                 f"{block_size} tokens of {dtype.itemsize} bytes"
             )
         super().__init__([np.memmap(file, dtype, mode="r")], block_size, size)
@@ -68,10 +68,10 @@ class Tokens(Windows):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What turned text into these tokens; None where no tokens.json says.
+        """The tokenizer of these tokens; None without a tokens.json.
 
         Raises:
-            UserError: it cannot be had here.
+            UserError: it is not available here.
         """
         name = self._tokenizer_name
         return None if name is None else tokenizer_named(name, self._vocabulary)
@@ -86,5 +86,5 @@ def _facts(folder: Path) -> dict[str, Any]:
         if facts["dtype"] not in ("uint16", "uint32") or not isinstance(facts["vocab_size"], int):
             raise ValueError(f"dtype {facts['dtype']}, vocab_size {facts['vocab_size']}")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not say what tokens these are: {error}") from error
+        raise UserError(f"{path} does not describe the tokens: {error}") from error
     return facts

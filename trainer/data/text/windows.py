@@ -1,4 +1,4 @@
-"""Windows of tokens: side by side for evaluation, for training drawn anew each epoch."""
+"""Windows of tokens: adjacent for evaluation, drawn at random each epoch for training."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ from trainer.errors import UserError
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of ``block_size`` tokens and, one token further on, what is to be predicted.
+    """Windows of ``block_size`` tokens, with the same windows one token later as targets.
 
-    By index, they are windows ``numbers`` of those that lie side by side in the texts. Drawn, each begins up
-    to ``block_size - 1`` tokens later than that, as far as its text goes, held-out windows left alone: an
-    epoch reads all of the text about once, but never in the same pieces.
+    By index, they are windows ``numbers`` of the adjacent windows of the texts. Drawn, each begins up
+    to ``block_size - 1`` tokens later, as far as its text goes and without held-out windows: an
+    epoch reads all of the text about once, but at other boundaries each time.
 
     Args:
-        texts: arrays of an integer dtype, mapped files or not; no window reaches from one into the next.
+        texts: arrays of an integer dtype, mapped files or not; no window spans two texts.
         vocab_size: tokens are 0 to ``vocab_size - 1``.
         numbers: of the windows; None: all.
     """
@@ -28,7 +28,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self, texts: Sequence[np.ndarray], block_size: int, vocab_size: int, numbers: range | None = None
     ) -> None:
         self.block_size, self.vocab_size = block_size, vocab_size
-        # Overlapping views, a row for each position: no token is read before it is fetched.
+        # Overlapping views, a row for each position: a token is read only when it is fetched.
         self._views = [sliding_window_view(text, block_size + 1) for text in texts if len(text) > block_size]
         num_windows = [-(-len(view) // block_size) for view in self._views]
         self._starts = np.cumsum([0, *num_windows])  # the window at which each text begins
@@ -51,13 +51,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self._fetch(*self._places(np.asarray(indices) + self.numbers.start))
 
     def draw(self, indices: Sequence[int], numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-        """As ``__getitems__``, each window moved on by its random number."""
+        """As ``__getitems__``, each window shifted by its random number."""
         which, positions = self._places(np.asarray(indices) + self.numbers.start)
         positions = positions + (numbers % np.uint64(self.block_size)).astype(np.int64)
         return self._fetch(which, np.minimum(positions, self._lasts[which]))
 
     def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The text of each window, and the position in it."""
+        """The text of each window, and its position there."""
         which = self._starts.searchsorted(numbers, side="right") - 1
         return which, (numbers - self._starts[which]) * self.block_size
 
@@ -68,8 +68,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             rows[chosen] = self._views[text][positions[chosen]]
         if rows.max() >= self.vocab_size:
             raise UserError(
-                f"the data holds token {rows.max()}, but data.dataset.vocab_size is {self.vocab_size}: 0 "
-                f"to {self.vocab_size - 1} are tokens; give the size of the vocabulary that it was made with"
+                f"the data contains token {rows.max()}, but data.dataset.vocab_size={self.vocab_size} allows "
+                f"0 to {self.vocab_size - 1}; set the size of the vocabulary that the data was made with"
             )
         batch = torch.from_numpy(rows)
         return batch[:, :-1], batch[:, 1:]
