@@ -133,7 +133,7 @@ def test_by_hand_in_the_settings(told: Told) -> None:
         (PMI | {"MASTER_ADDR": ""}, (), r"PMI_SIZE=4, but nothing says where rank 0 is"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process was not started by srun"),
         ({}, ("distributed.rank=1",), r"distributed.rank=1, but distributed.world_size is not set"),
-        ({}, ("distributed.init_method=tcp://a:1",), r"tcp://a:1 leaves open which process this is"),
+        ({}, ("distributed.init_method=tcp://a:1",), r"tcp://a:1 does not say which process this is"),
         ({}, ("distributed.init_method=tcp://a",), r"init_method is tcp://a, but must be env://, tcp://HOST:PORT"),
     ],
 )  # fmt: skip

@@ -50,7 +50,7 @@ def test_a_controller_that_is_away_is_waited_for(
 
     monkeypatch.setattr("trainer.launch.slurm._SILENT_S", -1.0)
     answers.append(away)
-    with pytest.raises(UserError, match=r"SLURM has said nothing of job 7 .* squeue -j 7 tells"):
+    with pytest.raises(UserError, match=r"SLURM has not answered about job 7 .* squeue -j 7 once"):
         slurm._wait("7", tmp_path / "stop")
     answers.append(("", "slurm_load_jobs error: Invalid job id specified\n", 1))
     assert slurm._wait("7", tmp_path / "stop") == 1

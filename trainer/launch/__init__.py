@@ -1,1 +1,1 @@
-"""How the processes of a run come to be, and how they end. Imports no torch."""
+"""How the processes of a run start, and how they end. Does not import torch."""

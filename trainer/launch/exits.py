@@ -27,10 +27,10 @@ _FINAL = {error.exit_code for error in (UserError, NonFiniteLossError, StoppedBy
 
 @contextmanager
 def exits() -> Iterator[None]:
-    """Turn exceptions into what a person and torchrun see.
+    """Turn exceptions into messages and exit codes.
 
     A `RunEndError` becomes its message and exit code; HYDRA_FULL_ERROR=1 shows its traceback too. Any other
-    exception keeps its traceback, and torchrun is told of it as the root cause.
+    exception keeps its traceback, and is recorded for torchrun as the root cause.
     """
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
@@ -40,7 +40,8 @@ def exits() -> Iterator[None]:
     except (RunEndError, HydraException, OmegaConfBaseException) as error:
         message = str(error) if isinstance(error, RunEndError) else in_words(error)
         status = getattr(error, "exit_code", UserError.exit_code)
-        # Before all had met, torchrun may have asked: some other rank died, and it is about to restart.
+        # Before the ranks have met, the stop may be torchrun's: another rank died, and it is about to
+        # restart.
         if not (isinstance(error, StoppedBySignal) and error.step is None):
             _tell_next_attempt(status, message)
         if wants_traceback:
@@ -57,13 +58,13 @@ def exits() -> Iterator[None]:
 
 
 def _end_with_the_launcher() -> None:
-    """Die with torchrun until the run takes over (see StopRequest): there is nothing to save."""
+    """Die with torchrun until StopRequest takes over: there is nothing to save yet."""
     if place().under_torchrun and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_as_before() -> None:
-    """torchrun restarts after any end; one that a restart cannot help comes again at once, as it was."""
+    """Raise the error of the attempt before if a restart cannot help: torchrun restarts after any error."""
     word, restarts = _last_word(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if word is not None and restarts:
         word = word.parents[1] / f"attempt_{restarts - 1}" / word.name
@@ -82,43 +83,43 @@ def _tell_next_attempt(status: int, message: str) -> None:
 
 
 def _last_word() -> Path | None:
-    """The file in which this attempt's ranks on this host tell how it ended for good.
+    """The file in which this attempt's ranks on this host record an end that a restart cannot help.
 
-    It lies in the directory that torchrun has for the attempt, and makes anew when it stops all ranks only to
-    start them again, as hosts come or go; other launchers do not restart such ends.
+    It lies in torchrun's directory for the attempt. torchrun creates a new one when it restarts all ranks
+    only because hosts join or leave. Other launchers do not restart after such ends.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] / "ringmaster_end.json" if error_file is not None else None
 
 
 def refuse_sweep_in_ranks() -> None:
-    """A sweep inside ranks would run on every one of them at once; each trial must be a launch of its own."""
+    """A sweep inside ranks would run on all of them at once; each trial must be its own launch."""
     if place().among_ranks:
         raise UserError(
             f"-m (multirun) inside {place().launcher or 'ranks'} starts every trial on every rank; sweep "
-            "outside, where each trial is a launch of its own: python train.py -m optim.lr=0.1,0.01 "
+            "outside, where each trial is its own launch: python train.py -m optim.lr=0.1,0.01 "
             "launch=local launch.processes=2"
         )
 
 
 def _say_once(message: str) -> None:
-    """Print for all ranks: rank 0 at once; another only if rank 0 then lives on, and so had nothing to say.
+    """Print one message for all ranks: rank 0 at once, another rank only if rank 0 then still runs.
 
-    torchrun and launch=local end the other ranks as soon as rank 0 has left.
+    torchrun and launch=local end the other ranks as soon as rank 0 has exited.
     """
     rank = told_rank()
     if rank:
-        time.sleep(10 if launched_by() == "local" else 3)  # a slow exit of rank 0 costs nothing there
+        time.sleep(10 if launched_by() == "local" else 3)  # rank 0 may exit slowly
     if _said_on_this_host(message):
         return
     print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr, flush=True)
 
 
 def _said_on_this_host(message: str) -> bool:
-    """Whether another rank has said the same, as one does that rank 0, on a slow machine, comes after.
+    """Whether another rank has printed the same, which happens if rank 0 exits slowly.
 
-    Beside its ranks' error files torchrun has a directory for each attempt, gone when it ends; no other
-    launcher has.
+    torchrun has a directory for each attempt beside its ranks' error files, and removes it at the end; other
+    launchers have none.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
@@ -128,6 +129,6 @@ def _said_on_this_host(message: str) -> bool:
         mark.touch(exist_ok=False)
     except FileExistsError:
         return True
-    except OSError:  # then rather twice than not at all
+    except OSError:  # twice is better than never
         return False
     return False

@@ -1,4 +1,4 @@
-"""Start this program anew, in a process and session of its own that does not outlive who started it."""
+"""Starts this program in a new process and session, which ends with the process that started it."""
 
 import ctypes
 import os
@@ -27,16 +27,16 @@ def start(
 ) -> subprocess.Popen[Any]:
     """Start a run with this command line; its exit status is the run's own (0, 1, 2, 3, 75: see README).
 
-    The process leads a session, so that a Ctrl-C at the terminal does not reach it: whoever starts it passes
-    the signal on. It is killed when the *thread* that called this ends, so call from one that stays. What a
-    launcher around this process told it about its place is not passed on.
+    The process leads a session, so a Ctrl-C at the terminal does not reach it: the caller passes the signal
+    on. It is killed when the *thread* that called this ends, so call it from one that stays. Variables in
+    which a launcher told this process its rank are removed.
 
     Args:
         argv: overrides, and options of Hydra's; `run_dir=D launch=local launch.processes=2` for instance.
-        module: another program than train.py, as in python -m trainer.evaluate.
+        module: run this module in place of train.py, as in python -m trainer.evaluate.
         devices: the GPUs that it may see, as in CUDA_VISIBLE_DEVICES; None: all that this process sees.
-        launcher: who starts ranks, which are then not to launch any themselves.
-        environment: added to this process's.
+        launcher: the launcher that starts the ranks, which then launch none themselves.
+        environment: variables added to this process's.
         popen: for subprocess.Popen (stdout, cwd, ...).
     """
     variables = {name: value for name, value in os.environ.items() if not TELLING.match(name)}
@@ -44,7 +44,7 @@ def start(
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     command = program()
-    if module is not None:  # -P: no folder of the user's takes the place of a package of ours
+    if module is not None:  # -P: no folder of the user hides one of this project's packages
         command = [sys.executable, "-P", "-m", module]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
@@ -53,35 +53,35 @@ def start(
 
 
 def told_to_ranks(launcher: str | None) -> dict[str, str]:
-    """The variables by which a process knows who started it, and where its user's classes are."""
+    """The variables that tell a process who started it, and where the user's classes are."""
     told = {_PATH: os.pathsep.join(_own_folders()), "PYTHONUNBUFFERED": "1"}
     return told if launcher is None else told | {_LAUNCHER: launcher}
 
 
 def launched_by() -> str | None:
-    """The launcher of ours that started this process as one rank of a run."""
+    """The launcher of this project that started this process as a rank of a run."""
     return os.environ.get(_LAUNCHER)
 
 
 def is_watched(here: Place) -> bool:
-    """Whether a launcher on this host waits for this process, which must not outlive it (StopRequest)."""
+    """Whether a launcher on this host waits for this process, which must end with it (StopRequest)."""
     return launched_by() == "local" or here.under_torchrun
 
 
 def die_with_parent() -> None:
-    """Leave nothing running when whoever called `start` is gone, however it went (Linux only)."""
+    """End this process when the one that called `start` ends, for any reason (Linux only)."""
     parent = os.environ.pop(_PARENT, None)
     if parent is not None and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(parent):  # it went before we asked
+        if os.getppid() != int(parent):  # it ended before the call above
             os._exit(1)
 
 
 def extend_path() -> None:
-    """Let `_target_`s be found beside the user's program: in the current directory, or where who called
-    `start` would have found them.
+    """Find `_target_`s beside the user's program: in the current directory, or where the caller of `start`
+    finds them.
 
-    The packages `trainer` and `models` are loaded by now, so that no folder of that name takes their place.
+    The packages `trainer` and `models` are imported already, so no folder of that name hides them.
     """
     told = os.environ.get(_PATH)
     folders = [str(Path.cwd())] if told is None else told.split(os.pathsep)
@@ -89,7 +89,7 @@ def extend_path() -> None:
 
 
 def _own_folders() -> list[str]:
-    """What a user has added to sys.path: all but Python's own, and this project."""
+    """The folders that a user added to sys.path: all but Python's own and this project's."""
     installed = (sys.prefix, sys.base_prefix, sys.exec_prefix)
     folders = [str(Path(folder).resolve()) for folder in (*sys.path, ".")]
     return [
@@ -100,6 +100,6 @@ def _own_folders() -> list[str]:
 
 
 def program() -> list[str]:
-    """This program, in its source tree or where it is installed, whatever the current directory holds."""
+    """The command of this program, from its source tree or installed, in any current directory."""
     script = _ROOT / "train.py"
     return [sys.executable, str(script)] if script.exists() else [sys.executable, "-P", "-m", "ringmaster"]

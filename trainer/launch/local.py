@@ -1,7 +1,7 @@
-"""launch=local: the processes of a run, started here and watched until the last one has ended.
+"""launch=local: starts the processes of a run here and watches them until the last one has ended.
 
-No torch in here: the launcher costs nothing to start, and each rank is a fresh interpreter, so that a program
-that has touched CUDA can launch too.
+This file does not import torch: the launcher starts fast, and each rank is a fresh interpreter, so a program
+that has used CUDA can launch too.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from trainer.launch import fresh
 from trainer.launch.place import LISTENING, place
 from trainer.launch.signals import stop_signals_to
 
-# How long the others may take to say what they saw, or to finish a save, after one has ended badly.
+# How long the other ranks may take to report, or to finish a save, after one has failed.
 _GRACE_S = 30.0
 _POLL_S = 0.05
 _OF_A_FAULT = ("status", "kind", "rank", "phase", "step", "where")
@@ -36,11 +36,11 @@ _MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteLos
 def launch(config: Config, argv: Sequence[str]) -> int:
     """Run `argv` in `launch.processes` processes on this host; return the exit status of the run.
 
-    A fault is followed by up to `launch.max_restarts` further attempts, each from the newest checkpoint. A
-    mistake, a loss that is not finite and a stop are final, and so is the same fault at the same step again.
+    After a fault, up to `launch.max_restarts` further attempts start from the newest checkpoint. A UserError,
+    a loss that is not finite and a stop are final, and so is the same fault at the same step again.
 
     Raises:
-        UserError: this process is itself one of several.
+        UserError: this process is one of several itself.
     """
     settings, processes = config.launch, _processes(config)
     assert isinstance(settings, LocalLaunchConfig)
@@ -48,9 +48,9 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     argv = [*argv, set_to("run_dir", run_dir)]
     seen: list[dict[str, Any]] = []
     for attempt in range(settings.max_restarts + 1):
-        # What it was told to go on from holds until it has saved.
+        # The given resume holds until the run has saved.
         is_told = config.resume is not None and not any(Path(run_dir, "checkpoints").glob("step_*"))
-        # Also before it has saved: its directory is a used one now.
+        # resume=auto also before the first save, since the directory is used now.
         again = ["resume=auto"] if attempt and not is_told else []
         status, stopped = _attempt([*argv, *again], processes)
         if status in (0, _MISTAKE, _NOT_FINITE, _STOPPED) or stopped or attempt == settings.max_restarts:
@@ -61,7 +61,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
             break
         seen.append(fault)
         with contextlib.suppress(OSError):
-            Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed next writes none
+            Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed writes none
         _say(f"restart {attempt + 1} of {settings.max_restarts}, from the newest checkpoint")
     return status
 
@@ -70,7 +70,7 @@ def launch_module(config: Config, module: str, argv: Sequence[str]) -> int:
     """Run `python -m MODULE ARGV` in `launch.processes` processes on this host; return its exit status.
 
     Raises:
-        UserError: this process is itself one of several.
+        UserError: this process is one of several itself.
     """
     return _attempt(argv, _processes(config), module)[0]
 
@@ -80,13 +80,13 @@ def _processes(config: Config) -> int:
     if place().among_ranks:
         raise UserError(
             f"launch=local inside {place().launcher or 'ranks'} would start {place().world_size} runs; "
-            "leave one of the two out"
+            "use only one of the two"
         )
     return config.launch.processes or _gpus(config) or 1
 
 
 def unused_run_dir() -> Path:
-    """Make and return a run directory that no other launch has taken."""
+    """Create and return a run directory that no other launch has taken."""
     base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     base.parent.mkdir(parents=True, exist_ok=True)
     for path in (base, *(Path(f"{base}-{n}") for n in range(2, 10000))):
@@ -95,17 +95,17 @@ def unused_run_dir() -> Path:
         except FileExistsError:
             continue
         return path
-    raise UserError(f"{base.parent} is full of runs; name one with run_dir=")
+    raise UserError(f"{base.parent} is full of runs; choose one with run_dir=")
 
 
 def _attempt(argv: Sequence[str], processes: int, module: str | None = None) -> tuple[int, bool]:
-    """Start the ranks and wait for them; the status they ended with, and whether somebody stopped them."""
+    """Start the ranks and wait for them; return their status, and whether a signal stopped them."""
     ranks: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
     received: list[int] = []
     try:
         with stop_signals_to(partial(_forward_to, ranks, received)):
-            # A socket that listens already leaves no free port to race for: rank 0 inherits it.
+            # A socket that already listens avoids a race for a free port: rank 0 inherits it.
             with socket.create_server(("127.0.0.1", 0)) as server:
                 for rank in range(processes):
                     ranks.append(_start(argv, rank, processes, server, module))
@@ -151,22 +151,22 @@ def _printers(process: subprocess.Popen[bytes], rank: int) -> list[threading.Thr
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Return when all have ended, or as long after the first bad end as the others are given."""
+    """Return when all have ended, or after the grace period that follows the first failure."""
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
         if deadline == float("inf") and any(codes):
-            has_told = codes[0] in (_MISTAKE, _NOT_FINITE)  # what the others would say, too
+            has_told = codes[0] in (_MISTAKE, _NOT_FINITE)  # the others would report the same
             deadline = time.monotonic() + (0 if has_told else _GRACE_S)
         time.sleep(_POLL_S)
 
 
 def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
-    """What the launcher ends with, after naming those that could not say themselves why they ended."""
+    """The launcher's exit status. Names the ranks that could not report their end themselves."""
     for rank, code in enumerate(codes):
         if code is None and codes[0] not in (_MISTAKE, _NOT_FINITE):
-            _say(f"rank {rank} was still there {_GRACE_S:.0f} s after the others, and was killed")
+            _say(f"rank {rank} was still running {_GRACE_S:.0f} s after the others had ended, and was killed")
         elif code is not None and code < 0:
-            hint = ": out of memory, or somebody's kill -9" if code == -signal.SIGKILL else ""
+            hint = ": out of memory, or kill -9" if code == -signal.SIGKILL else ""
             _say(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}")
     bad = {code for code in codes if code}
     for final in (_MISTAKE, _NOT_FINITE):
@@ -178,7 +178,7 @@ def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
 
 
 def _forward_to(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], number: int) -> None:
-    """Pass a signal on to the ranks, as SIGTERM, whatever came, and write down which.
+    """Pass a signal on to the ranks, always as SIGTERM, and record it.
 
     An interpreter that is still importing answers SIGINT with a traceback.
     """
@@ -197,7 +197,7 @@ def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:
 
 
 def _is_inherited() -> bool:
-    """Whether what a child writes to its standard streams comes out where ours does; not so in a notebook."""
+    """Whether a child's standard streams are the same as this process's; not so in a notebook."""
     try:
         return (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)
     except (OSError, ValueError):
@@ -205,8 +205,8 @@ def _is_inherited() -> bool:
 
 
 def _fault(run_dir: Path) -> tuple[str, dict[str, Any]]:
-    """What ended the last attempt, if it could still write it down: in words, and what the same fault has in
-    common with it. The words do not: pids and seconds are among them."""
+    """The message of the fault that ended the last attempt, if it was recorded, and the fields by which the
+    same fault is recognized. Messages differ: they contain pids and seconds."""
     try:
         found = load_json(run_dir / "failure.json")
         return printable(found["message"]), {name: found.get(name) for name in _OF_A_FAULT}
@@ -215,7 +215,7 @@ def _fault(run_dir: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _gpus(config: Config) -> int:
-    """How many GPUs torch would see, asked only where there is a driver: the answer costs torch's import."""
+    """How many GPUs torch sees. Asked only if there is a driver, since it takes importing torch."""
     if config.distributed.device == "cpu" or not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
         return 0
     import torch

@@ -1,8 +1,8 @@
-"""Where this process stands among those of its run, whoever started them.
+"""The rank of this process and how it meets the others, for any launcher.
 
-torchrun, srun and mpirun each tell a process its place in variables of their own; by hand it is told in
-`distributed.rank`, `distributed.world_size` and `distributed.init_method`. Two that contradict each other
-are refused: a run in which each process believes to be alone trains N times, and nobody notices for days.
+torchrun, srun and mpirun each tell a process its rank in their own variables; started by hand, a process is
+told by `distributed.rank`, `distributed.world_size` and `distributed.init_method`. Sources that contradict
+each other are refused: a run in which each process takes itself for the only one trains N times unnoticed.
 """
 
 import os
@@ -18,29 +18,29 @@ from urllib.parse import urlsplit
 from trainer.config import DistributedConfig
 from trainer.errors import UserError
 
-# Below Linux' range for outgoing connections (32768), so that none of them is in the way.
+# Below Linux's range for outgoing connections (32768), so that none of them takes the port.
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 ENV = "env://"
-# What tells a process its place: none of it holds for one that this process starts.
+# Variables that tell a process its rank; they do not apply to a process that this one starts.
 TELLING = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*"
     r"|PMIX?_.*|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_.*)|RINGMASTER_(STORE_FD|LAUNCHER))$"
 )
 LISTENING = "RINGMASTER_STORE_FD"  # a socket that rank 0 has inherited, for the store at MASTER_PORT
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun, and by nobody else
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun only
 
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a run. What nobody told it is None, and found out when the ranks meet."""
+    """One process of a run. None means unknown: it is found out when the ranks meet."""
 
     rank: int
     world_size: int
     local_rank: int | None
     local_world_size: int | None
     host: int | None  # index of the host
-    launcher: str | None  # None: started by hand or all alone
-    init_method: str | None  # where the ranks meet: a URL as torch knows it; None: there is no other rank
+    launcher: str | None  # None: started by hand, or the only process
+    init_method: str | None  # where the ranks meet, a URL for torch; None: the only rank
 
     @property
     def under_torchrun(self) -> bool:
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _LauncherVariables:
-    """The names under which one launcher tells a process its place; "" where it does not."""
+    """The variables in which one launcher tells a process its rank; "" if it does not."""
 
     launcher: str | None
     rank: str
@@ -77,11 +77,11 @@ _PMI = _LauncherVariables("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "
 
 
 def place(settings: DistributedConfig | None = None) -> Place:
-    """Return where this process stands, by `settings` and by its environment.
+    """Return the rank of this process, from `settings` and the environment.
 
     Raises:
-        UserError: variables that contradict each other, that are incomplete or that are no numbers; ranks
-            that have no way to meet.
+        UserError: variables contradict each other, are incomplete or are not numbers; or the ranks have no
+            way to meet.
     """
     told = dict(os.environ)
     init_method = ENV
@@ -97,7 +97,7 @@ def place(settings: DistributedConfig | None = None) -> Place:
         _refuse_tasks_without_srun(told)
         if init_method != ENV:
             raise UserError(
-                f"distributed.init_method={init_method} leaves open which process this is; add "
+                f"distributed.init_method={init_method} does not say which process this is; add "
                 "distributed.rank=0 distributed.world_size=2, and so on for each process"
             )
         return Place(0, 1, 0, 1, 0, None, None)
@@ -124,7 +124,7 @@ def place(settings: DistributedConfig | None = None) -> Place:
 
 
 def told_rank() -> int:
-    """The rank that the environment tells, for messages, even where `place` would refuse it."""
+    """The rank from the environment, for messages, even if `place` would refuse it."""
     for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN):
         if (rank := os.environ.get(source.rank, "")).isdigit():
             return int(rank)
@@ -132,9 +132,9 @@ def told_rank() -> int:
 
 
 def publish(here: Place) -> None:
-    """Tell a process that stands among others its place as torchrun would have, for the code of others.
+    """Set the variables that torchrun would set, for other libraries.
 
-    Only a process that this run has to itself: a second run in it would find what the first one left.
+    Only in a process that holds this run alone: a second run in it would read those of the first.
     """
     if here.world_size > 1:
         told: dict[str, object] = {
@@ -149,9 +149,9 @@ def publish(here: Place) -> None:
 
 
 def _source(told: Mapping[str, str]) -> _LauncherVariables | None:
-    """The source that knows best, once all that say anything agree with it; None: nothing says anything."""
+    """The most reliable source, after a check that all others agree with it; None: there is no source."""
     found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, told)]
-    # Alone in its step, a process may still be one of others: a shell within srun, an srun for each rank.
+    # The only task of its step may still be one of several ranks: a shell within srun, or an srun for each.
     if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:
         others_tell = {_SETTINGS.rank, _SETTINGS.world_size} <= told.keys()
         crowd = [source for source in found if source is _ENVIRONMENT or _number(told, source.world_size) > 1]
@@ -172,7 +172,7 @@ def _speaks(source: _LauncherVariables, told: Mapping[str, str]) -> bool:
     if source is _SRUN:
         return source.world_size in told
     if source is _PMI and _SRUN.world_size in told and _PMI.local_rank not in told:
-        return False  # srun --mpi=pmi2 says the same twice; MPICH's own launcher names the local rank, too
+        return False  # srun --mpi=pmi2 sets both; MPICH's own launcher sets the local rank, too
     return _complete(source, told)
 
 
@@ -195,11 +195,11 @@ def _compare(told: Mapping[str, str], one: _LauncherVariables, other: _LauncherV
 
 def _refuse_one_torchrun_each(told: Mapping[str, str], outer: _LauncherVariables) -> None:
     """Around torchrun, another launcher starts one agent for each host: its tasks are not the ranks."""
-    # An elastic torchrun may begin with fewer hosts than there are tasks, but not each task with its own.
+    # An elastic torchrun may start with fewer hosts than tasks, but not as one torchrun for each task.
     if told.get("GROUP_WORLD_SIZE") == "1" and told.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         raise UserError(
             f"{_shown(told, outer.world_size)}, but torchrun's GROUP_WORLD_SIZE=1: each task of "
-            f"{outer.launcher} starts a run of its own; give torchrun --nnodes and --rdzv-endpoint, or leave "
+            f"{outer.launcher} starts its own run; give torchrun --nnodes and --rdzv-endpoint, or leave "
             "it out"
         )
 
@@ -207,18 +207,18 @@ def _refuse_one_torchrun_each(told: Mapping[str, str], outer: _LauncherVariables
 def _refuse_tasks_without_srun(told: Mapping[str, str]) -> None:
     if "SLURM_PROCID" in told and "SLURM_NTASKS" in told and _number(told, "SLURM_NTASKS") > 1:
         raise UserError(
-            f"{_shown(told, 'SLURM_NTASKS')}, but this process was not started by srun, and would train all "
+            f"{_shown(told, 'SLURM_NTASKS')}, but this process was not started by srun, and would train "
             "alone; write `srun python train.py ...`, or ask for --ntasks=1"
         )
 
 
 def _meeting_point(told: Mapping[str, str], source: _LauncherVariables, alone_on_host: bool) -> str:
-    """Return tcp://HOST:PORT of rank 0; MASTER_ADDR and MASTER_PORT come before anything that we derive."""
+    """Return tcp://HOST:PORT of rank 0; MASTER_ADDR and MASTER_PORT take precedence over derived values."""
     address, port = told.get("MASTER_ADDR"), told.get("MASTER_PORT")
     job = told.get("PMIX_NAMESPACE")
     if source is not _SRUN and alone_on_host:
         address = address or "127.0.0.1"
-        # Every process of an mpirun has the same parent on one host, should it give no name to the job.
+        # Without a job name, use the parent: all processes of an mpirun on one host have the same.
         job = job or (str(os.getppid()) if source in (_OPEN_MPI, _PMI) else None)
     elif "SLURM_JOB_NODELIST" in told:
         address = address or resolvable(
@@ -226,21 +226,21 @@ def _meeting_point(told: Mapping[str, str], source: _LauncherVariables, alone_on
         )
         job = f"{told['SLURM_JOB_ID']}.{told.get('SLURM_STEP_ID')}" if source is _SRUN else job
     if not address:
-        hint = " (mpirun -x MASTER_ADDR=HOST hands it to all)" if source is _OPEN_MPI else ""
+        hint = " (mpirun -x MASTER_ADDR=HOST passes it to all)" if source is _OPEN_MPI else ""
         raise UserError(
             f"{_shown(told, source.world_size)}, but nothing says where rank 0 is: set MASTER_ADDR to a name "
-            f"of its host{hint}, or give distributed.init_method=tcp://HOST:PORT"
+            f"of its host{hint}, or set distributed.init_method=tcp://HOST:PORT"
         )
     if port is None and job is None:
         raise UserError(
-            f"MASTER_ADDR={address} is set, but MASTER_PORT is not; any port that is free there will do"
+            f"MASTER_ADDR={address} is set, but MASTER_PORT is not; set it to any port that is free there"
         )
     number = _number(told, "MASTER_PORT") if port is not None else derived_port(str(job))
     return f"tcp://{f'[{address}]' if ':' in address else address}:{number}"
 
 
 def derived_port(job: str) -> int:
-    """A port that all ranks of a job can name without asking anybody; two jobs rarely share one."""
+    """A port that all ranks of a job derive without communication; two jobs rarely share one."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 
@@ -251,7 +251,7 @@ def first_node(nodes: str) -> str:
 
 
 def resolvable(node: str) -> str:
-    """`node`, or the address that SLURM has for it where its name is known to SLURM alone."""
+    """`node`, or the address that SLURM has for it if only SLURM knows its name."""
     try:
         socket.getaddrinfo(node, None)
     except OSError:

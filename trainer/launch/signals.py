@@ -1,4 +1,4 @@
-"""A signal asks for a stop; the loop decides where: at the next step boundary, on all ranks at once."""
+"""A signal asks for a stop; the loop stops at the next step boundary, on all ranks at once."""
 
 import ctypes
 import os
@@ -13,8 +13,8 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-# One of its own for the death of the launcher, which nobody else sends: a launcher that first passes SIGTERM
-# on and then dies has asked once.
+# A separate signal for the death of the launcher, sent by nothing else: a launcher that first passes SIGTERM
+# on and then dies has asked only once.
 _LAUNCHER_DIED = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 1
 
 # Slurm signals the whole step and torchrun passes the same signal on: one request may arrive twice.
@@ -23,14 +23,14 @@ _SAME_REQUEST_S = 0.5
 
 class StopRequest:
     """A flag set by SIGTERM, SIGINT, SIGHUP or SIGUSR1 while the ``with`` block runs, or by the death of the
-    launcher, where there is one; a second signal ends the process.
+    launcher, if there is one; a second signal ends the process.
 
-    The flag belongs to this process alone: ranks agree on it by a reduction at each step boundary. Must be
-    entered in the main thread, as Python delivers signals there. A handler only runs between two bytecodes,
-    so a rank that waits inside a collective answers when the collective returns.
+    The flag is local to this process: ranks agree on it by a reduction at each step boundary. Enter it in the
+    main thread, since Python delivers signals there. A handler only runs between two bytecodes, so a rank
+    that waits inside a collective answers when the collective returns.
 
     Args:
-        launched: by a process that this one must not outlive, as torchrun's agent.
+        launched: by a process that this one must not outlive, such as torchrun's agent.
     """
 
     def __init__(self, launched: bool = False) -> None:
@@ -55,8 +55,8 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if _LAUNCHER_DIED in self._previous:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing is left to save ...
-            if os.getppid() != self._parent:  # ... and nobody waits for the interpreter to take itself apart
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing is left to save
+            if os.getppid() != self._parent:  # end soon: nothing waits for the interpreter's teardown
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(1)
         for number, handler in self._previous.items():
@@ -71,7 +71,7 @@ class StopRequest:
             os.kill(os.getpid(), number)
 
     def _on_death(self, number: int, frame: FrameType | None) -> None:
-        # The kernel tells of the end of the thread that started this process, too.
+        # The kernel also signals the end of the thread that started this process.
         if os.getppid() != self._parent and self.signal is None:
             self.signal, self._first_at_s = signal.SIGTERM, time.monotonic()
 
@@ -80,7 +80,7 @@ class StopRequest:
 def stop_signals_to(act: Callable[[int], None]) -> Iterator[None]:
     """Call `act` with the number of each signal that asks for a stop, while the ``with`` block runs.
 
-    Does nothing in another thread than the main one, the only one to which Python delivers signals.
+    Does nothing outside the main thread, the only one to which Python delivers signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,7 @@
-"""launch=slurm: the run as a job, by a script that a person can read, submitted through submitit.
+"""launch=slurm: the run as a job, with a readable script, submitted through submitit.
 
-submitit writes the directives and submits; what it would run in the job is replaced by the command itself, as
-srun gives each task its place and every rank answers the signal before the time is over, not rank 0 alone.
+submitit writes the directives and submits. The command that it would run in the job is replaced by ours: srun
+then tells each task its rank, and every rank, not only rank 0, gets the signal before the time limit.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from trainer.launch.local import unused_run_dir
 
 _POLL_S = 2.0
 _SILENT_S = 600.0
-# srun ends the others that long after the first task has ended: a rank that hangs would keep the job.
+# srun ends the other tasks this long after the first has ended: a rank that hangs would keep the job.
 _LAST_TASK_S = 120
 _OVER = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"}
 _OVER |= {"NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
 
 
 def launch(config: Config, argv: Sequence[str]) -> int:
-    """Submit the run, say its job and its logs, and wait for its end unless told not to; return its status.
+    """Submit the run, print its job and logs, and wait for its end unless told not to; return its status.
 
     Raises:
-        UserError: submitit or SLURM is not there, or SLURM refuses the job.
+        UserError: submitit or SLURM is missing, or SLURM refuses the job.
     """
     settings = config.launch
     assert isinstance(settings, SlurmLaunchConfig)
@@ -50,13 +50,13 @@ def launch(config: Config, argv: Sequence[str]) -> int:
         return 0
     if shutil.which("sbatch") is None:
         raise UserError(
-            "launch=slurm needs SLURM's sbatch, which is not here; launch.dry_run=true prints its script"
+            "launch=slurm needs SLURM's sbatch, which is not here; launch.dry_run=true prints the script"
         )
     (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
     (run_dir / "slurm" / "stop").unlink(missing_ok=True)
     try:
         job = executor._submit_command(command)
-    except Exception as error:  # submitit has its own, and subprocess's
+    except Exception as error:  # those of submitit and of subprocess
         raise UserError(f"SLURM refuses the job: {str(error).strip()}") from error
     print(f"job {job.job_id}  ->  tail -f {run_dir}/slurm/{job.job_id}_*.out", flush=True)
     return _wait(job.job_id, run_dir / "slurm" / "stop") if settings.wait else 0
@@ -69,11 +69,11 @@ def _executor(settings: SlurmLaunchConfig, folder: Path) -> Any:
         raise UserError("launch=slurm needs submitit: pip install 'ringmaster-trainer[slurm]'") from error
 
     class Script(submitit.SlurmExecutor):
-        """A job that is a command, with no pickled function behind it."""
+        """A job that is a command, without a pickled function."""
 
         @classmethod
         def affinity(cls) -> int:
-            return 2  # also where there is no SLURM: for the script alone
+            return 2  # enough for a dry run without SLURM
 
     executor = Script(folder=folder)
     teardown = ["status=$?"]
@@ -94,7 +94,7 @@ def _executor(settings: SlurmLaunchConfig, folder: Path) -> Any:
     further = {"signal": f"USR1@{settings.save_before_s}", "requeue": settings.requeue}
     executor.update_parameters(
         **{name: value for name, value in told.items() if value is not None},
-        time=settings.time,  # also None, the partition's own limit: left out it would be submitit's 5 minutes
+        time=settings.time,  # None is the partition's limit; without it submitit sets 5 minutes
         setup=[*settings.setup, *exports],
         teardown=[*teardown, "exit $status"],
         stderr_to_stdout=True,
@@ -105,12 +105,12 @@ def _executor(settings: SlurmLaunchConfig, folder: Path) -> Any:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """What each task runs; a job that was put back goes on from its newest checkpoint."""
+    """The command of each task; a requeued job resumes from its newest checkpoint."""
     return f"{shlex.join([*fresh.program(), *argv])} ${{SLURM_RESTART_COUNT:+resume=auto}}"
 
 
 def _wait(job: str, stop: Path) -> int:
-    """Wait for the end of a job, however often it is put back; a signal has it save and stop for good."""
+    """Wait for the end of a job, even if it is requeued; a signal has it save and stop for good."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.touch()
@@ -148,10 +148,10 @@ def _wait(job: str, stop: Path) -> int:
 
 
 def _state(job: str) -> tuple[str, int]:
-    """State and exit status as SLURM tells them; ("", 1) once it has forgotten the job.
+    """The job's state and exit status; ("", 1) once SLURM has forgotten the job.
 
     Raises:
-        ConnectionError: it does not answer, in its words.
+        ConnectionError: SLURM does not answer; the message is scontrol's.
     """
     asked = ["scontrol", "--oneliner", "show", "job", job]
     try:
@@ -167,9 +167,9 @@ def _state(job: str) -> tuple[str, int]:
 
 
 def _bear(job: str, error: ConnectionError, silent_s: float) -> None:
-    """Raise UserError once SLURM has been silent for long: its controller may start anew, and jobs go on."""
+    """Raise UserError once SLURM has been silent for long: a restart of its controller does not end jobs."""
     if silent_s > _SILENT_S:
         raise UserError(
-            f"SLURM has said nothing of job {job} for {silent_s:.0f} s ({error}); the job may go on: squeue "
-            f"-j {job} tells, once SLURM answers"
+            f"SLURM has not answered about job {job} for {silent_s:.0f} s ({error}); the job may still run: "
+            f"ask squeue -j {job} once SLURM answers"
         )
