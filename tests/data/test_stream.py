@@ -80,7 +80,7 @@ def test_without_a_state_it_is_said_that_all_is_read_again(caplog: pytest.LogCap
     read(train_loader(Numbers(), 8), 0, 16)
     read(train_loader(Numbers(), 8, 2, 1), 0, 16)  # the first rank speaks for all
     assert [record.getMessage() for record in caplog.records] == [
-        "Numbers cannot say where it stood (state_dict): the first 16 samples of the epoch are read and dropped"
+        "Numbers cannot save its position (state_dict): the first 16 samples of the epoch are read and dropped"
     ]
 
 
@@ -144,11 +144,11 @@ def test_none_of_a_stream_is_no_sample() -> None:
 
 
 def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
-    with pytest.raises(UserError, match="Numbers is a stream, and itself has to leave out"):
+    with pytest.raises(UserError, match="Numbers is a stream, which has to leave out by itself"):
         train_loader(Numbers(), 8, on_bad_sample="skip")
-    with pytest.raises(UserError, match="Numbers has not the num_shards and shard"):
+    with pytest.raises(UserError, match="Numbers lacks num_shards and shard"):
         train_loader(Numbers(), 8, sharded=True)
-    with pytest.raises(UserError, match="range is no stream: it is read by index"):
+    with pytest.raises(UserError, match="range is not a stream: it is read by index"):
         train_loader(range(64), 8, sharded=True)
     with pytest.raises(UserError, match="the evaluation data is empty"):
         list(eval_loader(Numbers(num_samples=0), 8))

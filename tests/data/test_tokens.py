@@ -70,7 +70,7 @@ def test_mistakes_are_one_message_and_leave_nothing(
     for arguments, message in (
         ([folder, tmp_path / "there"], "there exists; remove it"),
         ([tmp_path / "nothing", tmp_path / "out"], "nothing does not exist"),
-        ([tmp_path / "there", tmp_path / "out"], "there holds no text"),
+        ([tmp_path / "there", tmp_path / "out"], "there contains no text"),
         ([tmp_path / "packed.jsonl.gz", tmp_path / "out"], "is compressed"),
         ([folder, tmp_path / "out", "--eval-fraction", "1"], "--eval-fraction is 1.0"),
         ([tmp_path / "broken.jsonl", tmp_path / "out"], "the line at byte 17 of .*KeyError"),

@@ -115,7 +115,7 @@ def test_transforms_that_do_not_fit_are_named() -> None:
             return iter(())
 
     with pytest.raises(
-        UserError, match=r"x leaves no tensor in a sample of Pictures, but Image, int; let it end"
+        UserError, match=r"x must yield a tensor in each sample of Pictures, but Image, int; let it end"
     ):
         Transformed(Pictures(), [v2.CenterCrop(4)], "x").input_shape  # noqa: B018
     assert Transformed(Pictures(), [v2.CenterCrop(4), v2.PILToTensor()], "x").input_shape == (3, 4, 4)

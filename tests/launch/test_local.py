@@ -106,7 +106,7 @@ def test_each_rank_is_told_its_place_and_who_is_not_rank_0_is_named(
     out, err = capfd.readouterr()
     assert {"out of 0", "[rank 1] out of 1", "[rank 2] out of 2"} == {*out.splitlines()}
     assert "[rank 2] err of 2" in err
-    assert "rank 2 was ended by SIGKILL: out of memory, or somebody's kill -9" in err
+    assert "rank 2 was ended by SIGKILL: out of memory, or kill -9" in err
 
 
 def test_restarts_only_what_a_restart_can_help(

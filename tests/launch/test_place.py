@@ -119,7 +119,7 @@ def test_by_hand_in_the_settings(told: Told) -> None:
     [
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, (), r"RANK=0 contradicts SLURM_PROCID=2"),
         (SRUN | {"RANK": "2", "WORLD_SIZE": "8"}, (), r"WORLD_SIZE=8 contradicts SLURM_STEP_NUM_TASKS=4"),
-        (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, (), r"SLURM_STEP_NUM_TASKS=4.*run of its own.*--nnodes"),
+        (SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, (), r"SLURM_STEP_NUM_TASKS=4.*starts its own run.*--nnodes"),
         (OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "2"}, (), r"RANK=0 contradicts OMPI_COMM_WORLD_RANK=1"),
         (SRUN, ("distributed.rank=0",), r"distributed.rank=0 contradicts SLURM_PROCID=2"),
         (TORCHRUN, ("distributed.world_size=4",), r"distributed.world_size=4 contradicts WORLD_SIZE=8"),
