@@ -280,9 +280,12 @@ def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureF
         ("--hosts 2 --gbit 1 --latency-us 1 --plot x.foo", "x.foo: a picture's name ends in .png, .svg"),
         ("--hosts 2 --gbit 1 --latency-us 1 --plot /tmp", "/tmp: a picture's name ends in .png"),
         ("--hosts 2 --gbit 1 --latency-us 1 --megabytes 1e308", "--megabytes 1e+308: a positive number"),
-        ("--hosts 70000 --gbit 1 --latency-us 1", "70,000 processes, and at most 65,536"),
+        ("--hosts 70000 --gbit 1 --latency-us 1", "70,000 processes, but at most 65,536"),
         ("--hosts 16384 --gbit 1 --latency-us 1 --servers all", "ask for fewer servers"),
-        ("--hosts 8 --formulas --servers all", "--servers all: --formulas counts servers that do not work"),
+        (
+            "--hosts 8 --formulas --servers all",
+            "--servers all: --formulas counts servers that are not workers",
+        ),
         ("--hosts 8 --formulas --plot x.png --gbit 1", "--formulas takes no --gbit, --plot"),
         ("--hosts 8 --formulas --from x --wire-dtype bf16", "--formulas takes no --from, --wire-dtype"),
         ("--hosts 2 --train . --servers 1 --megabytes 25", "--train takes no --megabytes, --servers"),
@@ -390,7 +393,7 @@ def test_formulas_and_servers_are_printed(capsys: pytest.CaptureFixture[str]) ->
     ]
     with pytest.raises(SystemExit):
         plan.main([*_on(4, 1), "--gbit", "1", "--latency-us", "50", "--servers", "4"])
-    assert "a number from 1 to 3" in capsys.readouterr().err
+    assert "must be all, or from 1 to 3" in capsys.readouterr().err
 
 
 def _run_in(folder: Path, **changes: Any) -> Path:

@@ -1,1 +1,1 @@
-"""Communication in the open: all-reduce algorithms, what runs them, what they cost, the network below."""
+"""All-reduce algorithms, the executors that run them, their costs, and checks of the network."""

@@ -1,9 +1,9 @@
 """Measure every all-reduce algorithm side by side: `torchrun ... -m trainer.comm.bench`.
 
-Prints what nccl-tests print: time, algorithm bandwidth (bytes / time), bus bandwidth (that times 2(P-1)/P,
-what the links of an ideal ring would carry; see nccl-tests' doc/PERFORMANCE.md) and the number of wrong
-elements. Every round runs all algorithms, one after the other, so that whatever else the machine does hits
-all alike; times are medians over rounds, each that of the slowest rank (`--json` has the fastest round too).
+Prints the columns of nccl-tests: time, algorithm bandwidth (bytes / time), bus bandwidth (that times
+2(P-1)/P, what the links of an ideal ring would carry; see nccl-tests' doc/PERFORMANCE.md) and the number of
+wrong elements. Every round runs all algorithms, one after the other, so other load on the machine affects all
+alike. Times are medians over rounds, each of the slowest rank (`--json` has the fastest round too).
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _TimedBucket:
-    """As much of a GradBucket as a reducer asks for; only DDP can make a real one."""
+    """The part of a GradBucket that a reducer uses; only DDP can create a real one."""
 
     tensor: Tensor
 
@@ -113,8 +113,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--algorithms", type=_algorithms, default=everything, help=f"some of {everything}")
     add("--dtype", choices=_DTYPES, default="fp32", help="of the bucket (fp32)")
     add("--wire-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="bf16, fp16: send half (fp32)")
-    add("--segment-mb", type=float, help="MiB that travel as one (2 on CPUs, all of a bucket on GPUs)")
-    add("--cuda-graph", action="store_true", help="GPUs: as comm.cuda_graph")
+    add("--segment-mb", type=float, help="MiB sent at once (2 on CPUs, a whole bucket on GPUs)")
+    add("--cuda-graph", action="store_true", help="on GPUs: as comm.cuda_graph")
     add("--rounds", type=int, default=10, help="timed rounds, after one that checks the sums (10)")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
     add("--timeout-s", type=float, default=60.0, help="the longest wait for a peer (60)")
@@ -122,9 +122,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     for name in ("segment_mb", "rounds", "timeout_s"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: a positive number is needed")
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be a positive number")
     if options.cuda_graph and (options.backend == "gloo" or not torch.cuda.is_available()):
-        parser.error("--cuda-graph records what a GPU is to do; leave it out, or take --backend nccl")
+        parser.error("--cuda-graph records the work of a GPU; leave it out, or use --backend nccl")
     return options
 
 
@@ -134,7 +134,7 @@ def _sizes(text: str) -> list[int]:
         number = item.rstrip("KMG")
         unit = item[len(number) :]
         if unit not in _UNITS or not number.replace(".", "", 1).isdecimal():
-            raise argparse.ArgumentTypeError(f"{item!r} is no size; write 4096, 4K, 25M or 1G")
+            raise argparse.ArgumentTypeError(f"{item!r} is not a size; write 4096, 4K, 25M or 1G")
         sizes.append(int(float(number) * _UNITS[unit]))
     return sizes
 
@@ -142,24 +142,24 @@ def _sizes(text: str) -> list[int]:
 def _algorithms(text: str) -> list[str]:
     names, known = text.split(","), [_NATIVE, *ALGORITHMS]
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
     return names
 
 
 def _wire(options: argparse.Namespace) -> torch.dtype | None:
-    """What sums are compressed to on their way; None if they travel as they are."""
+    """The dtype in which sums are sent; None if it is their own."""
     narrow = options.wire_dtype != "fp32" and options.dtype in ("fp32", "fp64")
     return _DTYPES[options.wire_dtype] if narrow else None
 
 
 def _all_reduces(place: JoinedRanks, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
-    """The algorithms, ready to run; a collective of all ranks."""
+    """The algorithms, ready to run (a collective of all ranks)."""
     wire = _wire(options)
     on_gpu = me.device.type == "cuda"
     segment_mb = options.segment_mb or (None if on_gpu else SEGMENT_MB)
     segment_bytes = None if segment_mb is None else int(segment_mb * (1 << 20))
     timeout = timedelta(seconds=options.timeout_s)
-    group = dist.new_group(backend="gloo", timeout=timeout)  # one for all: only one of them runs at a time
+    group = dist.new_group(backend="gloo", timeout=timeout)  # shared: only one algorithm runs at a time
     assert isinstance(group, dist.ProcessGroup)
     links = GlooLinks(group, options.timeout_s)
 
@@ -167,7 +167,7 @@ def _all_reduces(place: JoinedRanks, me: GroupRank, options: argparse.Namespace)
         if wire is None:
             dist.all_reduce(bucket)
             return
-        compressed = bucket.to(wire)  # as torch's own compression hooks do it
+        compressed = bucket.to(wire)  # as torch's own compression hooks do
         dist.all_reduce(compressed)
         bucket.copy_(compressed)
 
@@ -222,7 +222,7 @@ def _measure(
                 wrong[index] = _count_wrong(bucket, total, me.world_size, options)
     dist.all_reduce(wrong)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    timed = seconds[1:]  # the first round also connects and lays out
+    timed = seconds[1:]  # the first round also connects and allocates
     times = zip(timed.median(0).values.tolist(), timed.amin(0).tolist(), strict=True)
     on_a_ring = 2 * (me.world_size - 1) / me.world_size
     return [
@@ -232,11 +232,10 @@ def _measure(
 
 
 def addends(numel: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """What `rank` contributes and the sum of what all contribute, both (numel,) float64 small integers.
+    """What `rank` contributes and the sum of all contributions, both (numel,) float64 small integers.
 
-    Every rank has the same random signs, moved on by its rank: distinct data, and their sum is known to all
-    without asking the network that is under test.
-    """
+    Every rank has the same random signs, shifted by its rank: the data is distinct, and every rank knows the
+    sum without the network under test."""
     signs = torch.randint(-1, 2, (numel,), generator=torch.Generator().manual_seed(0)).double()
     if numel == 0:
         return signs, signs

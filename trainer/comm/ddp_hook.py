@@ -1,4 +1,4 @@
-"""Give a DistributedDataParallel model the all-reduce of its user's choice, and a timeline of it."""
+"""Gives a DistributedDataParallel model the chosen all-reduce, and a timeline of it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ Enter = Callable[[str, int], None]
 
 
 class CommHook:
-    """The gradient all-reduce of one DDP model, at work; made by `attach`.
+    """The gradient all-reduce of one DDP model; created by `attach`.
 
     Attributes:
-        timeline: what it costs, and who is waited for.
+        timeline: what the all-reduce costs, and which ranks are waited for.
     """
 
     def __init__(self, model: nn.Module, timeline: Timeline, reduce: Reduce | Worker, enter: Enter) -> None:
@@ -43,7 +43,7 @@ class CommHook:
         self._reduce = reduce.submit if isinstance(reduce, Worker) else reduce
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """What DDP calls when a bucket of gradients is complete."""
+        """Called by DDP when a bucket of gradients is complete."""
         self._enter("all_reduce", bucket.index())
         gradients = bucket.buffer()
         record = self.timeline.arrive(
@@ -52,12 +52,12 @@ class CommHook:
         with record_function(f"all-reduce {record.label}") as profiled:
             future = self._reduce(bucket, record)
             # The range must begin here, on a thread that the profiler watches, and end when the bucket is
-            # done, wherever that is; torch has no public call for it.
+            # done, on any thread; torch has no public call for it.
             return profiled._call_end_callbacks_on_future(future)
 
     @contextmanager
     def plain_errors(self) -> Iterator[None]:
-        """Around a backward pass: raise what went wrong itself (a CommError), not what DDP makes of it."""
+        """Around a backward pass: raise the original error (a CommError), not what DDP makes of it."""
         try:
             yield
         except RuntimeError as error:
@@ -65,13 +65,13 @@ class CommHook:
                 raise self._worker.error from None
             if names := sparse.unforeseen(self._model):
                 raise RuntimeError(
-                    f"sparse gradients of {', '.join(names)}, for which DDP has laid out dense ones: only "
-                    "those of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) are foreseen"
+                    f"sparse gradients of {', '.join(names)}, for which DDP has dense buckets: only "
+                    "nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) may have sparse gradients"
                 ) from error
             raise
 
     def close(self) -> None:
-        """End the worker thread, and with it all backward passes. Not for error paths: there, just leave."""
+        """End the worker thread, and with it all backward passes. On error paths, exit without it."""
         if self._worker is not None:
             self._worker.close()
 
@@ -90,28 +90,27 @@ def attach(
 ) -> CommHook:
     """Make `algorithm` the gradient all-reduce of `model`; a collective of the ranks that share the model.
 
-    These are the ranks of the model's own process group; all others go on undisturbed. As for any group
-    that only its members make, torch asks that they have made equally many groups before.
+    These are the ranks of the model's own process group; other ranks take no part. torch requires that these
+    ranks have created the same number of groups before.
 
-    Gradients become their mean over ranks: a schedule's owners divide the sum (with fp16 on the wire each
-    rank divides its own gradients, so that the sum does not overflow), `native` and `powersgd` divide before
-    they add. Under `model.join`, a rank that has run out of data goes on adding zeros and is counted.
+    Gradients become their mean over ranks: a schedule divides the sum on the rank that owns it (with fp16 on
+    the wire each rank divides its own gradients, so that the sum does not overflow), `native` and `powersgd`
+    divide before they add. Under `model.join`, a rank without data left adds zeros and is counted.
 
     Args:
         algorithm: a schedule by name; `native`, the backend's own; or `powersgd`, torch's hook (source:
             Vogels et al., "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019).
         hosts: host index of every rank, of the world or of the model's group, in the order of ranks.
-        wire_dtype: fp32 | bf16 | fp16. A schedule adds up in fp32 whatever the wire carries; `native` adds
-            in the wire's dtype, as the backend does, and sends sparse gradients as they are. PowerSGD has
-            no use for it.
+        wire_dtype: fp32 | bf16 | fp16. A schedule always adds in fp32; `native` adds in the dtype of the
+            wire, as the backend does, and sends sparse gradients unchanged. PowerSGD ignores it.
         segment_mb: see `Transport`; schedules only.
-        cuda_graph: on a GPU, record a schedule's launches once for each bucket, and play them back.
+        cuda_graph: on a GPU, record a schedule's launches once for each bucket, and replay them.
         timeout_s: the longest wait for a neighbour.
         powersgd: keyword arguments of torch's PowerSGDState.
-        enter: told `("all_reduce", bucket)` of each bucket before it is handed on.
+        enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
 
     Raises:
-        ValueError: an unknown algorithm or wire dtype, hosts of another number of ranks, a model with
+        ValueError: an unknown algorithm or wire dtype, hosts for another number of ranks, a model with
             sparse gradients under another algorithm than `native`, or a setting PowerSGD refuses.
     """
     if algorithm != "native":
@@ -138,9 +137,9 @@ def attach(
 
 
 def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
-    """DDP's own, unless gradients would have to be divided by the ranks that still have data.
+    """DDP's own, unless gradients would have to be divided by the number of ranks that still have data.
 
-    DDP divides so itself, and tells a communication hook nothing of it.
+    DDP then divides by itself, and does not tell a communication hook the number.
     """
     if not settings.get("divide_by_initial_world_size", True):
         raise ValueError(
@@ -157,7 +156,7 @@ def _native(group: dist.ProcessGroup, wire_dtype: torch.dtype | None, gpu_clock:
         gradients = bucket.buffer()
         sent = gradients if wire_dtype is None or gradients.is_sparse else gradients.to(wire_dtype)
         finish = _finisher(record, gpu_clock)
-        # Divided first, or half precision would overflow in the sum.
+        # Divide first, or half precision would overflow in the sum.
         work = dist.all_reduce(sent.div_(divisor), group=group, async_op=True)
 
         def take(done: Future[list[torch.Tensor]]) -> torch.Tensor:
@@ -179,8 +178,8 @@ def _powersgd(
     gpu_clock: GpuClock | None,
 ) -> Reduce | Worker:
     if gpu_clock is None:
-        # gloo runs a bucket's follow-up reductions when its first is done, in an order of its own on every
-        # rank; with two buckets under way, ranks would mix them up. So one at a time.
+        # gloo runs a bucket's second reduction when its first is done, in an order that differs between
+        # ranks; with two buckets in flight, ranks would mix them up. So reduce one at a time.
         state = powerSGD_hook.PowerSGDState(group, **settings)
         return Worker(lambda bucket, record: powerSGD_hook.powerSGD_hook(state, bucket).wait())
     state = powerSGD_hook.PowerSGDState(models_group, **settings)
@@ -198,7 +197,7 @@ def _powersgd(
 
 
 def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], None]:
-    """What to call when a Future of torch's is done. It cannot tell when it began to move the bucket."""
+    """Called when a Future of torch is done, which does not tell when torch began to move the bucket."""
     record.start = record.ready
     if gpu_clock is None:
 

@@ -1,11 +1,12 @@
-"""Give the units of a `fully_shard` model the all-gather and reduce-scatter of their user's choice.
+"""Gives the units of a `fully_shard` model the chosen all-gather and reduce-scatter.
 
-FSDP2 asks an object of the user's for memory and then for the collective, unit by unit: parameters before a
-unit is computed, forwards and backwards, gradients after its backward pass. All ranks ask in one order, that
-of the computation, so one queue serves both collectives (fsdp_movers.py).
+FSDP2 asks a custom object for memory and then for the collective, unit by unit: parameters before a
+unit is computed, forward and backward, gradients after its backward pass. All ranks ask in the order of the
+computation, so one queue serves both collectives (fsdp_movers.py).
 
-On CPUs torch's own hold up the thread that computes until they are done. These do not: a worker moves the
-blocks, and who needs them waits; gradients at the end of the backward pass, unless they are read before.
+On CPUs torch's own collectives block the computing thread until they are done. These do not: a worker moves
+the blocks, and the computation waits for parameters when it needs them, for gradients at the end of the
+backward pass unless they are read before.
 """
 
 import time
@@ -30,10 +31,10 @@ _BUILDS = {Collective.ALL_GATHER: all_gather, Collective.REDUCE_SCATTER: reduce_
 
 
 class ShardComm:
-    """The collectives of one sharded model, at work; made by `attach`.
+    """The collectives of one sharded model; created by `attach`.
 
     Attributes:
-        timeline: what they cost in `one_pass`, and who is waited for.
+        timeline: what they cost in `one_pass`, and which ranks are waited for.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class ShardComm:
         for number, (name, module) in enumerate(named):
             assert isinstance(module, nn.Module)
             unit = _Unit(self, number, f"unit {name}" if name else "the root", module)
-            # The base classes that torch annotates are not public, and what it calls is what they declare.
+            # The base classes that torch annotates are not public; it calls only the methods that they
+            # declare.
             module.set_custom_all_gather(_AllGather(unit))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(_ReduceScatter(unit))  # type: ignore[arg-type]
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """Around a forward and backward pass: after it, this rank's gradients are there."""
+        """Around a forward and backward pass: at its end, this rank's gradients are complete."""
         self._in_pass = True
         yield
         self._in_pass = False
@@ -60,19 +62,19 @@ class ShardComm:
         self.timeline.end_pass()
 
     def gather(self, unit: "_Unit", buffer: torch.Tensor) -> dist.Work:
-        """Begin to fill `buffer` with the blocks of all ranks, of which it holds this one's."""
+        """Begin to fill `buffer` with the blocks of all ranks; it holds this rank's block already."""
         return self._mover.gather(unit.number, buffer, self._record(Collective.ALL_GATHER, unit, buffer))
 
     def scatter(self, unit: "_Unit", output: torch.Tensor, buffer: torch.Tensor, mean: bool) -> None:
-        """Leave in `output` the sum or mean of this rank's block in all `buffer`s, whose content is lost."""
+        """Write the sum or mean of this rank's block in all `buffer`s to `output`; overwrites `buffer`."""
         record = self._record(Collective.REDUCE_SCATTER, unit, buffer)
         self._mover.scatter(unit.number, output, buffer, mean, record)
-        # A sum is divided by torch as soon as this returns: fp64's and fp16's are.
+        # torch divides a sum as soon as this returns (fp64 and fp16).
         if not (mean and self._defers and unit.keeps(output)):
             self._mover.finish()
 
     def close(self) -> None:
-        """End the worker thread. Not for error paths: there, just leave."""
+        """End the worker thread. On error paths, exit without it."""
         self._mover.close()
 
     def _record(self, collective: Collective, unit: "_Unit", buffer: torch.Tensor) -> BucketRecord:
@@ -84,7 +86,7 @@ class ShardComm:
 
 
 class _Unit:
-    """A module that `fully_shard` made a unit."""
+    """A unit of `fully_shard`."""
 
     def __init__(self, comm: ShardComm, number: int, name: str, module: nn.Module) -> None:
         self.comm, self.number, self.name = comm, number, name
@@ -98,9 +100,9 @@ class _Unit:
         self._places = [(part, name) for part in own for name, _ in part.named_parameters(recurse=False)]
 
     def keeps(self, reduced: torch.Tensor) -> bool:
-        """Whether `reduced` becomes the gradients as it is, and nobody reads it before the pass has ended.
+        """Whether `reduced` becomes the gradients unchanged, and is not read before the pass has ended.
 
-        Else it would be cast to their dtype, added to those of an earlier pass, or given to hooks, at once.
+        Otherwise torch at once casts it, adds it to the gradients of an earlier pass, or passes it to hooks.
         """
         parameters = [getattr(part, name) for part, name in self._places]
         return all(
@@ -108,7 +110,7 @@ class _Unit:
             and p.grad is None
             and p.dtype == reduced.dtype
             and p.grad_dtype in (None, reduced.dtype)
-            and not p._post_accumulate_grad_hooks  # torch has no public word for it
+            and not p._post_accumulate_grad_hooks  # torch has no public name for it
             for p in parameters
             if p.requires_grad
         )
@@ -119,12 +121,12 @@ class _Comm:
         self._unit = unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a collective, which lives as long as torch keeps it."""
+        """Memory for a collective; torch decides how long it lives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _AllGather(_Comm):
-    """What torch's AllGather declares."""
+    """The interface of torch's AllGather."""
 
     def __call__(
         self,
@@ -140,7 +142,7 @@ class _AllGather(_Comm):
 
 
 class _ReduceScatter(_Comm):
-    """What torch's ReduceScatter declares; torch asks for no work, and reads when the streams allow it."""
+    """The interface of torch's ReduceScatter; torch does not wait for it, but reads in stream order."""
 
     def __call__(
         self,
@@ -151,7 +153,7 @@ class _ReduceScatter(_Comm):
         async_op: bool = False,
     ) -> None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"a reduce-scatter adds or averages, and cannot {op}")
+            raise ValueError(f"a reduce-scatter supports SUM and AVG, but not {op}")
         self._unit.comm.scatter(self._unit, output_tensor, input_tensor, op == dist.ReduceOp.AVG)
 
 
@@ -170,25 +172,25 @@ def attach(
 ) -> ShardComm:
     """Have `algorithm` gather and reduce the units of `model`; a collective of the ranks that share shards.
 
-    The mean of gradients is that of `group`: each owner divides its sum (with fp16 on the wire each rank its
-    own gradients). Replicas of a hybrid model meet by torch's own all-reduce, for which it takes no other.
+    The mean of gradients is over `group`: each owner divides its sum (with fp16 on the wire each rank divides
+    its own gradients). Replicas of a hybrid model use torch's own all-reduce, which cannot be replaced.
 
     Args:
+        model: a model after `fully_shard` of all its units.
         model: on which `fully_shard` has been called, with all its units.
         algorithm: one of `trainer.comm.algorithms.gather_scatter.ALL_GATHERS`.
-        group: of the ranks among which parameters are sharded.
+        group: the ranks among which parameters are sharded.
         hosts: host index of every rank, of the world or of the group, in the order of ranks.
         device: where units are gathered; shards may be kept elsewhere.
-        hybrid: whether the sums go on to replicas, and so must be there at once.
-        wire_dtype: fp32 | bf16 | fp16, of gradients, added up in fp32 all the same, and of parameters, which
-            are computed with as they arrived, also on the rank that owns them. Half precision is sent as
-            it is.
+        hybrid: whether the sums are reduced over replicas next, and so must be complete at once.
+        wire_dtype: fp32 | bf16 | fp16, of gradients, which are always added in fp32, and of parameters, which
+            every rank, their owner too, uses as they were sent. Half precision is sent unchanged.
         segment_mb: see `Transport`; on a GPU a unit is what a bucket is there.
         timeout_s: the longest wait for a neighbour.
-        enter: told `("all_reduce", unit)` of each collective before it is handed on.
+        enter: called with `("all_reduce", unit)` before each collective starts.
 
     Raises:
-        ValueError: an unknown algorithm or wire dtype, or hosts of another number of ranks.
+        ValueError: an unknown algorithm or wire dtype, or hosts for another number of ranks.
     """
     transport = Transport(group, hosts, device, wire_dtype, segment_mb, timeout_s)
     rank, hosts = transport.rank, transport.hosts

@@ -1,4 +1,4 @@
-"""What moves the blocks of FSDP's units, in the order of the calls: a thread on CPUs, a stream on GPUs."""
+"""Moves the blocks of FSDP's units in the order of the calls: on a thread on CPUs, on a stream on GPUs."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +19,12 @@ from trainer.comm.transport.worker import Worker
 
 
 def own_block(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's of the blocks that lie in `buffer`."""
+    """This rank's block of `buffer`."""
     return buffer.view(dist.get_world_size(group), -1)[dist.get_rank(group)]
 
 
 class OnCpu:
-    """Moves blocks on a thread of its own, in the order of the calls."""
+    """Moves blocks on its own thread, in the order of the calls."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class OnCpu:
     def scatter(
         self, number: int, output: torch.Tensor, buffer: torch.Tensor, mean: bool, record: BucketRecord
     ) -> None:
-        self.finish()  # the gradients of one unit at a time wait in memory, as with torch's own
+        self.finish()  # only one unit's gradients wait in memory, as with torch's own
         divisor, version = len(self._members.ranks) if mean else 1, output._version
 
         def run() -> dict[int, float]:
@@ -59,7 +59,8 @@ class OnCpu:
         """Wait for the last reduce-scatter.
 
         Raises:
-            RuntimeError: somebody wrote to its output meanwhile, as a hook of `set_all_reduce_hook` may.
+            RuntimeError: its output was written to in the meantime, as a hook of `set_all_reduce_hook` may
+                do.
         """
         if self._scattering is not None:
             pending, output, version = self._scattering
@@ -86,7 +87,7 @@ class OnCpu:
 
 
 class _Pending(dist.Work):
-    """What somebody has to wait for; how long it took is noted in `record`."""
+    """A collective to wait for; the time waited is added to `record`."""
 
     def __init__(self, future: Future[torch.Tensor], record: BucketRecord) -> None:
         super().__init__()
@@ -94,7 +95,7 @@ class _Pending(dist.Work):
         record.blocked_s = 0.0
 
     def wait(self, timeout: object = None) -> bool:
-        """Raises CommError when it cannot be finished, after the deadline of the executor."""
+        """Raises CommError if the collective cannot finish before the executor's deadline."""
         began = time.perf_counter()
         self._future.wait()
         assert self._record.blocked_s is not None
@@ -128,14 +129,14 @@ class OnGpu:
         record.read_gpu = self._clock.times(ready, start, end)
 
     def finish(self) -> None:
-        """Nothing to wait for: torch has the stream of the computation wait for that of `scatter`."""
+        """Nothing to wait for: the computation's stream waits for that of `scatter`."""
 
     def close(self) -> None:
-        """There is no thread."""
+        """Nothing to end: this class has no thread."""
 
 
 class _OnStream(dist.Work):
-    """What the current stream has to wait for; when it came so far is noted in `record`."""
+    """Work for which the current stream waits; the time at which the stream did so is added to `record`."""
 
     def __init__(self, clock: GpuClock, marks: Sequence[torch.cuda.Event], record: BucketRecord) -> None:
         super().__init__()
@@ -149,5 +150,5 @@ class _OnStream(dist.Work):
 
 
 def _as_known(buffer: torch.Tensor) -> torch.Tensor:
-    """What is gathered and never added up, as bytes where it is of no dtype that gradients have."""
+    """`buffer`, as bytes if no gradient has its dtype: gathered data is never added."""
     return buffer if buffer.dtype in DTYPES else buffer.view(torch.uint8)

@@ -1,8 +1,8 @@
 """Predict collectives and steps at any world size: `python -m trainer.comm.plan --hosts 512 ...`.
 
-Simulates the schedules themselves on links that `trainer.comm.preflight --json FILE` measured, or as given;
-prints time, traffic and the best choice. `--train RUN` takes computing and buckets from a run that was, and
-predicts its step there. `--formulas` prints the textbooks' traffic beside the schedules'.
+Simulates the schedules on the links that `trainer.comm.preflight --json FILE` measured, or on given ones;
+prints time, traffic and the best choice. `--train RUN` takes computing time and buckets from a former run,
+and predicts its step on these links. `--formulas` prints the textbooks' traffic beside the schedules'.
 """
 
 import argparse
@@ -33,19 +33,19 @@ _POSITIVE = (
 _MICROSECONDS = ("latency_us", "local_latency_us", "message_us")
 
 
-# What a mode takes; it refuses what else is given, which it would not look at.
+# The options of each mode; it refuses all others, which it would ignore.
 _FORMULAS_TAKE = {"formulas", "hosts", "per_host", "megabytes", "servers"}
 _TRAIN_TAKES_NOT = {"collective", "megabytes", "servers", "wire_dtype"}
 _MOST_RANKS = 65_536
-_MOST_MESSAGES = 1 << 18  # between workers and servers: counted one by one, 20 us of a processor for each
+_MOST_MESSAGES = 1 << 18  # between workers and servers: counted one by one, 20 us of processor time each
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 2 for a mistake."""
+    """Return the exit status: 2 for a user error."""
     options = parse(argv)
     try:
         _print(options)
-    except argparse.ArgumentTypeError as error:  # what --plot came to when all was known
+    except argparse.ArgumentTypeError as error:  # --plot is checked when its figure is complete
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -78,7 +78,7 @@ def _print(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
-    """The step of a run that was, in another world."""
+    """The step of a former run, on other hosts and links."""
     run: predict_step.MeasuredRun = options.run
     computed_s: float = options.computed_s
     megabytes = sum(bucket.numel for bucket in run.buckets) * 4e-6
@@ -96,41 +96,41 @@ def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, and what follows from them: `world`, and with --train `run` and `computed_s`."""
+    """The options and derived values: `world`, and with --train `run` and `computed_s`."""
     parser = argparse.ArgumentParser(prog="python -m trainer.comm.plan", description=__doc__)
     _declare(parser)
     options = _told(parser, argv)
     for name in _POSITIVE:
         value = getattr(options, name)
         if value is not None and not 0 < value <= entries.MOST:
-            parser.error(f"{_flag(name)} {value}: a positive number is needed, at most {entries.MOST:g}")
+            parser.error(f"{_flag(name)} {value}: must be positive and at most {entries.MOST:g}")
     for name in _MICROSECONDS:
         value = getattr(options, name)
         if value is not None and not 0 <= value <= entries.MOST:
-            needed = f"a number of microseconds is needed, from 0 to {entries.MOST:g}"
+            needed = f"must be microseconds from 0 to {entries.MOST:g}"
             parser.error(f"{_flag(name)} {value}: {needed}")
     if not 1 <= options.oversubscription <= entries.MOST:
-        parser.error(f"--oversubscription {options.oversubscription}: from 1 to {entries.MOST:g} is needed")
+        parser.error(f"--oversubscription {options.oversubscription}: must be from 1 to {entries.MOST:g}")
     if options.oversubscription > 1 and options.hosts_per_switch is None:
-        parser.error("--oversubscription needs --hosts-per-switch, of whose links the trunk has a part")
+        parser.error("--oversubscription needs --hosts-per-switch, the hosts that share a trunk")
     if options.rails > options.per_host:
-        parser.error(f"--rails {options.rails}: a process uses one; --per-host is {options.per_host}")
+        parser.error(f"--rails {options.rails}: a process uses one; at most --per-host={options.per_host}")
     world_size = options.hosts * options.per_host
     if world_size > _MOST_RANKS:
         asked = f"--hosts {options.hosts} --per-host {options.per_host}"
-        parser.error(f"{asked}: {world_size:,} processes, and at most {_MOST_RANKS:,} are planned for")
+        parser.error(f"{asked}: {world_size:,} processes, but at most {_MOST_RANKS:,} are supported")
     for word in filter(None, options.servers.split(",")):
         if word != "all" and not (word.isdecimal() and 0 < int(word) < world_size):
-            parser.error(f"--servers {word}: all, or a number from 1 to {world_size - 1}: one rank must work")
+            parser.error(f"--servers {word}: must be all, or from 1 to {world_size - 1}: one rank must work")
         servers = world_size if word == "all" else int(word)
         messages = servers * (world_size - 1 if word == "all" else world_size - servers)
         if messages > _MOST_MESSAGES:
             parser.error(
-                f"--servers {word}: {messages:,} messages each way, which are counted one by one, at most "
-                f"{_MOST_MESSAGES:,}; ask for fewer servers or processes"
+                f"--servers {word}: {messages:,} messages each way, but at most {_MOST_MESSAGES:,} are "
+                "supported, since each is counted; ask for fewer servers or processes"
             )
         if options.formulas and word == "all":
-            parser.error("--servers all: --formulas counts servers that do not work; give their number")
+            parser.error("--servers all: --formulas counts servers that are not workers; give their number")
     if options.formulas:
         return options
     try:
@@ -157,7 +157,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _told(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; ends where one is given that the mode asked for does not take."""
+    """The options; exits if one is given that the mode does not take."""
     not_given = object()
     names = set(vars(parser.parse_args(["--hosts", "1"])))
     options = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, not_given)))
@@ -181,20 +181,20 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--hosts", type=int, required=True)
     add("--per-host", type=int, default=1, help="processes on each host (1)")
-    add("--megabytes", type=float, default=25.0, help="10^6 bytes of fp32, of all blocks together (25)")
+    add("--megabytes", type=float, default=25.0, help="10^6 bytes of fp32, of all blocks (25)")
     add("--collective", default="all-reduce", metavar="all-reduce,all-gather,reduce-scatter")
-    add("--wire-dtype", choices=_ITEMSIZE, default="fp32", help="what they travel as (fp32)")
+    add("--wire-dtype", choices=_ITEMSIZE, default="fp32", help="the dtype in which they are sent (fp32)")
     add("--segment-mb", type=float, default=SEGMENT_MB, help="as comm.segment_mb: 2^20 bytes a segment (2)")
-    add("--from", type=Path, dest="figures", metavar="FILE", help="what the preflight wrote with --json")
+    add("--from", type=Path, dest="figures", metavar="FILE", help="written by the preflight with --json")
     add("--gbit", type=float, help="of each link of a host, in each direction")
     add("--latency-us", type=float, help="of a message between hosts, one way")
-    add("--rails", type=int, default=1, help="links that each host has, for as many of its processes (1)")
-    add("--hosts-per-switch", type=int, help="so many, numbered side by side; all of them")
+    add("--rails", type=int, default=1, help="links of each host, each for one of its processes (1)")
+    add("--hosts-per-switch", type=int, help="hosts on one switch, numbered consecutively (all)")
     add("--oversubscription", type=float, default=1.0, help="links of a switch's hosts : its trunk (1)")
     add("--local-gbit", type=float, help="from one process to another of its host")
     add("--local-latency-us", type=float, help="of a message within a host")
-    add("--message-us", type=float, help="what a process spends on sending or receiving any message")
-    add("--servers", default="", metavar="1,2,all", help="predict parameter servers too, so many each")
+    add("--message-us", type=float, help="processor time to send or receive a message")
+    add("--servers", default="", metavar="1,2,all", help="numbers of parameter servers to predict, too")
     add("--train", type=Path, metavar="RUN", help="predict the step of the run in this directory")
     add("--formulas", action="store_true", help="print the classic traffic table; needs no link")
     add("--plot", type=plots.file, metavar="FILE", help="draw it over world size (.png, .svg or .pdf)")
@@ -205,7 +205,7 @@ def _figures(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    """What was measured, where nothing else is given by hand."""
+    """The machine as measured; values given by hand take precedence."""
     given = {
         "latency_s": (options.latency_us, 1e-6),
         "link_bytes_per_s": (options.gbit, 1 / 8e-9),
@@ -226,12 +226,12 @@ def _machine(options: argparse.Namespace) -> Machine:
         if "local_copy_s_per_byte" not in by_hand:
             needed |= {"--local-gbit": "local_bytes_per_s"}
     if missing := [option for option, name in needed.items() if name not in by_hand]:
-        raise ValueError(f"{', '.join(missing)} missing: give it, or --from a preflight that saw such links")
+        raise ValueError(f"{', '.join(missing)} missing: set it, or --from a preflight with such links")
     return Machine(**by_hand)
 
 
 def _servers(options: argparse.Namespace, world_size: int) -> list[int]:
-    """How many ranks serve, each time; as many as there are: all of them, which also work."""
+    """The numbers of servers to predict; as many as ranks means all of them, which are workers too."""
     return [world_size if word == "all" else int(word) for word in options.servers.split(",") if word]
 
 

@@ -1,11 +1,11 @@
-"""Check the network before a job burns hours: `torchrun ... -m trainer.comm.preflight`.
+"""Checks the network before a long job: `torchrun ... -m trainer.comm.preflight`.
 
-Runs every operation that training needs on values whose result is known, measures the links between hosts,
-and prints one table on rank 0. Exits with 1, and says which rank, host and operation, when anything is wrong;
+Runs every operation that training needs on values with a known result, measures the links between hosts,
+and prints one table on rank 0. Exits with 1, and names rank, host and operation, if anything is wrong;
 it never waits longer than `--timeout-s` for any one answer.
 
-The verdict does not travel over the network under test but through torchrun's store, and every operation has
-a clock of its own, so that a rank that hangs is seen by itself and by the others.
+The verdict does not use the network under test but torchrun's store, and every operation has its own
+deadline, so that a rank that hangs is noticed by itself and by the others.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from trainer.comm.network.join import JoinedRanks, JoinError, connect, deadline,
 from trainer.comm.network.link_speeds import measure_links
 from trainer.comm.network.preflight_report import PreflightReport, RankReport
 
-_GRACE_S = 2.0  # between one rank's noticing of a failure and another's
+_GRACE_S = 2.0  # between the times at which two ranks notice a failure
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         _examine(place, report, options, give_up)
-    except Exception as error:  # the backends raise many types, all of which mean: this operation failed here
+    except Exception as error:  # the backends raise many types; each means that this operation failed here
         report.error = str(error).strip() or repr(error)
     code = _conclude(place, report, options)
     if code == 0:
@@ -62,19 +62,19 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, for trainer.comm.plan")
     options = parser.parse_args(argv)
     if not 0 < options.timeout_s < float("inf"):
-        parser.error(f"--timeout-s {options.timeout_s}: a positive number of seconds is needed")
+        parser.error(f"--timeout-s {options.timeout_s}: must be a positive number of seconds")
     return options
 
 
 def _examine(
     place: JoinedRanks, report: RankReport, options: argparse.Namespace, give_up: Callable[[str], None]
 ) -> None:
-    """Run everything; `report.stopped_in` always names what is being tried."""
+    """Run everything; `report.stopped_in` always names the current operation."""
 
     @contextmanager
     def trying(operation: str, steps: int = 1) -> Iterator[None]:
         report.stopped_in = operation
-        limit_s = steps * options.timeout_s + _GRACE_S  # gloo's own deadline comes first and says more
+        limit_s = steps * options.timeout_s + _GRACE_S  # gloo's own message is better: let it come first
         with deadline(limit_s, lambda: give_up(operation)):
             yield
         report.stopped_in = ""
@@ -94,7 +94,7 @@ def _examine(
     with trying("sub groups"):
         group = _sub_group(me)
     _check_operations(me, group, trying, report, "")
-    if "nccl" in report.backend:  # what the trainer uses beside it
+    if "nccl" in report.backend:  # the trainer uses gloo beside it
         on_host = replace(me, device=torch.device("cpu"), group=control)
         _check_operations(on_host, None, trying, report, " (gloo)")
     with trying("links between hosts", steps=len(set(place.hosts)) + 1):
@@ -126,7 +126,7 @@ def _check_operations(
     report: RankReport,
     suffix: str,
 ) -> None:
-    """Run each operation on all ranks, and again in `sub_group`, both halves of the ranks at once."""
+    """Run each operation on all ranks, then in `sub_group`, both halves of the ranks at once."""
     for name, check in CHECKS.items():
         if name in OF_ALL and sub_group is None:
             continue
@@ -139,7 +139,7 @@ def _check_operations(
             except (NotImplementedError, RuntimeError) as error:
                 if "not support" not in str(error):
                     raise
-                report.skipped[name + suffix] = "this backend has none"
+                report.skipped[name + suffix] = "not supported by this backend"
                 continue
             started = time.perf_counter()
             wrong(check(me))
@@ -151,9 +151,9 @@ def _check_operations(
 
 
 def _conclude(place: JoinedRanks, report: RankReport, options: argparse.Namespace) -> int:
-    """Bring all reports to rank 0, which prints and decides; return the exit code of this process."""
+    """Send all reports to rank 0, which prints and decides; return the exit code of this process."""
     store, rank = place.control, place.rank
-    # Rank 0 may notice a failure one deadline later than this rank, and then waits one for the others.
+    # Rank 0 may notice a failure one deadline later than this rank, and then waits one more for the others.
     limit_s = 2 * options.timeout_s + 4 * _GRACE_S
     alone = (
         f"{place.name(rank)} failed in {report.stopped_in or 'the end'}: {report.error}; "
@@ -175,13 +175,13 @@ def _conclude(place: JoinedRanks, report: RankReport, options: argparse.Namespac
 
 
 def _leave(message: str) -> None:
-    # A store whose network is dead never returns from its own timeout: it waits to have that confirmed.
+    # A store whose network is dead never returns from its own timeout: it waits for a confirmation.
     print(f"preflight: {message}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def _reports(place: JoinedRanks, timeout_s: float) -> list[RankReport | None]:
-    """All ranks' reports; None for a rank that gave none."""
+    """All ranks' reports; None for a rank without one."""
     deadline = time.monotonic() + timeout_s
     reports: list[RankReport | None] = []
     for rank in range(place.world_size):

@@ -1,8 +1,8 @@
-"""Sparse gradients, as embeddings make them: which parameters have them, and how long they are.
+"""Sparse gradients of embeddings: which parameters have them, and their size.
 
-DDP asks each embedding for `sparse` when it is built, and gives every such parameter a bucket of its own,
-whose gradient has other indices, and another length, on each rank and at each step. Only a backend's own
-all-reduce knows what to do with them.
+DDP asks each embedding for `sparse` when it is constructed, and gives every such parameter its own bucket.
+Its gradient has other indices, and another length, on each rank and at each step. Only a backend's own
+all-reduce supports that.
 """
 
 from torch import Tensor, nn
@@ -22,24 +22,24 @@ def sparse_parameters(model: nn.Module) -> list[str]:
 def refuse_sparse(model: nn.Module, by: str, instead: str) -> None:
     """
     Raises:
-        ValueError: names the parameters whose gradients `by` cannot add up, and what to take `instead`.
+        ValueError: `by` cannot add sparse gradients; names their parameters, and what to use `instead`.
     """
     if names := sparse_parameters(model):
         raise ValueError(
-            f"{by} adds up dense gradients, but those of {', '.join(names)} are sparse; take {instead}, or "
+            f"{by} adds up dense gradients, but those of {', '.join(names)} are sparse; use {instead}, or "
             "build the embedding with sparse=False"
         )
 
 
 def unforeseen(model: nn.Module) -> list[str]:
-    """The names of the parameters that were given a sparse gradient where DDP has laid out a dense one."""
+    """The names of the parameters with a sparse gradient for which DDP expects a dense one."""
     foreseen = sparse_parameters(model)
     gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
     return [name for name, grad in gradients if grad is not None and grad.is_sparse and name not in foreseen]
 
 
 def num_bytes(gradients: Tensor) -> int:
-    """Bytes of a gradient; of a sparse one, its values and indices as they are, equal ones not yet added."""
+    """Bytes of a gradient; of a sparse one, its values and indices before equal indices are merged."""
     if not gradients.is_sparse:
         return gradients.nbytes
-    return gradients._values().nbytes + gradients._indices().nbytes  # the public ones want equal ones added
+    return gradients._values().nbytes + gradients._indices().nbytes  # the public methods need merged indices

@@ -1,4 +1,4 @@
-"""All-reduce algorithms as data; what a schedule is stands in schedule.py."""
+"""All-reduce algorithms as data; schedule.py defines what a schedule is."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -7,11 +7,11 @@ from trainer.comm.algorithms.places import Hosts, by_host, line, places_in_hosts
 from trainer.comm.algorithms.places import tree as tree_of
 from trainer.comm.algorithms.schedule import Collective, Kind, Op, Phase, Schedule, chosen, in_phases
 
-Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its part
+Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its schedule
 
 
 def _ring(ring: Sequence[int], place: int, parts: int, low: int = 0) -> Schedule:
-    """Reduce-scatter, then all-gather, of the len(ring) parts from `low`, each rank passing to the right."""
+    """Reduce-scatter, then all-gather, of the len(ring) parts from `low`; each rank sends to the right."""
     size = len(ring)
     left, right = ring[place - 1], ring[(place + 1) % size]
 
@@ -31,7 +31,7 @@ def _ring(ring: Sequence[int], place: int, parts: int, low: int = 0) -> Schedule
 def ring(rank: int, hosts: Sequence[int]) -> Schedule:
     """Each rank passes 1/P of the bucket to its right neighbour, P-1 times to add and P-1 times to copy.
 
-    Sends 2N(P-1)/P bytes per rank, the least there is, in 2(P-1) rounds. Source: Patarasuk & Yuan,
+    Sends 2N(P-1)/P bytes per rank, the minimum, in 2(P-1) rounds. Source: Patarasuk & Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
     """
     order, place = line(Hosts.of(hosts))
@@ -44,11 +44,11 @@ def _deepest(hosts: Hosts) -> int:
 
 
 def tree(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Sums climb a binary tree to its root, the total comes down again: 2 log2 P rounds of N bytes.
+    """Sums go up a binary tree to its root, the total comes down again: 2 log2 P rounds of N bytes.
 
     A binary tree of the hosts' first ranks, and one inside each host, so that each host's link carries N
     bytes up and N down per neighbour. Source: Thakur, Rabenseifner & Gropp, "Optimization of collective
-    communication operations in MPICH", IJHPCA 2005, section 4; NCCL's trees are laid out alike.
+    communication operations in MPICH", IJHPCA 2005, section 4; NCCL's trees have the same layout.
     """
     tree = tree_of(Hosts.of(hosts))
     parent, children, depth = tree[rank].parent, tree[rank].children, tree[rank].depth
@@ -66,11 +66,12 @@ def tree(rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Pairs exchange halves, quarters, eighths ... to add, then the same way back to copy: 2 log2 P rounds.
+    """Pairs exchange halves, quarters, eighths ... to add, then go back the same way to copy: 2 log2 P
+    rounds.
 
     Sends 2N(P-1)/P bytes per rank at a power of two. Other world sizes fold their P - 2^k excess ranks into
-    a neighbour first (N bytes) and hand them the result last (N bytes). Nearest partners exchange the largest
-    chunks, so that what crosses hosts is small. Source: Rabenseifner, "Optimization of collective reduction
+    a neighbour first (N bytes), which sends them the result last (N bytes). Nearest partners exchange the
+    largest chunks, so little crosses hosts. Source: Rabenseifner, "Optimization of collective reduction
     operations", ICCS 2004; Thakur, Rabenseifner & Gropp 2005, section 4.5.
     """
     order, places = line(Hosts.of(hosts))
@@ -78,7 +79,8 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
     levels = world_size.bit_length() - 1
     core, excess = 1 << levels, world_size - (1 << levels)
 
-    # The first 2 * excess places are pairs, of which the first takes part and the second only hands over.
+    # The first 2 * excess places are pairs: the first of each takes part, the second only sends its data to
+    # it.
     def core_rank(index: int) -> int:
         return order[2 * index if index < excess else index + excess]
 
@@ -108,16 +110,16 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
 
 @lru_cache(maxsize=16)
 def _shard_rings(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
-    """By shard, the rank of each host that owns it: as many shards as the smallest host has ranks."""
+    """For each shard, its owner on each host; there are as many shards as the smallest host has ranks."""
     return tuple(zip(*by_host(hosts), strict=False))
 
 
 def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
     """Reduce-scatter inside each host, a ring across hosts for every shard, all-gather inside each host.
 
-    Each host's link carries 2N(H-1)/H bytes for H hosts, however many ranks share it; a flat ring carries
-    2N(P-1)/P. There are as many shards as the smallest host has ranks; further ranks of a larger host give
-    to the owners of the shards and take from them. Source: Jia et al., "Highly Scalable Deep Learning
+    Each host's link carries 2N(H-1)/H bytes for H hosts, independent of the ranks that share it; a flat ring
+    carries 2N(P-1)/P. There are as many shards as the smallest host has ranks; further ranks of a larger host
+    send to the owners of the shards and receive from them. Source: Jia et al., "Highly Scalable Deep Learning
     Training System with Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
     """
     members = by_host(Hosts.of(hosts))
@@ -146,7 +148,7 @@ def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def master_worker(rank: int, hosts: Sequence[int]) -> Schedule:
-    """All send to rank 0, which adds and sends back: (P-1)N bytes into one rank. The baseline to beat.
+    """All send to rank 0, which adds and sends back: (P-1)N bytes into one rank. A baseline.
 
     Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014, with one
     synchronous server.
@@ -175,6 +177,6 @@ def build(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
         hosts: the host index of every rank; ranks of one host need not be neighbours.
 
     Raises:
-        ValueError: no such algorithm, or no such rank.
+        ValueError: the algorithm or the rank does not exist.
     """
     return chosen(ALGORITHMS, Collective.ALL_REDUCE, algorithm, rank, hosts)(rank, hosts)

@@ -17,9 +17,9 @@ class Classic:
     """A formula, in messages of N bytes and P ranks.
 
     Attributes:
-        of: what it is a count of.
-        counted: the same of the schedules' traffic, in bytes; None where a schedule has no such thing.
-        remark: where it counts something else than one may think.
+        of: the ranks and the direction that the formula counts.
+        counted: the same from the schedules' traffic, in bytes; None if a schedule has no such count.
+        remark: how the formula may be misread.
     """
 
     formula: str
@@ -35,14 +35,14 @@ CLASSIC = {
         lambda p: p - 1,
         "the root, received",
         lambda t: t.received[0],
-        "the root sends as much again, which the formula leaves out: 2(P-1)N in all",
+        "the root also sends as much, which the formula leaves out: 2(P-1)N in total",
     ),
     "ring": Classic(
         "2N(P-1)/P",
         lambda p: 2 * (p - 1) / p,
         "each rank, sent",
         lambda t: max(t.sent),
-        "each rank receives as much at the same time; 2(P-1)N in all, as much as the master and its workers",
+        "each rank receives as much at the same time; 2(P-1)N in total, like the master and its workers",
     ),
     "tree": Classic(
         "N log2 P",
@@ -50,14 +50,14 @@ CLASSIC = {
         "one way along the longest path, from leaf to root",
         None,
         "a time, not a rank's traffic: a rank sends to its parent and at most two children (a host's first "
-        "rank to two more), and 2(P-1)N go in all",
+        "rank to two more), 2(P-1)N in total",
     ),
     "halving_doubling": Classic(
         "2N(P-1)/P",
         lambda p: 2 * (p - 1) / p,
         "each rank, sent",
         lambda t: max(t.sent),
-        "for P a power of two; else the ranks beyond it send N more, and some of the others, too",
+        "for P a power of two; else the excess ranks send N more, and some of the others, too",
     ),
     "hierarchical": Classic(
         "2N(P-1)/P",
@@ -70,14 +70,14 @@ CLASSIC = {
 
 
 def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
-    """For people; `servers` are the numbers of servers for which a parameter server is counted, too."""
+    """The table as text; a parameter server is counted for each number in `servers`."""
     hosts = Hosts.of(hosts)  # hashed once, not for each rank's schedule
     world_size, numel = len(hosts), num_bytes // _ITEMSIZE
     lines = [
         f"N = {num_bytes / 1e6:g} MB, P = {world_size} ranks on {max(hosts) + 1} hosts; all figures in MB",
         "",
-        f"{'algorithm':<18}{'formula':<11}{'gives':>8}{'counted':>9}{'rank':>9}{'root':>9}{'in all':>9}"
-        "  the formula is of",
+        f"{'algorithm':<18}{'formula':<11}{'gives':>8}{'counted':>9}{'rank':>9}{'root':>9}{'total':>9}"
+        "  the formula counts",
     ]
     remarks = []
     for name in ALGORITHMS:
@@ -100,8 +100,8 @@ def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
             f"{max(up.received) / 1e6:>9.1f}{_columns(sent)}  each server, received from W = {workers}"
         )
     if servers:
-        remarks.append("servers: each sends as much again; a rank that serves computes no gradients")
-    lines += ["", "rank, root: the most that any rank, and rank 0, sends; in all: what all ranks send."]
+        remarks.append("servers: each also sends as much; a server computes no gradients")
+    lines += ["", "rank, root: the most that any rank, and rank 0, sends; total: what all ranks send."]
     return "\n".join([*lines, *remarks])
 
 

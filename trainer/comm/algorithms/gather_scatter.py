@@ -1,13 +1,13 @@
-"""All-gathers and reduce-scatters as data: every rank owns one block, of the length of all others.
+"""All-gathers and reduce-scatters as data: every rank owns one block, all of the same length.
 
-A reduce-scatter is its all-gather run backwards: where a block went out from its owner and was copied, the
-partial sums come back the same way and are added, so the owner ends with the sum. It is right because in an
-all-gather each rank receives each block of the others exactly once, and it moves the same bytes. Source: the
-duality is that of Chan, Heimlich, Purkayastha & van de Geijn, "Collective communication: theory, practice,
+A reduce-scatter is its all-gather run backwards: where a block was copied away from its owner, the partial
+sums come back the same way and are added, so the owner ends with the sum. It is correct because in an
+all-gather each rank receives each other block exactly once, and it moves the same bytes. Source of the
+duality: Chan, Heimlich, Purkayastha & van de Geijn, "Collective communication: theory, practice,
 and experience", Concurrency and Computation 2007, section 3.
 
-Parts are numbered as an algorithm likes them, next to each other what it sends together; `Schedule.blocks`
-says whose block each is.
+Each algorithm numbers the parts so that what it sends together is adjacent; `Schedule.blocks` maps parts to
+ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def all_gather(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
         hosts: the host index of every rank; ranks of one host need not be neighbours.
 
     Raises:
-        ValueError: no such algorithm, or no such rank.
+        ValueError: the algorithm or the rank does not exist.
     """
     found = chosen(ALL_GATHERS, Collective.ALL_GATHER, algorithm, rank, hosts)
     blocks, own, gather = found(rank, Hosts.of(hosts))
@@ -36,7 +36,7 @@ def all_gather(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def reduce_scatter(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
-    """The reduce-scatter of `rank`: at the end it holds the sum of its own block; see `all_gather`."""
+    """The reduce-scatter of `rank`: at the end it holds the sum of its own block (see `all_gather`)."""
     forth = all_gather(algorithm, rank, hosts)
     back = tuple(_backwards(phase) for phase in reversed(forth.gather))
     return Schedule(forth.parts, back, forth.owned, (), forth.blocks)
@@ -48,11 +48,11 @@ def _backwards(phase: Phase) -> Phase:
     return Phase(ops, phase.repeat, phase.ring, not phase.forward)
 
 
-Found = tuple[tuple[int, ...], int, tuple[Phase, ...]]  # whose block each part is, this rank's part, rounds
+Found = tuple[tuple[int, ...], int, tuple[Phase, ...]]  # rank of each part's block, own part, rounds
 
 
 def _ring(rank: int, hosts: Hosts) -> Found:
-    """Each rank passes what it got last to its right neighbour: N(P-1)/P bytes sent, in P-1 rounds.
+    """Each rank sends what it received last to its right neighbour: N(P-1)/P bytes sent, in P-1 rounds.
 
     Source: see `algorithms.ring`, of which this is the second half.
     """
@@ -66,7 +66,7 @@ def _ring(rank: int, hosts: Hosts) -> Found:
 
 
 def _pass_on(left: int, right: int, place: int, bounds: Sequence[int]) -> tuple[Phase, ...]:
-    """A ring in which the rank at place i has the parts [bounds[i], bounds[i + 1]) at first."""
+    """A ring in which the rank at place i starts with the parts [bounds[i], bounds[i + 1])."""
     size = len(bounds) - 1
 
     def ops(number: int) -> tuple[Op, ...]:
@@ -76,15 +76,15 @@ def _pass_on(left: int, right: int, place: int, bounds: Sequence[int]) -> tuple[
 
     if size == 1:
         return ()
-    if bounds[-1] - bounds[0] == size:  # all alike: one phase, however many ranks
+    if bounds[-1] - bounds[0] == size:  # equal bounds: one phase for any number of ranks
         return (Phase(ops(0), size - 1, (bounds[0], bounds[-1])),)
     return tuple(Phase(ops(number)) for number in range(size - 1))
 
 
 def _tree(rank: int, hosts: Hosts) -> Found:
-    """Blocks climb the tree of `algorithms.tree` to its root, and all come down again: 2 log2 P rounds.
+    """Blocks go up the tree of `algorithms.tree` to its root, and all come down again: 2 log2 P rounds.
 
-    Each link carries up to N bytes either way, twice what is needed and more: for small units.
+    Each link carries up to N bytes either way, at least twice the minimum: for small units.
     """
     kin, (order, begins, ends, deepest) = tree_of(hosts), _subtrees(hosts)
     parent, children, depth = kin[rank].parent, kin[rank].children, kin[rank].depth
@@ -101,7 +101,7 @@ def _tree(rank: int, hosts: Hosts) -> Found:
 
 @lru_cache(maxsize=16)
 def _subtrees(hosts: Hosts) -> tuple[tuple[int, ...], list[int], list[int], int]:
-    """Ranks in preorder; by rank, where its subtree begins and ends in that order; the greatest depth."""
+    """Ranks in preorder; by rank, the begin and end of its subtree in that order; the greatest depth."""
     kin = tree_of(hosts)
     order: list[int] = []
     begins, ends = [0] * len(hosts), [0] * len(hosts)
@@ -117,7 +117,7 @@ def _subtrees(hosts: Hosts) -> tuple[tuple[int, ...], list[int], list[int], int]
 
 
 def _all_but(kind: Kind, peer: int, begin: int, end: int, parts: tuple[int, int]) -> list[Op]:
-    """Moves of the parts [low, high), without those in [begin, end)."""
+    """Moves of the parts [low, high), except those in [begin, end)."""
     low, high = parts
     return [Op(kind, peer, first, last) for first, last in ((low, begin), (end, high)) if first < last]
 
@@ -125,8 +125,8 @@ def _all_but(kind: Kind, peer: int, begin: int, end: int, parts: tuple[int, int]
 def _halving_doubling(rank: int, hosts: Hosts) -> Found:
     """Pairs exchange what they have, twice as much each time: log2 P rounds, N(P-1)/P bytes sent.
 
-    The farthest partners begin, with one block, so that what crosses hosts is small. At other world sizes
-    than powers of two, P - 2^k excess ranks give their block to a neighbour first, which hands them all the
+    The farthest partners start, with one block, so little crosses hosts. At other world sizes
+    than powers of two, P - 2^k excess ranks send their block to a neighbour first, which sends them all the
     others last. Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations
     in MPICH", IJHPCA 2005, sections 4.1 and 4.3.
     """
@@ -136,7 +136,8 @@ def _halving_doubling(rank: int, hosts: Hosts) -> Found:
     excess = world_size - (1 << levels)
     blocks, begins = _groups(hosts)
 
-    # The first 2 * excess places are pairs, of which the first takes part and the second only hands over.
+    # The first 2 * excess places are pairs: the first of each takes part, the second only sends its data to
+    # it.
     folded = place < 2 * excess
     partner = order[place ^ 1] if folded else -1
     index = place // 2 if folded else place - excess
@@ -166,8 +167,8 @@ def _halving_doubling(rank: int, hosts: Hosts) -> Found:
 def _groups(hosts: Hosts) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ranks in the order of their parts, pairs side by side; and the part at which each group begins.
 
-    Group g is the rank, or pair, whose index has the bits of g in reverse: who shares its lowest bits, and so
-    is reached first, lies next to it.
+    Group g is the rank, or pair, whose index has the bits of g in reverse: groups that share the lowest bits,
+    which exchange first, are adjacent.
     """
     order, _ = line(hosts)
     levels = len(order).bit_length() - 1
@@ -183,11 +184,11 @@ def _reversed_bits(value: int, bits: int) -> int:
 
 
 def _hierarchical(rank: int, hosts: Hosts) -> Found:
-    """A ring across hosts for each place within them, then all to all inside each host.
+    """A ring across hosts for each index within a host, then all to all inside each host.
 
-    Each host's link carries N(H-1)/H bytes for H hosts, the least there is, however many ranks share it; a
-    flat ring's carries N(P-1)/P. There are as many rings as the smallest host has ranks; further ranks of a
-    larger host give their block to a rank in one first. Source: as of `algorithms.hierarchical`.
+    Each host's link carries N(H-1)/H bytes for H hosts, the minimum, independent of the ranks that share it;
+    a flat ring's carries N(P-1)/P. There are as many rings as the smallest host has ranks; further ranks of a
+    larger host first send their block to a rank in a ring. Source: see `algorithms.hierarchical`.
     """
     groups = by_host(hosts)
     host, index = places_in_hosts(hosts)[rank]
@@ -200,7 +201,7 @@ def _hierarchical(rank: int, hosts: Hosts) -> Found:
         return bounds[index % rings * len(groups) + host] + index // rings
 
     def exchange(kind: Kind, peer: int, ring: int, receiver: int) -> list[Op]:
-        """All of a ring's blocks but that of who gets them, where it has been there before."""
+        """All blocks of a ring, except the receiver's own if the ring has it already."""
         if receiver % rings != ring:
             return [Op(kind, peer, *parts(ring))]
         return _all_but(kind, peer, own(receiver), own(receiver) + 1, parts(ring))
@@ -227,7 +228,7 @@ def _hierarchical(rank: int, hosts: Hosts) -> Found:
 
 @lru_cache(maxsize=16)
 def _rings(hosts: Hosts) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """How many; ranks in the order of their parts, ring by ring, host by host; where each host's begin."""
+    """The number of rings; ranks by part, ring by ring, host by host; the first part of each ring's hosts."""
     groups = by_host(hosts)
     rings = min(len(ranks) for ranks in groups)
     chunks = [ranks[ring::rings] for ring in range(rings) for ranks in groups]
@@ -236,9 +237,9 @@ def _rings(hosts: Hosts) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 
 
 def _master_worker(rank: int, hosts: Hosts) -> Found:
-    """All give their block to rank 0, which hands out the others: (P-1)^2 N/P bytes out of one rank.
+    """All send their block to rank 0, which sends back the others: (P-1)^2 N/P bytes out of one rank.
 
-    The baseline to beat. Source: as of `algorithms.master_worker`.
+    A baseline. Source: see `algorithms.master_worker`.
     """
     world_size = len(hosts)
     if rank != 0:

@@ -1,8 +1,8 @@
-"""Cut a bucket into segments and interleave their rounds, so that links and memory work at the same time.
+"""Cuts a bucket into segments and interleaves their rounds, so that links and memory work at the same time.
 
-Every rank takes the visits of a bucket in the same order. At visit (segment, k) it completes what the
-segment receives in round k - 1 and starts round k. A sweep visits each segment in flight once, oldest first,
-and `width` more segments enter with every sweep, up to `IN_FLIGHT`: while a rank waits for one segment, the
+Every rank makes the visits of a bucket in the same order. Visit (segment, k) completes what the segment
+receives in round k - 1 and starts round k. A sweep visits each segment in flight once, oldest first, and
+`width` more segments enter with every sweep, up to `IN_FLIGHT`: while a rank waits for one segment, the
 sends of the others keep the links busy.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 SEGMENT_MB = 2.0  # MiB; smaller ones cost more processor time, larger ones leave links idle at either end
 WIDTH = 2
-IN_FLIGHT = 32  # segments; what bounds the messages that may be unread, however many rounds a world takes
+IN_FLIGHT = 32  # segments; limits the unread messages, for any number of rounds
 
 
 def num_segments(numel: int, itemsize: int, segment_bytes: int) -> int:
@@ -24,7 +24,7 @@ def segment_bounds(numel: int, num_segments: int) -> list[tuple[int, int]]:
 
 
 def first_sweep(segment: int, num_rounds: int, width: int) -> int:
-    """The sweep with which `segment` enters: when the one `IN_FLIGHT` before it has made all its visits."""
+    """The sweep with which `segment` enters: after all visits of the segment `IN_FLIGHT` before it."""
     turn, place = divmod(segment, IN_FLIGHT)
     return turn * max(-(-IN_FLIGHT // width), num_rounds + 1) + place // width
 

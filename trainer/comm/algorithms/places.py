@@ -1,4 +1,4 @@
-"""Where ranks are: who shares a host with whom, and in which order a schedule goes through them."""
+"""Which ranks share a host, and in which order a schedule goes through them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 
 class Hosts(tuple[int, ...]):
-    """The host of every rank, hashed once: who makes the schedules of thousands of ranks passes this."""
+    """The host of every rank, hashed once: pass it when creating the schedules of thousands of ranks."""
 
     @classmethod
     def of(cls, hosts: Sequence[int]) -> "Hosts":
@@ -38,7 +38,7 @@ def places_in_hosts(hosts: Hosts) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=16)
 def line(hosts: Hosts) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks host by host, so that neighbours share a host where they can; and each rank's place in it."""
+    """Ranks host by host, so that neighbours share a host if possible; and each rank's index there."""
     order = tuple(rank for ranks in by_host(hosts) for rank in ranks)
     return order, tuple(sorted(range(len(order)), key=order.__getitem__))
 
@@ -54,7 +54,7 @@ class Kin:
 
 @lru_cache(maxsize=16)
 def tree(hosts: Hosts) -> tuple[Kin, ...]:
-    """By rank: a binary tree of the hosts' first ranks, and one inside each host that hangs from them."""
+    """By rank: a binary tree of the hosts' first ranks, each the root of a tree inside its host."""
     groups = by_host(hosts)
     leaders = [ranks[0] for ranks in groups]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One message: the elements [begin, end) of each piece of the bucket, never none; mostly one piece."""
+    """One message: elements [begin, end), of one or more stretches of the bucket, mostly of one."""
 
     kind: Kind
     peer: int
@@ -22,7 +22,7 @@ class Move:
     numel: int
 
     def take(self, sums: "Tensor", received: "Tensor") -> None:
-        """Add what has arrived to `sums`, or copy it there."""
+        """Add the received elements to `sums`, or copy them there."""
         taken = 0
         for begin, end in self.pieces:
             chunk, piece = sums[begin:end], received[taken : taken + end - begin]
@@ -35,7 +35,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Take in `receives`, then finish the sum of `owned` if there is one, then let `sends` go."""
+    """Process `receives`, then finish the sum of `owned` if there is one, then start `sends`."""
 
     receives: tuple[Move, ...]
     owned: tuple[int, int] | None
@@ -45,7 +45,7 @@ class Visit:
 def lay_out(
     schedule: Schedule, numel: int, itemsize: int, segment_bytes: int, width: int
 ) -> list[list[Visit]]:
-    """The visits of one bucket, sweep by sweep; a sweep's receives are what the sweep before it sent.
+    """The visits of one bucket, by sweep; a sweep receives what the sweep before it sent.
 
     Args:
         itemsize: bytes of an element on the wire.
@@ -53,7 +53,7 @@ def lay_out(
     """
     rounds = [*schedule.rounds(), ()]
     count = num_segments(numel, itemsize, segment_bytes)
-    assert schedule.blocks is None or numel % schedule.parts == 0, "blocks are of one length"
+    assert schedule.blocks is None or numel % schedule.parts == 0, "blocks have equal lengths"
     bounds = segment_bounds(numel if schedule.blocks is None else numel // schedule.parts, count)
 
     def visit(segment: int, k: int) -> Visit:
@@ -62,7 +62,7 @@ def lay_out(
         sending = _messages(schedule, rounds[k], bounds[segment], numel)
         sends = tuple(move for move in sending if move.kind is Kind.SEND)
         owned = _pieces(schedule, *schedule.owned, bounds[segment], numel)
-        assert len(owned) <= 1, "what a rank owns lies in one piece"
+        assert len(owned) <= 1, "a rank owns one contiguous stretch"
         return Visit(receives, owned[0] if owned and k == schedule.num_reduce_rounds else None, sends)
 
     return [
@@ -74,7 +74,7 @@ def lay_out(
 def _pieces(
     schedule: Schedule, begin: int, end: int, segment: tuple[int, int], numel: int
 ) -> tuple[tuple[int, int], ...]:
-    """The elements of the parts [begin, end) within a segment: of the bucket, or of each block."""
+    """The elements of the parts [begin, end) within a segment, of the bucket or of each block."""
     first, last = segment
     if schedule.blocks is None:
         low, high = (first + schedule.boundary(part, last - first) for part in (begin, end))
@@ -82,7 +82,7 @@ def _pieces(
     if first == last:
         return ()
     block, pieces = numel // schedule.parts, list[tuple[int, int]]()
-    for rank in sorted(schedule.blocks[begin:end]):  # on both sides of a message
+    for rank in sorted(schedule.blocks[begin:end]):  # the same order on both sides of a message
         low, high = rank * block + first, rank * block + last
         if pieces and pieces[-1][1] == low:
             low = pieces.pop()[0]
@@ -97,10 +97,10 @@ def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int], n
 
 
 def chunks_in_flight(schedule: Schedule, width: int) -> int:
-    """Chunks of a rank, one after another, that hold all those whose readers have their visit still ahead.
+    """Chunks of a rank needed to hold all those that a later visit reads.
 
-    A chunk sent at one visit is read at the next of its segment. So at any visit there is, for each segment
-    in flight, one round's at most; and no more than `width` segments are in the same round.
+    A chunk sent at one visit is read at the next visit of its segment. So each segment in flight has the
+    chunks of at most one round, and no more than `width` segments are in the same round.
     """
     per_round = [{(op.begin, op.end) for op in ops if op.kind is Kind.SEND} for ops in schedule.rounds()]
     if per_round and schedule.num_reduce_rounds < len(per_round):
@@ -111,6 +111,6 @@ def chunks_in_flight(schedule: Schedule, width: int) -> int:
 
 
 def messages_in_flight(schedule: Schedule) -> int:
-    """Messages from a rank to one peer whose visit that peer may have still ahead; see `chunks_in_flight`."""
+    """Messages from a rank to one peer that the peer's later visits read; see `chunks_in_flight`."""
     per_round = (Counter(op.peer for op in ops if op.kind is Kind.SEND) for ops in schedule.rounds())
     return IN_FLIGHT * max((max(peers.values(), default=0) for peers in per_round), default=0)

@@ -1,6 +1,6 @@
-"""A parameter server's push and pull as schedules, to be counted and predicted beside the all-reduces.
+"""A parameter server's push and pull as schedules, counted and predicted beside the all-reduces.
 
-One part for each server. Nothing is pulled before the update, which waits for the last push: two schedules,
+One part for each server. Pulling waits for the update, and so for the last push: there are two schedules,
 one after the other. Source: Li et al., "Scaling distributed machine learning with the parameter server",
 OSDI 2014.
 """
@@ -11,7 +11,7 @@ from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 
 
 def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
-    """The schedules of all ranks, (push, pull). A rank may be both: what it sends itself is no message."""
+    """The schedules of all ranks, (push, pull). A rank may be both, and sends itself nothing."""
     push, pull = [], []
     for rank in sorted({*servers, *workers}):
         up: list[Op] = []
@@ -34,5 +34,5 @@ def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Sched
 
 
 def _from(members: Sequence[int], rank: int) -> list[int]:
-    """Places in `members`, from another one on for each rank: not all begin with the same."""
+    """Indices into `members`, starting at another one for each rank, to spread the load."""
     return [(rank + number) % len(members) for number in range(len(members))]

@@ -1,12 +1,12 @@
-"""What one rank sends, receives, adds and copies, round by round: a collective as data.
+"""A collective as data: what one rank sends, receives, adds and copies, round by round.
 
-A schedule knows no tensor and no network. The executor runs it, the simulator proves it, the traffic
+A schedule contains no tensors and no network. The executor runs it, the simulator proves it, the traffic
 counter and the cost model read it. Three rules make a family of schedules (one per rank) valid:
 
 - a message sent in round k is received in round k, so every rank's schedule has the same number of rounds;
 - a send reads the chunk as the rounds before left it;
-- each part is summed to the end on one rank, in one fixed order, and copied from there, so that all ranks
-  end with the same bits. The rank that does so owns the part.
+- one rank, the part's owner, computes the final sum of each part in one fixed order, and the others copy it,
+  so that all ranks end with the same bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ _Algorithm = TypeVar("_Algorithm")
 
 
 class Collective(Enum):
-    """What a family of schedules is to achieve."""
+    """What a family of schedules computes."""
 
     ALL_REDUCE = "all-reduce"  # every rank ends with the sum of every part
-    ALL_GATHER = "all-gather"  # every rank begins with its own block, and ends with those of all
+    ALL_GATHER = "all-gather"  # every rank starts with its own block, and ends with all blocks
     REDUCE_SCATTER = "reduce-scatter"  # every rank ends with the sum of its own block
 
 
@@ -32,7 +32,7 @@ def chosen(
     """The algorithm of that name, for a rank among `hosts`.
 
     Raises:
-        ValueError: no such algorithm, or no such rank.
+        ValueError: the algorithm or the rank does not exist.
     """
     if algorithm not in among:
         raise ValueError(f"no {how.value} algorithm {algorithm!r}; there are {', '.join(among)}")
@@ -42,9 +42,9 @@ def chosen(
 
 
 class Kind(Enum):
-    SEND = "send"  # the chunk to the peer
-    ADD = "add"  # what the peer sends into the chunk
-    COPY = "copy"  # what the peer sends over the chunk
+    SEND = "send"  # send the chunk to the peer
+    ADD = "add"  # add what the peer sends to the chunk
+    COPY = "copy"  # overwrite the chunk with what the peer sends
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """`repeat` rounds of the same ops, each round moving every chunk back by its own width within `ring`.
+    """`repeat` rounds of the same ops; each round moves every chunk back by its own width within `ring`.
 
     The repetition keeps the schedule of thousands of ranks small: a ring is two phases at any world size.
-    `forward` ones move on instead: those of a schedule that runs backwards.
+    With `forward`, chunks move on instead, as in a schedule that runs backwards.
     """
 
     ops: tuple[Op, ...]
@@ -85,7 +85,7 @@ class Phase:
 
 
 def in_phases(rounds: Sequence[Sequence[Op]]) -> tuple[Phase, ...]:
-    """A phase for each round, and one for all idle rounds in a row: most are, in a tree of many ranks."""
+    """A phase for each round, and one for consecutive idle rounds, the most common in a large tree."""
     phases: list[Phase] = []
     for idle, run in groupby(map(tuple, rounds), key=lambda ops: not ops):
         alike = list(run)
@@ -95,7 +95,7 @@ def in_phases(rounds: Sequence[Sequence[Op]]) -> tuple[Phase, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One rank's part in a collective over a bucket that is cut into `parts` nearly equal parts.
+    """One rank's part in a collective over a bucket of `parts` nearly equal parts.
 
     An all-gather and a reduce-scatter have as many parts as ranks, each the block of one rank.
     """
@@ -104,7 +104,7 @@ class Schedule:
     reduce: tuple[Phase, ...]
     owned: tuple[int, int]  # after `reduce` this rank alone holds the sum of the parts [begin, end)
     gather: tuple[Phase, ...]
-    blocks: tuple[int, ...] | None = None  # whose block each part is; blocks lie in the order of ranks
+    blocks: tuple[int, ...] | None = None  # the rank of each part's block; blocks are in the order of ranks
 
     @property
     def num_reduce_rounds(self) -> int:

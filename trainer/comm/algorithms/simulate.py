@@ -1,7 +1,7 @@
-"""Run the schedules of all ranks with no network, and prove the collective right for any numbers it adds.
+"""Runs the schedules of all ranks without a network, and proves the collective correct for any numbers.
 
-What a part holds is the set of ranks whose values are in it; in an all-gather all of them, or none yet. A
-schedule is right if every message sent is received in its round, no value is added twice, an owner's sum is
+A part is represented by the set of ranks whose values are in it; in an all-gather, all of them or none. A
+schedule is correct if every message sent is received in its round, no value is added twice, an owner's sum is
 complete, and every rank ends with what its `Collective` promises.
 """
 
@@ -12,7 +12,7 @@ from trainer.comm.algorithms.schedule import Collective, Kind, Op, Schedule
 
 
 class ScheduleError(ValueError):
-    """The schedules do not make the collective; the message names round, rank and chunk."""
+    """The schedules do not compute the collective; the message names round, rank and chunk."""
 
 
 def simulate(schedules: Sequence[Schedule], collective: Collective = Collective.ALL_REDUCE) -> None:
@@ -20,8 +20,8 @@ def simulate(schedules: Sequence[Schedule], collective: Collective = Collective.
 
     Raises:
         ScheduleError: a message without its receive or the reverse (which would hang), a value added twice,
-            a block gathered twice, a sum that is not complete, parts with two owners or, where parts are
-            blocks, another owner than theirs, or ranks that disagree on rounds or parts.
+            a block gathered twice, an incomplete sum, parts with two owners, a block with an owner other than
+            its rank, or ranks that disagree on rounds or parts.
     """
     shapes = {(s.parts, s.num_reduce_rounds, s.num_rounds) for s in schedules}
     if len(shapes) != 1:
@@ -40,7 +40,7 @@ def simulate(schedules: Sequence[Schedule], collective: Collective = Collective.
         _run_round(number, ops, held, everyone)
         if number + 1 == num_reduce_rounds:
             _check_owners(schedules, held, everyone)
-    if collective is Collective.REDUCE_SCATTER:  # and the owners of blocks have been checked
+    if collective is Collective.REDUCE_SCATTER:  # the owners of blocks are checked
         return
     for rank, sums in enumerate(held):
         for part, ranks in enumerate(sums):
@@ -64,7 +64,7 @@ def _run_round(number: int, ops: Sequence[Sequence[Op]], held: list[list[int]], 
             where = f"round {number}: rank {rank}, parts [{op.begin}, {op.end}) from rank {op.peer}"
             queue = in_flight.get((op.peer, rank), [])
             if not queue:
-                raise ScheduleError(f"{where}: it would wait for ever, nothing is sent")
+                raise ScheduleError(f"{where}: it would wait forever, since nothing is sent")
             sent, values = queue.pop(0)
             if (sent.begin, sent.end) != (op.begin, op.end):
                 raise ScheduleError(f"{where}: parts [{sent.begin}, {sent.end}) are sent instead")
@@ -75,7 +75,7 @@ def _run_round(number: int, ops: Sequence[Sequence[Op]], held: list[list[int]], 
                 if op.kind is Kind.COPY and ranks != everyone:
                     raise ScheduleError(f"{where}: copies an unfinished sum of {_names(ranks)}")
                 if op.kind is Kind.COPY and held[rank][part] == everyone:
-                    raise ScheduleError(f"{where}: copies what is there already")
+                    raise ScheduleError(f"{where}: copies what it already holds")
                 held[rank][part] = ranks if op.kind is Kind.COPY else held[rank][part] | ranks
     lost = [pair for pair, queue in in_flight.items() if queue]
     if lost:
@@ -99,15 +99,15 @@ def _check_owners(schedules: Sequence[Schedule], held: list[list[int]], everyone
 
 
 def _check_blocks(schedules: Sequence[Schedule]) -> None:
-    """Every part is the block of one rank, which owns it."""
+    """Check that every part is the block of one rank, which owns it."""
     for rank, schedule in enumerate(schedules):
         if schedule.blocks is None or sorted(schedule.blocks) != list(range(len(schedules))):
-            raise ScheduleError(f"rank {rank}: not one part for the block of each rank: {schedule.blocks}")
+            raise ScheduleError(f"rank {rank}: the parts are not one block for each rank: {schedule.blocks}")
         if schedule.blocks != schedules[0].blocks:
-            raise ScheduleError(f"rank {rank} numbers the blocks otherwise than rank 0")
+            raise ScheduleError(f"rank {rank} numbers the blocks differently from rank 0")
         own = schedule.blocks.index(rank)
         if schedule.owned != (own, own + 1):
-            raise ScheduleError(f"rank {rank} owns parts {schedule.owned}, and its block is part {own}")
+            raise ScheduleError(f"rank {rank} owns parts {schedule.owned}, but its block is part {own}")
 
 
 def _names(ranks: int) -> str:

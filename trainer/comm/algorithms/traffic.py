@@ -1,4 +1,4 @@
-"""Count the bytes that schedules move: per rank, and over each host's link."""
+"""Counts the bytes that schedules move: per rank, and over each host's link."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 
 @dataclass(frozen=True)
 class Traffic:
-    """Payload bytes of one collective; headers of the network come on top."""
+    """Payload bytes of one collective; without the network's headers."""
 
     sent: list[int]  # by rank
     received: list[int]  # by rank
@@ -19,7 +19,7 @@ class Traffic:
 def count_traffic(schedules: Sequence[Schedule], hosts: Sequence[int], numel: int, itemsize: int) -> Traffic:
     """The traffic of one bucket of `numel` elements, `itemsize` bytes each on the wire.
 
-    schedules[r] and hosts[r] are those of rank r, host indices without gaps.
+    schedules[r] and hosts[r] belong to rank r; host indices have no gaps.
     """
     traffic = Traffic([0] * len(hosts), [0] * len(hosts), [0] * (max(hosts) + 1), [0] * (max(hosts) + 1))
     for rank, schedule in enumerate(schedules):
@@ -42,8 +42,8 @@ def _moves(schedule: Schedule, numel: int) -> Iterator[tuple[Op, int]]:
 def phase_elements(schedule: Schedule, phase: Phase, op: Op, numel: int) -> int:
     """Elements that `op` moves in all the rounds of `phase`, without walking them.
 
-    The chunk moves by its width each round, so it covers one stretch of the phase's ring, perhaps wrapping
-    round it.
+    The chunk moves by its width each round, so it covers one contiguous stretch of the phase's ring, which
+    may wrap around.
     """
 
     def elements(begin: int, end: int) -> int:

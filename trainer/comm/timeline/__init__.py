@@ -1,1 +1,1 @@
-"""What each bucket's all-reduce cost, and whom it waited for."""
+"""What each bucket's all-reduce cost, and which ranks it waited for."""

@@ -1,4 +1,4 @@
-"""Put time stamps of several hosts on one clock."""
+"""Puts time stamps of several hosts on one clock."""
 
 import time
 from collections.abc import Sequence
@@ -8,19 +8,19 @@ import torch.distributed as dist
 
 _NUM_PINGS = 5
 _PING_TAG = 2
-_VALID_S = 10.0  # two crystals part by some 50 microseconds a second at the worst
+_VALID_S = 10.0  # two clocks drift apart by at most some 50 microseconds a second
 
 
 class CommonClock:
-    """Translates `time.perf_counter` of every rank into that of rank 0.
+    """Translates `time.perf_counter` of every rank to rank 0's clock.
 
     The first rank of every other host compares its clock with rank 0's, by Cristian's method ("Probabilistic
     clock synchronization", 1989): the answer with the shortest round trip is wrong by at most half of it.
     Ranks of one host share its clock. All methods are collectives.
 
     Args:
-        group: a gloo group of the ranks that compare; its ranks, from 0, are what is meant here.
-        hosts: host index of each of them.
+        group: a gloo group of the ranks that compare; ranks are counted within it.
+        hosts: host index of each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, hosts: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class CommonClock:
 
     def gather(self, stamps: Sequence[float]) -> torch.Tensor:
         """Each rank's stamps on rank 0's clock: (rank, stamp), float64 seconds."""
-        if self._now_s - self._compared_s > _VALID_S:  # all ranks come to the same answer
+        if self._now_s - self._compared_s > _VALID_S:  # the same answer on all ranks
             self._compare()
             self._compared_s = self._now_s
         own = torch.tensor([time.perf_counter(), self._offset_s, *stamps], dtype=torch.float64)

@@ -14,18 +14,18 @@ class GpuClock:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Compare with the host's clock. Waits for the GPU; do it now and then, as the two drift apart."""
+        """Compare with the host's clock. Waits for the GPU; repeat it at times, since the two drift apart."""
         torch.cuda.synchronize(self.device)
         self._origin, self._origin_s = self.mark(), time.perf_counter()
 
     def mark(self) -> torch.cuda.Event:
-        """Mark the work that is now last on the current stream."""
+        """Mark the end of the work now on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def times(self, *marks: torch.cuda.Event) -> Callable[[bool], tuple[float, ...] | None]:
-        """A function that returns the marks' times, or None while one is ahead and it may not wait."""
+        """A function that returns the marks' times, or None if one has not passed and it may not wait."""
         origin, origin_s = self._origin, self._origin_s
 
         def read(wait: bool) -> tuple[float, ...] | None:

@@ -1,9 +1,9 @@
-"""When each bucket was ready, moved and done, and for whom this rank waited meanwhile.
+"""When each bucket was ready, moved and done, and which ranks this rank waited for.
 
-A bucket is one of DDP's gradients, or of a unit that FSDP gathers, or whose gradients it reduces.
+A bucket is one of DDP's gradient buckets, or a unit that FSDP gathers or whose gradients it reduces.
 
-A rank that comes late makes the all-reduce of all the others look long. So lateness is measured where it
-arises: by when each rank's bucket was ready, on one common clock.
+A rank that comes late makes the all-reduce of all the others look long. So lateness is measured at its
+source: the time at which each rank's bucket was ready, on a common clock.
 """
 
 import time
@@ -22,7 +22,7 @@ from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.timeline.clock import CommonClock
 from trainer.comm.timeline.gpu_clock import GpuClock
 
-_KEPT = 100  # passes, of which `Timeline.typical_pass` takes medians
+_KEPT = 100  # passes, for the medians of `Timeline.typical_pass`
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class BucketRecord:
     """One bucket of one pass; times are seconds of `time.perf_counter`."""
 
     index: int
-    num_bytes: int  # of a sparse gradient: its values and indices, other ones at every step
+    num_bytes: int  # of a sparse gradient, values and indices, different at every step
     ready: float
     start: float = 0.0  # when this rank began to move it
     end: float = 0.0
@@ -38,14 +38,14 @@ class BucketRecord:
     read_gpu: Callable[[bool], tuple[float, ...] | None] | None = None  # see gpu_clock.times
     sparse: bool = False
     collective: Collective = Collective.ALL_REDUCE
-    unit: str = ""  # the name of one of FSDP's
-    # For how long the computation stood still for it. None: it may come as late as the pass ends.
+    unit: str = ""  # the name of FSDP's unit
+    # How long the computation was blocked on it. None: it is needed only at the end of the pass.
     blocked_s: float | None = None
-    needed: float | None = None  # when that began
+    needed: float | None = None  # when the block began
 
     @property
     def name(self) -> str:
-        """Of the row that it has in tables and pictures."""
+        """The name of its row in tables and figures."""
         return f"{self.index}" if not self.unit else f"{self.collective.value} of {self.unit}"
 
     @property
@@ -54,7 +54,7 @@ class BucketRecord:
         return f"{what}, {self.num_bytes / 2**20:.3g} MiB" + (" sparse" if self.sparse else "")
 
     def settle(self, wait: bool) -> bool:
-        """Fetch the times if a GPU has them; False if it is not there yet and `wait` is false."""
+        """Fetch the times if a GPU has them; return False if they are not known yet and `wait` is false."""
         if self.read_gpu is not None:
             times = self.read_gpu(wait)
             if times is None:
@@ -68,11 +68,11 @@ class BucketRecord:
 
 @dataclass(slots=True)
 class PassSum:
-    """Communication of passes, summed up; hidden + exposed = total."""
+    """Communication summed over passes; hidden + exposed = total."""
 
     count: int = 0
-    total_s: float = 0.0  # in which some bucket was on its way
-    exposed_s: float = 0.0  # of that, while nothing was computed: all were ready, or one waited for
+    total_s: float = 0.0  # in which some bucket was moving
+    exposed_s: float = 0.0  # part of it without computation: all buckets were ready, or one blocked
     waited_s: float = 0.0  # for neighbours
 
     @property
@@ -91,7 +91,7 @@ class PassSum:
             self.waited_s += sum(record.waited_s.values())
             counted_to = max(counted_to, record.end)
         self.total_s += total_s
-        self.exposed_s += min(exposed_s, total_s)  # whoever waits, waits for a thread to wake it, too
+        self.exposed_s += min(exposed_s, total_s)  # a wait includes the time to wake the thread
         self.count += 1
 
 
@@ -99,7 +99,7 @@ class PassSum:
 class Arrivals:
     """When the buckets of one backward pass were ready on each of `ranks`, by the clock of the first.
 
-    `ready` is (rank, bucket), `ranks` what each row's rank is called in the world.
+    `ready` is (rank, bucket); `ranks` are the global ranks of its rows.
     """
 
     ready: torch.Tensor
@@ -136,36 +136,36 @@ class BucketSum:
 
 
 class Timeline:
-    """Collects the records of one rank: some microseconds per bucket, and no message but in `metrics`.
+    """Collects the records of one rank: some microseconds per bucket; only `metrics` communicates.
 
     Args:
         group: a gloo group of the model's ranks, idle between backward passes.
         hosts: host index of each of them; ranks of one host share its clock.
-        gpu_clock: where buckets live on a GPU.
+        gpu_clock: if buckets are on a GPU.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, hosts: Sequence[int], gpu_clock: GpuClock | None = None
     ) -> None:
-        self.ranks = dist.get_process_group_ranks(group)  # what they are called in the world, as all below
+        self.ranks = dist.get_process_group_ranks(group)  # global ranks, here and below
         self.rank = self.ranks[dist.get_rank(group)]
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
         self.arrivals: Arrivals | None = None  # as of the last call of metrics
-        # Over the run, by (index, bytes, name); with 0 where a bucket has other bytes at every step.
+        # Over the run, by (index, bytes, name); bytes is 0 if a bucket's size changes at every step.
         self.buckets: dict[tuple[int, int, str], BucketSum] = {}
         self.passes = PassSum()  # over the run
         self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
         self.collectives: dict[Collective, PassSum] = {}  # the same of FSDP's two
-        self.times_last: dict[int, int] = {}  # how often each rank was last, as far as metrics was called
+        self.times_last: dict[int, int] = {}  # how often each rank was last at a call of metrics
         self._clock, self._gpu_clock = CommonClock(group, hosts), gpu_clock
         self._recent = PassSum()  # since the last call of metrics
         self._recent_collectives: dict[Collective, PassSum] = {}
         self._unsettled: deque[list[BucketRecord]] = deque()
-        self._complete = True  # the newest pass has had its last bucket
+        self._complete = True  # the newest pass has its last bucket
 
     def __getstate__(self) -> dict[str, Any]:
-        """As another rank may look at it: no clock, and no pass that is not summed up."""
+        """For pickling to another rank: without clocks and passes that are not summed up."""
         return {**vars(self), "_clock": None, "_gpu_clock": None, "_unsettled": deque()}
 
     def arrive(
@@ -177,7 +177,7 @@ class Timeline:
         collective: Collective = Collective.ALL_REDUCE,
         unit: str = "",
     ) -> BucketRecord:
-        """Note that a bucket is ready. Whoever moves it fills in the rest of the record."""
+        """Record that a bucket is ready. The mover fills in the rest of the record."""
         if self._complete:
             self.settle(wait=False)
             self._unsettled.append([])
@@ -190,13 +190,13 @@ class Timeline:
         return record
 
     def end_pass(self) -> None:
-        """What arrives from now on is of the next pass; for who cannot tell which bucket is the last."""
+        """End the pass: later buckets belong to the next. For a caller that does not know the last bucket."""
         self._complete = True
 
     def metrics(self) -> dict[str, float]:
-        """Means per backward pass since the last call and the arrivals of the last one; {} if there was none.
+        """Means per backward pass since the last call and the arrivals of the last; {} if there were none.
 
-        A collective of the model's ranks, to be called between backward passes: compares clocks and gathers
+        A collective of the model's ranks, called between backward passes: compares clocks and gathers
         stamps.
         """
         means = self.means()
@@ -209,7 +209,7 @@ class Timeline:
         return means | arrived
 
     def means(self) -> dict[str, float]:
-        """What `metrics` says of this rank alone; no collective."""
+        """The part of `metrics` for this rank alone; not a collective."""
         self.settle(wait=True)
         if self._gpu_clock is not None:
             self._gpu_clock.synchronize()
@@ -231,10 +231,10 @@ class Timeline:
         }
 
     def typical_pass(self) -> dict[str, Any]:
-        """What a backward pass is like on this rank, for result.json; {} if there was none.
+        """A typical backward pass on this rank, for result.json; {} if there was none.
 
-        Medians over the newest passes: communication in all, hidden and exposed, and in the order in which
-        buckets are ready, their bytes, how long before the end that is, and how long before it they are due.
+        Medians over the newest passes: total, hidden and exposed communication; for each bucket in the order
+        in which they are ready, its bytes, and how long before the end it was ready, and needed.
         """
         self.settle(wait=True)
         layout = [(record.name, record.num_bytes) for record in self.last_pass]
@@ -261,7 +261,7 @@ class Timeline:
         }
 
     def settle(self, wait: bool) -> None:
-        """Sum up the complete passes whose times are known; all of them, if need be waiting for the GPU."""
+        """Sum up the complete passes whose times are known; with `wait`, all of them, waiting for the GPU."""
         while self._unsettled and (len(self._unsettled) > 1 or self._complete):
             records = self._unsettled[0]
             if not all(record.settle(wait) for record in records):
@@ -280,9 +280,9 @@ class Timeline:
 
 
 def before_the_end(records: Sequence[BucketRecord]) -> list[tuple[float, float]]:
-    """Of each bucket of a pass, how long before its end it was ready, and needed: seconds of computing.
+    """For each bucket of a pass, how long before the end it was ready, and needed: seconds of computing.
 
-    The end is when the last was ready or needed; for how long the computation stood still does not count.
+    The end is when the last was ready or needed; time in which the computation was blocked does not count.
     """
     waits = sorted((r.needed, r.blocked_s or 0.0) for r in records if r.needed is not None)
     begun, waited_s = [at for at, _ in waits], [0.0, *accumulate(seconds for _, seconds in waits)]

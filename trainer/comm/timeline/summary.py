@@ -1,4 +1,4 @@
-"""What a person sees of a timeline: one backward pass as a picture, a run as a table."""
+"""A timeline for people: one backward pass as a figure, a run as a table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _COLOURS = {"queued": "#d0d4da", "hidden": "#4c78a8", "exposed": "#e45756"}
 def draw(timeline: Timeline) -> Figure:
     """The last backward pass of this rank (of FSDP, the forward pass too), a row per bucket, milliseconds.
 
-    Grey: ready and waiting for its turn; blue: on its way while something was computed; red: while nothing
-    was. A mark shows when the last rank had the bucket ready, as of the last call of `Timeline.metrics`.
+    Grey: ready and queued; blue: moving during computation; red: moving without computation. A mark shows
+    when the last rank had the bucket ready, at the last call of `Timeline.metrics`.
     """
     from matplotlib.figure import Figure  # costs half a second, and only rank 0 draws
 
@@ -61,7 +61,7 @@ def _exposed_from(record: BucketRecord, last_ready: float) -> float:
 
 
 def draw_staleness(counts: Mapping[int, int]) -> Figure:
-    """How many pushes were made with values that lacked so many updates."""
+    """A histogram of pushes by staleness: the updates that their values lacked."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3), layout="constrained")
@@ -73,7 +73,7 @@ def draw_staleness(counts: Mapping[int, int]) -> Figure:
 def table(timeline: Timeline) -> str:
     """The whole run on this rank: means per pass by bucket, and in total; "" before the first pass.
 
-    A bucket of another size, as after DDP has laid them out anew, is another row.
+    A bucket whose size changed, as after DDP rebuilt its buckets, is another row.
     """
     timeline.settle(wait=True)
     passes = timeline.passes
@@ -95,7 +95,7 @@ def table(timeline: Timeline) -> str:
     if timeline.times_last:
         rank = max(timeline.times_last, key=timeline.times_last.__getitem__)
         looks = sum(timeline.times_last.values())
-        lines.append(f"last to be ready: rank {rank}, {timeline.times_last[rank]} of {looks} times looked at")
+        lines.append(f"last to be ready: rank {rank}, {timeline.times_last[rank]} of {looks} times measured")
     return "\n".join(lines)
 
 
