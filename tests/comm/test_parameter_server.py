@@ -41,7 +41,7 @@ def test_all_rows_come_from_somewhere_once(servers: int) -> None:
 
 
 def test_a_parameter_without_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="scale cannot be cut into rows"):
+    with pytest.raises(ValueError, match="scale cannot be split into rows"):
         lay_out({"scale": torch.tensor(1.0)}, 2, 1024)
 
 
@@ -96,7 +96,7 @@ def test_an_order_is_noted_and_repeated() -> None:
     assert done == order.events == ["push 2", "pull 1"]
     order = Order(timeout_s=0.05)
     order.begin(["push 2"])
-    with pytest.raises(OutOfOrderError, match="'push 2' is to come first"), order.turn("pull", 1):
+    with pytest.raises(OutOfOrderError, match="'push 2' must come first"), order.turn("pull", 1):
         pass
     with pytest.raises(PeerError, match=r"rank 3 did not answer .* due to push"):
         order.wait_until(lambda: False, slowest=lambda: 3)
@@ -106,15 +106,15 @@ def test_arrivals_of_other_roles_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "arrivals"
     replay_file.append(file, {"servers": [0]}, 0, 5, [["pull 1"]])
     replay_file.append(file, {"servers": [0]}, 0, 5, [])
-    with pytest.raises(ValueError, match="line 2 is no round of 1 servers"):
+    with pytest.raises(ValueError, match="line 2 is not a round of 1 servers"):
         replay_file.read(file, {"servers": [0]})
     file.unlink()
     replay_file.append(file, {"servers": [0]}, 0, 4, [["pull 2"]])  # again, after a restart
     assert replay_file.read(file, {"servers": [0]}) == {0: (4, [["pull 2"]])}
-    with pytest.raises(ValueError, match=r"of a run with servers \[0\], and this one has \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"of a run with servers \[0\], but this run has \[0, 1\]"):
         replay_file.read(file, {"servers": [0, 1]})
     file.write_text("{}\n")
-    with pytest.raises(ValueError, match="line 1 is no round"):
+    with pytest.raises(ValueError, match="line 1 is not a round"):
         replay_file.read(file, {})
 
 

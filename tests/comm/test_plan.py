@@ -276,9 +276,12 @@ def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureF
         ("--hosts 2 --gbit 1 --latency-us 1 --rails 2", "--rails 2: a process uses one"),
         ("--hosts 2 --gbit 1 --latency-us 1 --oversubscription 2", "needs --hosts-per-switch"),
         ("--hosts 2 --gbit 1 --latency-us 1 --collective all-reduce,alltoall", "all-gather, reduce-scatter"),
-        ("--hosts 2 --gbit 1 --latency-us 1 --plot /nowhere/x.png", "/nowhere/x.png: a file in a folder"),
-        ("--hosts 2 --gbit 1 --latency-us 1 --plot x.foo", "x.foo: a picture's name ends in .png, .svg"),
-        ("--hosts 2 --gbit 1 --latency-us 1 --plot /tmp", "/tmp: a picture's name ends in .png"),
+        (
+            "--hosts 2 --gbit 1 --latency-us 1 --plot /nowhere/x.png",
+            "/nowhere/x.png: the file's folder does not exist",
+        ),
+        ("--hosts 2 --gbit 1 --latency-us 1 --plot x.foo", "x.foo: the file's name must end in .png, .svg"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --plot /tmp", "/tmp: the file's name must end in .png"),
         ("--hosts 2 --gbit 1 --latency-us 1 --megabytes 1e308", "--megabytes 1e+308: a positive number"),
         ("--hosts 70000 --gbit 1 --latency-us 1", "70,000 processes, but at most 65,536"),
         ("--hosts 16384 --gbit 1 --latency-us 1 --servers all", "ask for fewer servers"),
@@ -308,13 +311,13 @@ _LINK = {"source": 0, "target": 1, "latency_us": 40.0, "gbit_s": 1.0}
         ({"passed": False}, "this preflight failed"),
         ({"passed": None}, "passed is missing"),
         ({"costs": None}, "costs is missing"),
-        ({"costs": []}, "costs is []: an object {...} is needed"),
-        ({"costs": {"add_s_per_byte": math.nan}}, "costs.add_s_per_byte is NaN: a number from 0"),
+        ({"costs": []}, "costs is [], but must be an object {...}"),
+        ({"costs": {"add_s_per_byte": math.nan}}, "costs.add_s_per_byte is NaN, but must be a number from 0"),
         ({"backend": None}, "backend is missing"),
-        ({"backend": 3}, "backend is 3: a text is needed"),
-        ({"links": [3]}, "links[0] is 3: an object {...} is needed"),
+        ({"backend": 3}, "backend is 3, but must be a string"),
+        ({"links": [3]}, "links[0] is 3, but must be an object {...}"),
         ({"links": [_LINK | {"gbit_s": 0}]}, "links[0].gbit_s is 0: a number above 0"),
-        ({"links": [_LINK | {"latency_us": -1}]}, "links[0].latency_us is -1: a number from 0"),
+        ({"links": [_LINK | {"latency_us": -1}]}, "links[0].latency_us is -1, but must be a number from 0"),
         ({"parallelism": "many"}, 'costs.parallelism is "many": a number above 0'),
         ({"parallelism": 0}, "costs.parallelism is 0: a number above 0"),
     ],
@@ -334,7 +337,7 @@ def test_an_entry_that_no_preflight_leaves_is_named(
 
 def test_one_host_has_no_link_to_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*_on(1, 2), *_LOCAL]) == 0
-    assert capsys.readouterr().out.startswith("1 hosts x 2 processes, no link between hosts\n")
+    assert capsys.readouterr().out.startswith("1 hosts x 2 processes, no links between hosts\n")
 
 
 def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,11 +474,11 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "the file is []: an object {...} is needed"),
+        ("[]", "the file is [], but must be an object {...}"),
         ("null", "the file is null: an object"),
         ('"x"', 'the file is "x": an object'),
-        ("{", "result.json is no JSON: Expecting"),
-        ("[" * 100_000, "result.json is no JSON: "),
+        ("{", "result.json is not JSON: Expecting"),
+        ("[" * 100_000, "result.json is not JSON: "),
     ],
 )
 def test_a_result_that_is_none_is_told(
@@ -497,15 +500,18 @@ def test_a_result_that_is_none_is_told(
         ({"ms_per_step": -1}, "ms_per_step is -1: a number above 0"),
         ({"ms_per_step": True}, "ms_per_step is true: a number above 0"),
         ({"ms_per_step": 10**400}, "ms_per_step is 1000"),
-        ({"ms_per_step": 4}, "a step took 4 ms, and its communication alone explains 5 ms"),
-        ({"comm": ["ring"]}, 'comm is ["ring"]: a text is needed'),
-        ({"hosts": []}, "timeline.hosts is []: a list [...] that is not empty"),
+        ({"ms_per_step": 4}, "a step took 4 ms, but its communication alone would take 5 ms"),
+        ({"comm": ["ring"]}, 'comm is ["ring"], but must be a string'),
+        ({"hosts": []}, "timeline.hosts is [], but must be a list [...]"),
         ({"hosts": None}, "timeline.hosts is missing"),
         ({"hosts": ["a", "b"]}, 'timeline.hosts[0] is "a": a number'),
-        ({"hosts": [0, 2]}, "timeline.hosts is [0, 2]: the host of every rank, from 0 without gaps"),
+        ({"hosts": [0, 2]}, "timeline.hosts is [0, 2], but must be each rank's host, from 0 without gaps"),
         ({"buckets": []}, "timeline.buckets is []"),
-        ({"buckets": [{"bytes": -4, "early_ms": 0}]}, "timeline.buckets[0].bytes is -4: a number from 0"),
-        ({"buckets": [{"bytes": 4.5, "early_ms": 0}]}, "buckets[0].bytes is 4.5: a whole number"),
+        (
+            {"buckets": [{"bytes": -4, "early_ms": 0}]},
+            "timeline.buckets[0].bytes is -4, but must be a number from 0",
+        ),
+        ({"buckets": [{"bytes": 4.5, "early_ms": 0}]}, "buckets[0].bytes is 4.5, but must be a whole number"),
         ({"wire_dtype": "int8"}, 'timeline.wire_dtype is "int8": one of fp32, bf16, fp16'),
     ],
 )
@@ -525,5 +531,5 @@ def test_an_entry_that_no_run_leaves_is_named(
 def test_a_preflight_that_explains_more_than_the_step_is_refused(tmp_path: Path) -> None:
     run = replace(predict_step.read(_run_in(tmp_path)), on_cpu=True, exposed_s=0.029)
     slow = Machine(local_bytes_per_s=1e8, local_copy_s_per_byte=1e-8, parallelism=1.0)
-    with pytest.raises(ValueError, match="of the hosts where it ran"):
+    with pytest.raises(ValueError, match="a preflight of the hosts"):
         run.computed_s(slow)

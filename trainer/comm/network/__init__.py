@@ -1,1 +1,1 @@
-"""What the preflight checks and measures of a network, and what follows from it at other sizes."""
+"""Checks and measurements of the network by the preflight, and predictions from them at other sizes."""

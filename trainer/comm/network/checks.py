@@ -1,4 +1,4 @@
-"""Every operation of torch.distributed that training may need, run on values whose result is known."""
+"""Every operation of torch.distributed that training may need, run on values with a known result."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_LENGTH = 1031  # elements: more than one packet, and no multiple of anything
+_LENGTH = 1031  # elements: more than one packet; a prime number
 
 
 @dataclass(frozen=True)
 class GroupRank:
-    """One rank of a group, counted within it, and where its tensors live.
+    """One rank of a group, counted within it, and the device of its tensors.
 
-    `ranks` are the members' ranks in the world, in order; empty for the default group, which is all.
+    `ranks` are the members' global ranks, in order; empty for the default group of all ranks.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class GroupRank:
     def data(self, rank: int) -> Tensor:
         """What `rank` contributes, (1031,) float64: sums stay exact at any world size.
 
-        Signs alternate, so that the maximum comes from the last rank in one element, from rank 0 in the next.
+        Signs alternate, so the maximum comes from the last rank in one element, from rank 0 in the next.
         """
         index = torch.arange(1, _LENGTH + 1, dtype=torch.float64, device=self.device)
         return (rank + 1) * torch.where(index % 2 == 0, index, -index)
@@ -41,7 +41,7 @@ class GroupRank:
         return torch.stack([self.data(rank) for rank in range(self.world_size)])
 
     def reductions(self) -> Iterator[tuple[dist.ReduceOp.RedOpType, Tensor, Tensor]]:
-        """Operations, what this rank contributes to each, and what comes out."""
+        """Yield each operation, what this rank contributes, and the expected result."""
         own, everyones = self.data(self.rank), self.all_data()
         yield dist.ReduceOp.SUM, own.clone(), everyones.sum(0)
         yield dist.ReduceOp.MAX, own.clone(), everyones.amax(0)
@@ -53,7 +53,7 @@ class GroupRank:
         return torch.full(shape or (_LENGTH,), torch.nan, dtype=torch.float64, device=self.device)
 
     def in_world(self, rank: int) -> int:
-        """What the group's `rank` is called in the world, as torch wants peers and roots."""
+        """The global rank of the group's `rank`, which torch expects for peers and roots."""
         rank %= self.world_size
         return self.ranks[rank] if self.ranks else rank
 
@@ -75,12 +75,12 @@ class GroupRank:
 
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
-"""What this rank got, and what it should have got."""
+"""What this rank received, and what it should have received."""
 
 
 def _send_recv(me: GroupRank) -> Pairs:
     got = me.blank()
-    if me.rank % 2 == 0:  # two blocking sends towards each other would wait for ever
+    if me.rank % 2 == 0:  # two ranks that both send first, blocking, would wait forever
         dist.send(me.data(me.rank), me.right, me.group)
         dist.recv(got, me.left, me.group)
     else:
@@ -90,7 +90,7 @@ def _send_recv(me: GroupRank) -> Pairs:
 
 
 def _isend_irecv(me: GroupRank) -> Pairs:
-    # Both ways round at once. With two ranks, left and right are one peer, and order tells what is what.
+    # Both directions at once. With two ranks, left and right are one peer, told apart by order.
     from_left, from_right = me.blank(), me.blank()
     transfers = [
         dist.P2POp(dist.isend, me.data(me.rank), me.right, me.group),
@@ -124,7 +124,7 @@ def _scatter(me: GroupRank) -> Pairs:
 
 
 def _scatter_by_split(me: GroupRank) -> Pairs:
-    """What serves where a backend has no scatter: all get everything and keep their part."""
+    """A substitute if a backend has no scatter: all receive everything and keep their part."""
     everything = me.all_data() if me.is_root else me.blank(me.world_size, _LENGTH)
     dist.broadcast(everything, me.root, me.group)
     yield everything[me.rank], me.data(me.rank)
@@ -151,7 +151,7 @@ def _all_gather(me: GroupRank) -> Pairs:
 
 def _reduce_scatter(me: GroupRank) -> Pairs:
     got = me.blank()
-    # Part p of rank r is data(r) + p, so that a part that lands on the wrong rank shows.
+    # Part p of rank r is data(r) + p, so a part on the wrong rank is detected.
     parts = torch.cat([me.data(me.rank) + part for part in range(me.world_size)])
     dist.reduce_scatter_tensor(got, parts, group=me.group)
     yield got, me.all_data().sum(0) + me.rank * me.world_size
@@ -170,7 +170,7 @@ def _barrier(me: GroupRank) -> Pairs:
 
 
 def _pair_by_broadcast(me: GroupRank) -> Pairs:
-    """What serves where a backend has no send and recv: a group of two in which the sender broadcasts."""
+    """A substitute if a backend has no send and recv: the sender broadcasts in a group of two."""
     pair = [0, me.root]
     group = dist.new_group(pair)
     if me.rank not in pair:
@@ -198,18 +198,18 @@ CHECKS: dict[str, Callable[[GroupRank], Pairs]] = {
     "all_to_all": _all_to_all,
     "pair by broadcast": _pair_by_broadcast,
 }
-"""Reductions are of sum, max, min and product."""
+"""Reductions are sum, max, min and product."""
 NEED_TWO = {"send, recv", "isend, irecv", "pair by broadcast"}
-OF_ALL = {"pair by broadcast"}  # makes groups of its own, so all ranks take part
+OF_ALL = {"pair by broadcast"}  # creates groups, so all ranks take part
 
 
 def wrong(pairs: Pairs) -> str | None:
-    """The first difference between what was got and what was wanted, in words; None if there is none."""
-    # All of them first: to stop half-way through a check would leave the peers waiting.
+    """Describe the first difference between received and expected values; None if they are equal."""
+    # Compare all first: to stop half-way through a check would leave the peers waiting.
     for got, wanted in list(pairs):
         differs = (got != wanted).flatten().cpu()  # waits for a GPU
         if differs.any():
             index = int(differs.nonzero()[0])
             found, known = got.flatten()[index].item(), wanted.flatten()[index].item()
-            return f"element {index} is {found:g} where {known:g} is right"
+            return f"element {index} is {found:g}, but should be {known:g}"
     return None

@@ -1,10 +1,10 @@
-"""Predict how long a collective takes, from its schedules and from what links and processors can do.
+"""Predicts how long a collective takes, from its schedules and the capacities of links and processors.
 
 The model is LogGP (Alexandrov et al., "LogGP: incorporating long messages into the LogP model", SPAA 1995)
-with three kinds of links and one more resource. A bucket travels in segments that overlap, so its time is
-that of the first segment through all rounds, and for each further one that of the busiest resource: a host's
-link in either direction, the trunk of the switch that it hangs on, a process's own thread, or the processors
-that the processes of a host share.
+with three kinds of links and one more resource. A bucket is sent in segments that overlap. Its time is that
+of the first segment through all rounds, plus, for each further segment, the time of the busiest resource: a
+host's link in either direction, the trunk of its switch, a process's own thread, or the processors that the
+processes of a host share.
 """
 
 import math
@@ -20,40 +20,38 @@ from trainer.comm.algorithms.traffic import Traffic
 from trainer.comm.network.entries import Entry
 from trainer.comm.network.rounds import Round, rounds
 
-_EQUAL = 1e-9  # of a time: what rounding makes of equal ones
+_EQUAL = 1e-9  # relative: times that differ less are equal
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the hosts, all alike, and the network between them can do. Seconds are of one processor."""
+    """Capacities of the hosts, all alike, and of the network between them. Seconds are of one processor."""
 
     latency_s: float = 0.0  # of a message between hosts, one way
     link_bytes_per_s: float = math.inf  # of each host's link, in each direction, shared by its processes
-    crowded: float = (
-        1.0  # the part of it that is left where a host sends to several and receives from several
-    )
-    rails: int = 1  # links that a host has, each for as many of its processes
-    hosts_per_switch: int = 1 << 62  # so many share one, numbered side by side; all of them
-    oversubscription: float = 1.0  # by how much the links of a switch's hosts together exceed its trunk
+    crowded: float = 1.0  # the fraction left when a host sends to several and receives from several
+    rails: int = 1  # links of each host, each for one of its processes
+    hosts_per_switch: int = 1 << 62  # hosts on one switch, numbered consecutively (all)
+    oversubscription: float = 1.0  # bandwidth of the links of a switch's hosts : that of its trunk
     local_latency_s: float = 0.0
     local_bytes_per_s: float = math.inf  # of one process to others of its host, in each direction
-    local_copy_s_per_byte: float = 0.0  # what sender and receiver each spend on data for their own host
+    local_copy_s_per_byte: float = 0.0  # processor time of sender and receiver each, within a host
     add_s_per_byte: float = 0.0
-    network_s_per_byte: float = 0.0  # sent or received between hosts
-    message_s: float = 0.0  # what sender and receiver each spend on a message
-    parallelism: float = math.inf  # processors that a host has for its processes
+    network_s_per_byte: float = 0.0  # processor time to send or receive between hosts
+    message_s: float = 0.0  # processor time of sender and receiver each
+    parallelism: float = math.inf  # processors of a host
 
 
 def measured(figures: Entry) -> dict[str, Any]:
-    """Fields of a Machine from what `trainer.comm.preflight --json` wrote: medians over all links.
+    """Fields of a Machine from the output of `trainer.comm.preflight --json`: medians over all links.
 
-    A preflight on one host leaves out the links between hosts, one process per host those within.
+    A preflight on one host has no links between hosts, one with a process per host none within.
 
     Raises:
-        ValueError: the preflight failed, or this is not what it wrote.
+        ValueError: the preflight failed, or this is not its output.
     """
     if not figures["passed"].truth():
-        raise ValueError("this preflight failed; its figures mean nothing")
+        raise ValueError("this preflight failed, so its figures cannot be used")
     costs = figures["costs"]
     found = {name: costs[name].number() for name in ("add_s_per_byte", "network_s_per_byte", "message_s")}
     found["parallelism"] = costs["parallelism"].number(positive=True)
@@ -74,16 +72,16 @@ def measured(figures: Entry) -> dict[str, Any]:
     if crowded and crowded.number() and "link_bytes_per_s" in found:
         found["crowded"] = min(1.0, crowded.number() / found["link_bytes_per_s"])
     if on_cpu:
-        found.pop("local_bytes_per_s", None)  # of gloo's sockets, which nothing takes within a host
+        found.pop("local_bytes_per_s", None)  # that of gloo's sockets, which are not used within a host
     return found
 
 
 @dataclass(frozen=True)
 class Prediction:
     seconds: float
-    bottleneck: str  # the resource that the segments queue for; "latency" where they do not
-    traffic: Traffic  # as if all parts were equally long
-    processors_s: float = 0.0  # how long the processors of a host would be busy with it, with nothing else
+    bottleneck: str  # the resource that segments queue for; "latency" if they do not
+    traffic: Traffic  # with all parts taken as equally long
+    processors_s: float = 0.0  # the time that a host's processors are busy with it
 
 
 def predict(
@@ -95,12 +93,12 @@ def predict(
     segment_bytes: int = int(SEGMENT_MB * 2**20),
     width: int = WIDTH,
 ) -> Prediction:
-    """The time of one collective that starts at the same moment on all ranks.
+    """Predict the time of one collective that starts at the same moment on all ranks.
 
     Args:
         schedules: one per rank; a `Family` builds only those that are needed.
         hosts: index of the host of every rank, without gaps.
-        num_bytes: of the bucket, as it travels; of all blocks where each rank has one.
+        num_bytes: of the bucket, as sent; of all blocks together if each rank has one.
         itemsize: bytes of an element on the wire.
         segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
     """
@@ -108,7 +106,7 @@ def predict(
 
 
 class Predictor:
-    """`predict` for buckets of many lengths: what is the same for all is found once."""
+    """`predict` for buckets of many lengths: computes once what they share."""
 
     def __init__(self, schedules: Sequence[Schedule], hosts: Sequence[int], machine: Machine) -> None:
         self._hosts, self._machine, self._num_rounds = np.asarray(hosts), machine, schedules[0].num_rounds
@@ -128,7 +126,7 @@ class Predictor:
         for round_ in self._rounds:
             tally.play(round_)
         loads = tally.loads()
-        # The last segment enters after so many rounds of the first.
+        # The last segment enters after this many rounds of the first.
         behind = max((num_segments - 1) / width, first_sweep(num_segments - 1, self._num_rounds, width))
         loads["latency"] = tally.slowest_round_s * behind / max(1, num_segments - 1)
         bottleneck = max(loads, key=loads.__getitem__)
@@ -141,7 +139,7 @@ class Predictor:
 
 
 class _Loads:
-    """One segment on its way: the clock of every rank of a block, and the work done by each resource."""
+    """One segment in flight: the clock of every rank of a block, and the work done by each resource."""
 
     def __init__(
         self, hosts: np.ndarray, block: int, machine: Machine, segment: float, itemsize: int
@@ -160,7 +158,7 @@ class _Loads:
         self._work_s = np.zeros(block)  # of each rank's thread
         # Bytes that each rank sends and receives inside its host, between hosts, and between switches.
         self._local, self._across, self._beyond = np.zeros((3, 2, block))
-        self._links = np.zeros((2, int(self._rails.max()) + 1))  # of each link, more where it is crowded
+        self._links = np.zeros((2, int(self._rails.max()) + 1))  # of each link; a crowded link counts more
 
     def loads(self) -> dict[str, float]:
         """Seconds that the busiest resource of each kind is busy with one segment."""
@@ -175,7 +173,7 @@ class _Loads:
         }
 
     def traffic(self, num_segments: int, copies: int) -> Traffic:
-        """Of the whole bucket, on all ranks: those of the block, so many times."""
+        """The traffic of the whole bucket on all ranks: that of the block, repeated."""
 
         def listed(values: np.ndarray) -> list[int]:
             return np.rint(values * num_segments).astype(int).tolist() * copies
@@ -186,10 +184,10 @@ class _Loads:
         """Advance all clocks by `round_.repeat` rounds like this one."""
         machine, hosts, block = self._machine, self._hosts, len(self._hosts)
         num_bytes = round_.share * self._segment
-        source, target = round_.source, round_.target % block  # what leaves the block comes back into it
+        source, target = round_.source, round_.target % block  # one out of the block stands for one into it
         local = self._host_of[round_.source] == self._host_of[round_.target]
         beyond = self._switch_of[round_.source] != self._switch_of[round_.target]
-        # A chunk of less than one element is a message only now and then.
+        # A chunk of less than one element is sent only in some segments.
         message_s = machine.message_s * np.minimum(1.0, num_bytes / self._itemsize)
         copy_s = np.where(local, num_bytes * machine.local_copy_s_per_byte, 0.0)
         send_s = message_s + np.where(round_.fresh, copy_s, 0.0)
@@ -197,12 +195,12 @@ class _Loads:
         work_s = np.bincount(source, send_s, block) + np.bincount(target, receive_s, block)
 
         def both_ends(moved: np.ndarray) -> np.ndarray:
-            """Bytes that each rank sends, and receives."""
+            """Bytes that each rank sends and receives."""
             weights = np.where(moved, num_bytes, 0.0)
             return np.stack([np.bincount(end, weights, block) for end in (source, target)])
 
         def transfer_s(latency_s: float, load: np.ndarray, of: np.ndarray, bytes_per_s: float) -> np.ndarray:
-            """Of each message, over the resource that is `of` each rank."""
+            """The time of each message over a resource; `of` maps ranks to it."""
             return latency_s + np.maximum(load[0][of[source]], load[1][of[target]]) / bytes_per_s
 
         inside, across, past = both_ends(local), both_ends(~local), both_ends(beyond)
@@ -240,13 +238,13 @@ class _Loads:
         self._repeat(one, round_.repeat)
 
     def _shares(self, source: np.ndarray, target: np.ndarray, round_: Round, local: np.ndarray) -> np.ndarray:
-        """By link, how much of it is left in a round in which several hosts are at its far end, both ways."""
+        """By link, the fraction left in a round in which it serves several hosts in both directions."""
         if self._machine.crowded == 1.0:
             return np.ones(self._links.shape[1])
         to, from_ = self._host_of[round_.target], self._host_of[round_.source]
         if len(self._host_of) > len(
             self._hosts
-        ):  # who sends to a rank of another block is like who is sent to
+        ):  # a sender to another block stands for the one into this block
             from_ = from_ - to + self._hosts[target]
         several = []
         for end, other in ((source, to), (target, from_)):
@@ -255,12 +253,12 @@ class _Loads:
         return np.where(several[0] & several[1], self._machine.crowded, 1.0)
 
     def _repeat(self, one: Callable[[np.ndarray], None], repeat: int) -> None:
-        """Play `one` so many times.
+        """Play `one` for `repeat` rounds.
 
-        What a round adds to the clocks does not depend on what they show in common. So when all have gone on
-        by the same since an earlier round, they will do so again and again, and need not be asked; this comes
-        to pass in the end, as in every system that only adds and takes the latest. That earlier round is one
-        of 1, 2, 4, 8, ... as in Brent's search for a cycle.
+        What a round adds to the clocks does not depend on a common offset. So if all clocks have advanced by
+        the same amount since an earlier round, the rounds between repeat and can be skipped. This happens
+        eventually, as in every system that only adds and takes maxima. The earlier round is one of
+        1, 2, 4, 8, ... as in Brent's search for a cycle.
         """
         clocks, then, then_at, done = self.clocks, self.clocks.copy(), 0, 0
         while done < repeat:
@@ -278,7 +276,7 @@ class _Loads:
 
 
 def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
-    """By rank, which of all links it uses: those of a host are shared out to its processes in order."""
+    """By rank, the link that it uses: each host's links are shared among its processes in order."""
     sizes, order = np.bincount(hosts), np.argsort(hosts, kind="stable")
     place = np.empty(len(hosts), np.intp)
     place[order] = np.arange(len(hosts)) - (np.cumsum(sizes) - sizes)[hosts[order]]
@@ -291,6 +289,6 @@ def _sums(of: np.ndarray, by_rank: np.ndarray) -> np.ndarray:
 
 
 def _turns(turn: np.ndarray) -> list[np.ndarray]:
-    """Indices of the messages of each turn: within one, no rank occurs twice."""
+    """Indices of the messages by turn: within a turn, no rank occurs twice."""
     order = np.argsort(turn, kind="stable")
     return np.split(order, np.cumsum(np.bincount(turn))[:-1]) if len(turn) else []

@@ -1,7 +1,7 @@
-"""Measure what a byte costs the processors of a host: to copy, to add, and to pass through the network.
+"""Measures what a byte costs the processors of a host: to copy, to add, and to send over the network.
 
-On a CPU the clock is processor time, which other programs on the machine hardly change; on a GPU it is the
-wall's. All processes of all hosts work at once, as in an all-reduce, and share caches and memory alike.
+On a CPU the clock is processor time, which other programs on the machine hardly change; on a GPU it is wall
+time. All processes of all hosts work at once, as in an all-reduce, and share caches and memory.
 """
 
 import time
@@ -13,27 +13,27 @@ import torch.distributed as dist
 
 from trainer.comm.network.checks import GroupRank
 
-# fp32 elements of a segment, and segments: more than a cache holds. On a CPU 1 MiB, as an all-reduce cuts its
-# bucket; on a GPU, which copies that in less time than a launch takes, 64 MiB: 16 of them, 1 GiB.
+# fp32 elements of a segment, and segments: more than a cache holds. On a CPU 1 MiB, as in an all-reduce; on a
+# GPU, which copies that in less time than a launch takes, 64 MiB: 16 of them, 1 GiB.
 _SEGMENTS = {"cpu": (1 << 18, 24), "cuda": (1 << 24, 16)}
 _TURN_S = 0.1
 _TURNS = 3
 _STREAM_BYTES = 2 << 20
 _BURST = 200  # messages
-_CROWD = 4  # hosts that each sends to
+_CROWD = 4  # hosts that each host sends to
 _CROWD_S = 0.2
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one processor, but for `parallelism`; medians of several turns, means over hosts."""
+    """Seconds of one processor, except `parallelism`; medians of several runs, means over hosts."""
 
     copy_s_per_byte: float
     add_s_per_byte: float  # fp32
-    network_s_per_byte: float  # sent or received, between hosts; what the kernel does in the process's name
-    message_s: float  # for sending or receiving a message, however short
-    parallelism: float  # processors that the processes of a host get when all of them work
-    crowded_bytes_per_s: float = 0.0  # of a host's link, while it sends to several and receives from several
+    network_s_per_byte: float  # sent or received, between hosts; the kernel's work for the process
+    message_s: float  # to send or receive a message of any length
+    parallelism: float  # processors available to the processes of a host when all work
+    crowded_bytes_per_s: float = 0.0  # of a host's link while it sends to and receives from several
 
     def __str__(self) -> str:
         copy, add = 1e-9 / self.copy_s_per_byte, 1e-9 / self.add_s_per_byte
@@ -41,12 +41,12 @@ class Costs:
         return (
             f"processors: {self.parallelism:.1f} for each host; one copies {copy:.1f} GB/s, "
             f"adds {add:.1f} GB/s,\n"
-            f"spends {network:.2f} s on a GB over the network and {message:.0f} us on a message"
+            f"takes {network:.2f} s for a GB over the network and {message:.0f} us for a message"
         )
 
 
 def measure_costs(me: GroupRank, ranks_by_host: Sequence[Sequence[int]]) -> Costs:
-    """A collective over all ranks, which all get the same figures."""
+    """Measure the costs (a collective over all ranks, with the same result on all)."""
     size, count = _SEGMENTS[me.device.type]
     segments = torch.ones(count * size, device=me.device).chunk(count)
     slot = torch.zeros(size, device=me.device)
@@ -57,7 +57,7 @@ def measure_costs(me: GroupRank, ranks_by_host: Sequence[Sequence[int]]) -> Cost
     (message_s,) = _median(me, lambda: _burst(me))
     crowded = _crowd(me, [ranks[0] for ranks in ranks_by_host])
 
-    # Processors add up over the ranks of a host; a cost is a mean over the ranks that measured it.
+    # Processors are summed over the ranks of a host; a cost is a mean over the ranks that measured it.
     found = torch.tensor([copy_s, add_s, network_s, message_s, crowded, processors], dtype=torch.float64)
     table = torch.stack([found, (found > 0).double()]).to(me.device)
     dist.all_reduce(table)
@@ -91,7 +91,7 @@ def _turn(
 
 
 def _exchange(me: GroupRank, ring: Sequence[int]) -> tuple[float]:
-    """Seconds per byte of this process's processors while each host sends to the next; 0 for bystanders."""
+    """Seconds per byte of this process's processors while each host sends to the next; 0 for others."""
     if len(ring) < 2 or me.rank not in ring:
         return (0.0,)
     place = ring.index(me.rank)
@@ -104,16 +104,16 @@ def _exchange(me: GroupRank, ring: Sequence[int]) -> tuple[float]:
     for work in dist.batch_isend_irecv(transfers):
         work.wait()
     finish(me)
-    # A process that waits for a GPU spins; nothing of the transfer is its work.
+    # A process that waits for a GPU spins; its processor time is not the transfer's.
     spent = 0.0 if me.device.type == "cuda" else time.process_time() - started
     return (spent / (2 * _STREAM_BYTES),)
 
 
 def _crowd(me: GroupRank, hosts: Sequence[int]) -> float:
-    """Bytes per second that a host sends to several others while as many send to it; 0 for bystanders.
+    """Bytes per second that a host sends to several others while as many send to it; 0 on other ranks.
 
-    Two ways and several streams hinder each other: each acknowledgement waits behind data, and streams that
-    meet at one host leave their own links idle. The fastest of several turns.
+    The two directions and the streams slow each other: each acknowledgement waits behind data, and streams
+    that meet at one host leave their own links idle. Returns the fastest of several runs.
     """
     if len(hosts) < 3:
         return 0.0
@@ -145,7 +145,7 @@ def _crowd(me: GroupRank, hosts: Sequence[int]) -> float:
 
 
 def _burst(me: GroupRank) -> tuple[float]:
-    """Seconds per message of this process's processors, over many short ones to and from its neighbours."""
+    """Seconds per message of this process's processors, over many short messages with its neighbours."""
     if me.world_size < 2:
         return (0.0,)
     clock = time.perf_counter if me.device.type == "cuda" else time.process_time
@@ -166,6 +166,6 @@ def _burst(me: GroupRank) -> tuple[float]:
 
 
 def finish(me: GroupRank) -> None:
-    """Wait for what was queued on a GPU; on a CPU nothing is."""
+    """Wait for queued work on a GPU; a CPU queues none."""
     if me.device.type == "cuda":
         torch.cuda.synchronize(me.device)

@@ -1,4 +1,4 @@
-"""Read the files of figures that are planned with, and say which entry is not as its writer leaves it."""
+"""Reads the files of figures that a plan uses; an invalid entry is named."""
 
 import json
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MOST = 1e15  # of any unit that is read or asked for: what is computed with more is soon no number
+MOST = 1e15  # the limit in any unit: results from larger values would overflow
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A value of a JSON file; asked for something else than it holds, it raises ValueError with its place."""
+    """A value of a JSON file; reading it as another type raises ValueError with its place in the file."""
 
     value: Any
     place: str = "the file"
@@ -22,7 +22,7 @@ class Entry:
         return entry
 
     def get(self, name: str) -> "Entry | None":
-        """None for what is missing, and for null."""
+        """The entry, or None if it is missing or null."""
         if not isinstance(self.value, dict):
             raise self._is_not("an object {...}")
         value = self.value.get(name)
@@ -30,13 +30,13 @@ class Entry:
 
     def each(self) -> "Iterator[Entry]":
         if not isinstance(self.value, list) or not self.value:
-            raise self._is_not("a list [...] that is not empty")
+            raise self._is_not("a list [...] with at least one element")
         return (Entry(value, f"{self.place}[{index}]") for index, value in enumerate(self.value))
 
     def number(self, positive: bool = False, least: float = 0.0) -> float:
         number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
         if not (number and least <= self.value <= MOST) or (positive and self.value == 0):
-            raise self._is_not(f"a number {'above' if positive else 'from'} {least:g}, at most {MOST:g}")
+            raise self._is_not(f"a number {'above' if positive else 'from'} {least:g} to {MOST:g}")
         return float(self.value)
 
     def whole(self) -> int:
@@ -47,7 +47,7 @@ class Entry:
     def text(self, *choices: str) -> str:
         """Any text where there are no choices."""
         if not isinstance(self.value, str) or (choices and self.value not in choices):
-            raise self._is_not(f"one of {', '.join(choices)}" if choices else "a text")
+            raise self._is_not(f"one of {', '.join(choices)}" if choices else "a string")
         return self.value
 
     def truth(self) -> bool:
@@ -60,12 +60,12 @@ class Entry:
 
     def _is_not(self, needed: str) -> ValueError:
         shown = json.dumps(self.value)
-        return ValueError(f"{self.place} is {shown[:60]}{'...' * (len(shown) > 60)}: {needed} is needed")
+        return ValueError(f"{self.place} is {shown[:60]}{'...' * (len(shown) > 60)}, but must be {needed}")
 
 
 def read(file: Path) -> Entry:
-    """Raises OSError, and ValueError where `file` holds no JSON."""
+    """Raises OSError, and ValueError if `file` is not JSON."""
     try:
         return Entry(json.loads(file.read_text()))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} is no JSON: {error}") from error
+        raise ValueError(f"{file.name} is not JSON: {error}") from error

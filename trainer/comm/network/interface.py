@@ -1,4 +1,4 @@
-"""Which network interface the connections of this process really use, read from the kernel's own tables."""
+"""Which network interface the connections of this process use, from the kernel's tables."""
 
 import fcntl
 import ipaddress
@@ -12,7 +12,7 @@ _ESTABLISHED = "01"  # net/tcp_states.h
 
 
 def interfaces() -> dict[str, str]:
-    """Name and address of every interface that has one (an IPv4 address before an IPv6 one). Linux only."""
+    """Name and address of every interface with an address (IPv4 before IPv6). Linux only."""
     found = {}
     for line in _lines("/proc/self/net/if_inet6"):
         address, *_, name = line.split()
@@ -28,10 +28,10 @@ def interfaces() -> dict[str, str]:
 
 
 def in_use(without_port: int) -> tuple[str, str] | None:
-    """(interface, address) of most TCP connections that this process holds; None if it holds none.
+    """(interface, address) of most TCP connections of this process; None if it has none.
 
     Args:
-        without_port: connections from or to this port do not count: those to the rendezvous store.
+        without_port: ignore connections from or to this port, the rendezvous store's.
     """
     counts: Counter[str] = Counter()
     own = _own_sockets()
@@ -51,12 +51,12 @@ def _lines(table: str) -> list[str]:
 
 
 def _own_sockets() -> set[str]:
-    """Inodes of the sockets that this process has open."""
+    """Inodes of the open sockets of this process."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             target = str(descriptor.readlink())
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         if target.startswith("socket:["):
             inodes.add(target[len("socket:[") : -1])

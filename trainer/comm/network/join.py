@@ -1,4 +1,4 @@
-"""Set-up for the commands of this package, which run on torch alone, without the trainer and its settings."""
+"""Set-up for the commands of this package, which use torch without the trainer and its settings."""
 
 import json
 import os
@@ -19,19 +19,19 @@ from trainer.errors import first_line
 
 
 class JoinError(RuntimeError):
-    """The ranks do not find each other; the message names who is missing."""
+    """The ranks do not find each other; the message names those missing."""
 
 
 @dataclass(frozen=True)
 class JoinedRanks:
-    """This process among all, as known before any process group exists."""
+    """This process among all ranks, before any process group exists."""
 
     rank: int
     world_size: int
     hosts: tuple[int, ...]  # index of the host of every rank
     host_names: tuple[str, ...]  # by rank
     store: dist.Store  # for the process group
-    control: dist.Store  # for verdicts: on one connection a call waits for the one before, which may hang
+    control: dist.Store  # for verdicts: calls on one connection wait for the one before, which may hang
     master: str  # address:port of the store; empty without torchrun
 
     @property
@@ -44,7 +44,7 @@ class JoinedRanks:
 
 @contextmanager
 def deadline(limit_s: float, expired: Callable[[], None]) -> Iterator[None]:
-    """Call `expired` in a thread of its own if the body takes longer: it may be stuck in C++ for ever."""
+    """Call `expired` in another thread if the body takes longer: it may be stuck in C++ forever."""
     clock = threading.Timer(limit_s, expired)
     clock.daemon = True
     clock.start()
@@ -55,10 +55,11 @@ def deadline(limit_s: float, expired: Callable[[], None]) -> Iterator[None]:
 
 
 def meet(timeout_s: float) -> JoinedRanks:
-    """Find the other ranks by torchrun's environment; without torchrun this process is all there is.
+    """Find the other ranks by torchrun's environment; without torchrun this process is the only one.
 
     Raises:
-        JoinError: the store does not answer, or ranks did not come within `timeout_s`; they are named.
+        JoinError: the store does not answer, or ranks did not come within `timeout_s` (the message names
+            them).
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timeout = timedelta(seconds=timeout_s)
@@ -71,7 +72,7 @@ def meet(timeout_s: float) -> JoinedRanks:
     except (ValueError, RuntimeError) as error:
         raise JoinError(
             f"rank {rank} on {socket.gethostname()} cannot reach the store of rank 0 at {master}: "
-            f"{first_line(error)}; is that an address all hosts can reach, and the port open?"
+            f"{first_line(error)}; check that all hosts can reach this address, and that the port is open"
         ) from error
     store = dist.PrefixStore("comm", store)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -84,7 +85,7 @@ def meet(timeout_s: float) -> JoinedRanks:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise JoinError(
             f"waited {timeout_s:g} s for all {world_size} ranks to come to {master}; missing: {missing} "
-            f"(there are {local_world_size} on each host)"
+            f"({local_world_size} ranks on each host)"
         ) from error
     places = [json.loads(store.get(key)) for key in keys]
     hosts, names = (tuple(column) for column in zip(*places, strict=True))
@@ -92,7 +93,7 @@ def meet(timeout_s: float) -> JoinedRanks:
 
 
 def write(file: Path | None, text: str) -> bool:
-    """Write the figures where somebody wants them; say so and return False if that fails."""
+    """Write the figures to `file` if given; print the error and return False if that fails."""
     try:
         if file is not None:
             file.write_text(text)
@@ -103,21 +104,21 @@ def write(file: Path | None, text: str) -> bool:
 
 
 def connect(place: JoinedRanks, backend: str | None, timeout_s: float) -> GroupRank:
-    """Make the default process group: nccl where there is a GPU and gloo elsewhere, unless `backend` says.
+    """Create the default process group: nccl with a GPU, else gloo, unless `backend` says otherwise.
 
-    A collective that nobody answers fails after `timeout_s` on gloo; nccl would end the process, so it
-    gets longer than anybody waits here.
+    A collective without an answer fails after `timeout_s` on gloo; nccl would end the process, so its timeout
+    is longer than any wait here.
 
     Raises:
         ValueError: nccl without a GPU.
-        RuntimeError: whatever the backend says when its peers do not answer.
+        RuntimeError: the backend's error when its peers do not answer.
     """
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cpu")
     if backend == "nccl":
         if not torch.cuda.is_available():
-            raise ValueError("--backend nccl needs a GPU, and torch sees none here; take --backend gloo")
-        # More ranks than GPUs share them; whether that works is for NCCL to say.
+            raise ValueError("--backend nccl needs a GPU, but torch sees none here; use --backend gloo")
+        # More ranks than GPUs share them; NCCL decides whether that works.
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         timeout_s = 3 * timeout_s + 60

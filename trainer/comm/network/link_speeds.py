@@ -1,4 +1,4 @@
-"""Measure what the links within and between hosts can do, by messages between pairs of ranks."""
+"""Measures the links within and between hosts, by messages between pairs of ranks."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from trainer.comm.network.costs import finish
 
 _MESSAGE_BYTES = 1 << 20
 _ROUND_TRIPS = 100
-_STREAM_S = 0.1  # how long a stream lasts, about
+_STREAM_S = 0.1  # approximate duration of a stream
 _STREAMS = 3
 
 
@@ -22,12 +22,12 @@ class LinkSpeed:
 
     source: int  # host
     target: int  # host
-    latency_us: float  # one way: half a round trip of 8 bytes, as the fastest quarter of them have it
+    latency_us: float  # one way: half a round trip of 8 bytes, of the fastest quarter
     gbit_s: float  # payload of one stream of 1 MiB messages, the fastest of several
 
 
 def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Rounds in which every two of `count` players meet once, nobody twice in a round (circle method)."""
+    """Rounds in which every two of `count` players meet once, none twice in a round (circle method)."""
     players: list[int | None] = [*range(count), *([None] * (count % 2))]
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -37,12 +37,12 @@ def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def measure_links(me: GroupRank, ranks_by_host: Sequence[Sequence[int]]) -> list[LinkSpeed]:
-    """Measure all pairs of hosts in both directions, first rank to first rank, and one pair within each host.
+    """Measure all pairs of hosts both ways, first rank to first rank, and one pair within each host.
 
     A collective over all ranks. Pairs of one round run at the same time; no host is in two of them.
 
     Returns:
-        The links that start at this rank: empty for the ranks that only stand by.
+        The links that start at this rank; empty on ranks that measure none.
     """
     found = []
     within = [(ranks[0], ranks[1], host, host) for host, ranks in enumerate(ranks_by_host) if len(ranks) > 1]

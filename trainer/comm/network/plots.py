@@ -1,4 +1,4 @@
-"""Predictions over world size as a picture: .png, .svg or .pdf."""
+"""Predictions over world size as a figure: .png, .svg or .pdf."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
@@ -16,21 +16,21 @@ _MARKERS = dict(zip(ALGORITHMS, "os^Dv", strict=True))
 
 
 def file(name: str) -> Path:
-    """Of an argument that names a picture to be drawn: told before anything is computed.
+    """The argument that names a figure to write, checked before anything is computed.
 
     Raises:
-        ArgumentTypeError: it could not be written there, or an ending that says nothing.
+        ArgumentTypeError: the file cannot be written, or its ending is unknown.
     """
     path = Path(name)
     if path.suffix not in _ENDINGS:
-        raise ArgumentTypeError(f"{name}: a picture's name ends in {', '.join(_ENDINGS)}")
+        raise ArgumentTypeError(f"{name}: the file's name must end in {', '.join(_ENDINGS)}")
     if path.is_dir() or not path.parent.is_dir():
-        raise ArgumentTypeError(f"{name}: a file in a folder that is there is needed")
+        raise ArgumentTypeError(f"{name}: the file's folder does not exist")
     return path
 
 
 def worlds(world: PlannedWorld) -> list[PlannedWorld]:
-    """1, 2, 4, 8, ... hosts, up to those of `world`."""
+    """1, 2, 4, 8, ... hosts, up to the number of `world`."""
     numbers = {1 << i for i in range(world.num_hosts.bit_length())} | {world.num_hosts}
     return [world.with_hosts(number) for number in sorted(numbers)[:-1]] + [world]
 
@@ -56,7 +56,7 @@ def efficiencies(curves: Mapping[int, Mapping[str, PredictedStep]], what: str, f
 
 @contextmanager
 def _axes(title: str, ylabel: str, file: Path) -> Iterator[Any]:
-    from matplotlib.figure import Figure  # takes a second to import, and only a picture needs it
+    from matplotlib.figure import Figure  # takes a second to import, and only figures need it
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="world size (processes)", ylabel=ylabel, title=title)
@@ -67,5 +67,5 @@ def _axes(title: str, ylabel: str, file: Path) -> Iterator[Any]:
     axes.legend()
     try:
         figure.savefig(file, dpi=120)
-    except OSError as error:  # a full disk, no right to write
+    except OSError as error:  # a full disk, or no permission
         raise ArgumentTypeError(f"--plot {file}: {error}") from error

@@ -1,12 +1,11 @@
-"""Predict the step of a training run in another world, from what the run measured where it was.
+"""Predicts a training step on other hosts and links, from what a run measured.
 
-A step is what it computes, and what of its communication does not hide behind that. A run under strategy=ddp
-leaves in result.json how long a step takes, and of its backward passes when each bucket is ready, and how
-long before the last gradient that is. One bucket moves at a time, in the order in which they are ready; what
-is under way after the last gradient is exposed. Under strategy=fsdp with a schedule, buckets are the gathers
-and reduces of units, each with the moment at which the computation comes to need it, and there stands still
-until it is there. The computing is taken as it was: each process has the same batch, and as much of a
-processor.
+A step is its computing time plus the communication that is not hidden behind it. A run with strategy=ddp
+stores in result.json how long a step takes, and how long before the last gradient of a backward pass each
+bucket is ready. One bucket moves at a time, in the order in which they are ready; what moves after the last
+gradient is exposed. With strategy=fsdp and a schedule, buckets are the gathers and reduces of units, each
+with the moment at which the computation needs it and is blocked until it arrives. The computing time is
+unchanged: each process has the same batch, and the same share of a processor.
 """
 
 from collections.abc import Sequence
@@ -25,20 +24,20 @@ _LIKE = {"native": "ring"}  # gloo's and NCCL's own all-reduces of long buckets 
 
 @dataclass(frozen=True)
 class BucketTiming:
-    numel: int  # of fp32
-    early_s: float  # ready so much computing before the end, which of DDP is the last gradient
-    needed_s: float = 0.0  # as early is it needed
+    numel: int  # fp32 elements
+    early_s: float  # ready this much computing time before the end (DDP: the last gradient)
+    needed_s: float = 0.0  # needed this much before the end
     collective: Collective = Collective.ALL_REDUCE
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Seconds of one step; the total is what it computes, what is exposed, and what computing was slowed."""
+    """Seconds of one step: computing, exposed communication, and the slowdown of computing, added up."""
 
     computed_s: float
     hidden_s: float
     exposed_s: float
-    slowed_s: float  # where the processors that move what is hidden would compute meanwhile
+    slowed_s: float  # by the processors that move hidden communication
 
     @property
     def seconds(self) -> float:
@@ -47,7 +46,7 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run directory tells of its steps."""
+    """What a run directory records of its steps."""
 
     step_s: float
     exposed_s: float
@@ -58,13 +57,13 @@ class MeasuredRun:
     on_cpu: bool
 
     def computed_s(self, machine: Machine | None) -> float:
-        """What a step takes but for communication.
+        """The time of a step without communication.
 
-        Of what was exposed only so much is communication as the links of the run explain, if they are known:
-        the rest is waiting for ranks that were late, as they will be anywhere.
+        Of the exposed time, only as much counts as communication as the links of the run explain, if they are
+        known: the rest is waiting for late ranks, as on any hosts.
 
         Args:
-            machine: where the run was; None if that is not known.
+            machine: that of the run; None if unknown.
 
         Raises:
             ValueError: links and processors of this machine explain more than the whole step.
@@ -78,19 +77,19 @@ class MeasuredRun:
         computed_s = self.step_s - exposed_s - slowed_s
         if computed_s <= 0:
             raise ValueError(
-                f"a step took {self.step_s * 1e3:g} ms, and its communication alone explains "
-                f"{(exposed_s + slowed_s) * 1e3:g} ms: nothing is left for computing, and nothing to plan "
-                "with; train for longer, and let --from be of the hosts where it ran"
+                f"a step took {self.step_s * 1e3:g} ms, but its communication alone would take "
+                f"{(exposed_s + slowed_s) * 1e3:g} ms by these links: no time is left for computing; "
+                "train for longer, or give --from a preflight of the hosts of this run"
             )
         return computed_s
 
     def step(self, world: PlannedWorld, algorithm: str, computed_s: float) -> PredictedStep:
-        """A step there, with the buckets of this run."""
+        """Predict a step on these hosts, with the buckets of this run."""
         moved = [world.collective(bucket.collective, algorithm, bucket.numel) for bucket in self.buckets]
         total_s, processors_s = sum(one.seconds for one in moved), sum(one.processors_s for one in moved)
         moments = [(-bucket.early_s, False, index) for index, bucket in enumerate(self.buckets)]
         moments += [(-bucket.needed_s, True, index) for index, bucket in enumerate(self.buckets)]
-        free_s, stood_s, there_s = float("-inf"), 0.0, [0.0] * len(moved)  # on a clock that runs on meanwhile
+        free_s, stood_s, there_s = float("-inf"), 0.0, [0.0] * len(moved)  # with blocked time
         for computed, is_needed, index in sorted(moments):
             if is_needed:
                 stood_s += max(0.0, there_s[index] - computed - stood_s)
@@ -113,21 +112,21 @@ class MeasuredRun:
 
 
 def read(run_dir: Path) -> MeasuredRun:
-    """Raises ValueError where `run_dir` is no run that can be planned with, and says which is; OSError."""
+    """Raises OSError; ValueError if a plan cannot use the run in `run_dir`, with the requirements."""
     result = entries.read(run_dir / "result.json")
     timeline = result.get("timeline")
     if timeline is None or timeline.value == {}:
         raise ValueError(
-            "its result.json has no timeline: train with two processes or more and strategy=ddp, "
-            "comm.timeline=true and any comm but powersgd; or with strategy=fsdp, comm=ring or another "
+            "its result.json has no timeline: train with two or more processes and strategy=ddp, "
+            "comm.timeline=true and any comm except powersgd; or with strategy=fsdp, comm=ring or another "
             "schedule, shard_group=world and one micro-batch a step"
         )
     algorithm = _LIKE.get(result["comm"].text(), result["comm"].text())
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"comm={algorithm} is none of {', '.join(ALGORITHMS)}")
+        raise ValueError(f"comm={algorithm} is not one of {', '.join(ALGORITHMS)}")
     hosts = [host.whole() for host in timeline["hosts"].each()]
     if set(hosts) != set(range(max(hosts) + 1)):
-        raise ValueError(f"timeline.hosts is {hosts}: the host of every rank, from 0 without gaps, is needed")
+        raise ValueError(f"timeline.hosts is {hosts}, but must be each rank's host, from 0 without gaps")
     return MeasuredRun(
         step_s=result["ms_per_step"].number(positive=True) / 1e3,
         exposed_s=timeline["exposed_ms"].number() / 1e3,
@@ -140,7 +139,7 @@ def read(run_dir: Path) -> MeasuredRun:
 
 
 def _bucket(entry: entries.Entry) -> BucketTiming:
-    # Runs of before had neither of the two, as they had no units.
+    # Older runs have neither of the two.
     needed, how = entry.get("needed_ms"), entry.get("collective")
     return BucketTiming(
         max(1, entry["bytes"].whole() // FP32),

@@ -1,4 +1,4 @@
-"""What the preflight found: each rank's report, and rank 0's verdict over all of them as a table."""
+"""The results of the preflight: each rank's report, and rank 0's verdict over all as a table."""
 
 import json
 from collections import Counter
@@ -12,12 +12,12 @@ from trainer.comm.network.join import JoinedRanks
 from trainer.comm.network.link_speeds import LinkSpeed
 from trainer.errors import first_line
 
-_MAX_LINES = 12  # of one kind: a thousand hosts would bury what matters
+_MAX_LINES = 12  # of one kind: a thousand hosts would hide what matters
 
 
 @dataclass
 class RankReport:
-    """What one rank has to say."""
+    """The report of one rank."""
 
     operations: dict[str, tuple[str, float]] = field(default_factory=dict)  # name: (fault or "", ms)
     in_sub_groups: dict[str, str] = field(default_factory=dict)  # name: fault or ""
@@ -27,7 +27,7 @@ class RankReport:
     interface: str = ""  # as the kernel sees the open connections
     address: str = ""
     interfaces: dict[str, str] = field(default_factory=dict)  # name: address of every one here
-    named: dict[str, str] = field(default_factory=dict)  # variable: the interface that it asks for
+    named: dict[str, str] = field(default_factory=dict)  # variable: the interface in it
     backend: str = ""
     stopped_in: str = ""  # the operation that raised or did not return
     error: str = ""
@@ -45,7 +45,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """All reports; None for a rank that gave none in time."""
+    """All reports; None for a rank without one in time."""
 
     place: JoinedRanks
     reports: list[RankReport | None]
@@ -55,12 +55,12 @@ class PreflightReport:
         return not self._faults()
 
     def _faults(self) -> list[str]:
-        """One line for each thing that is wrong, the silent ranks first: they are why others fail."""
+        """One line for each fault, the silent ranks first: they make others fail."""
         names = [self.place.name(rank) for rank in range(self.place.world_size)]
         silent, wrong, stopped = [], [], []
         for name, report in zip(names, self.reports, strict=True):
             if report is None:
-                silent.append(f"{name} gives no sign of life: it hangs, has died, or its network is gone")
+                silent.append(f"{name} is silent: it hangs, has died, or its network is gone")
                 continue
             wrong += [f"{name}: {op}: {fault}" for op, (fault, _) in report.operations.items() if fault]
             wrong += [
@@ -74,7 +74,7 @@ class PreflightReport:
         return silent + wrong + stopped
 
     def json(self) -> str:
-        """All figures, for `trainer.comm.plan` and for people's own tools."""
+        """All figures, for `trainer.comm.plan` and other tools."""
         first = self.reports[0] or RankReport()
         figures = {
             "passed": self.passed,
@@ -103,7 +103,7 @@ class PreflightReport:
         return self.place.host_names[ranks[0]], *(used.most_common(1)[0][0] if used else ("-", "-"))
 
     def __str__(self) -> str:
-        """The table a person reads."""
+        """The table for people."""
         place = self.place
         backend = next((report.backend for report in self.reports if report and report.backend), "no backend")
         lines = [
@@ -118,9 +118,9 @@ class PreflightReport:
             for name, interface, address in [self._host(ranks)]
         ]
         lines += [*_shortened(hosts), "", f"{'operation':<24}{'ms':>9}  {'result':<22}in sub groups"]
-        lines += [*self._operations(), "reductions are of sum, max, min and product"]
+        lines += [*self._operations(), "reductions are sum, max, min and product"]
         if links := self._links():
-            if len(links) > _MAX_LINES:  # then the slowest are those to know
+            if len(links) > _MAX_LINES:  # show the slowest
                 links.sort(key=lambda link: link.gbit_s)
             rows = [f"{_ends(link):<16}{link.latency_us:>12.0f}{link.gbit_s:>10.3g}" for link in links]
             lines += ["", f"{'link (hosts)':<16}{'latency us':>12}{'Gbit/s':>10}", *_shortened(rows)]
@@ -133,10 +133,10 @@ class PreflightReport:
         return "\n".join(lines)
 
     def _operations(self) -> list[str]:
-        """One line for each operation that some rank finished or left out."""
+        """One line for each operation that some rank finished or skipped."""
         present = [report for report in self.reports if report]
         names = list(dict.fromkeys(name for r in present for name in (*r.operations, *r.skipped)))
-        order = {name: number for number, name in enumerate(CHECKS)}  # others are a second backend's
+        order = {name: number for number, name in enumerate(CHECKS)}  # others belong to a second backend
         names.sort(key=lambda name: order.get(name, len(order)))
         lines = []
         for name in names:
@@ -157,11 +157,11 @@ class PreflightReport:
         have = ", ".join(f"{name} ({address})" for name, address in interfaces.items()) or "see `ip address`"
         return [
             "What to try:",
-            "- Name the interface that all hosts share: GLOO_SOCKET_IFNAME=NAME for gloo, NCCL_SOCKET_IFNAME",
-            f"  for NCCL ({now}); unnamed, gloo takes the address that the hostname resolves to.",
+            "- Set the interface that all hosts share: GLOO_SOCKET_IFNAME=NAME for gloo, NCCL_SOCKET_IFNAME",
+            f"  for NCCL ({now}); without it, gloo takes the address that the hostname resolves to.",
             f"  Interfaces: {have}.",
             "- Let the firewall pass all TCP ports between the hosts, not only the one of the rendezvous:",
-            "  each process listens on a port of its own, chosen by the kernel.",
+            "  each process listens on a port chosen by the kernel.",
             "- Run it on one host, then on two at a time; for NCCL add NCCL_DEBUG=INFO.",
         ]
 

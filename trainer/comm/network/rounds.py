@@ -1,12 +1,12 @@
-"""All ranks' rounds side by side, as arrays; of a world that repeats itself, those of one block of it.
+"""All ranks' rounds as arrays; if the world repeats itself, those of one block of it.
 
-Hosts alike, each with its ranks (and hosts that share a switch, where switches count), often do the same: the
-ranks r and r + block then have the same schedule but for whom they meet, and their clocks show the same time
-for ever. So one block is enough, if what leaves it is taken to come back into it. That this holds is looked
-at, not taken for granted: at every rank that the block meets and some further ones.
+Equal hosts with equal ranks (and hosts that share a switch, if switches count) often do the same: the ranks r
+and r + block then have the same schedule except for their peers, and their clocks always show the same time.
+So one block is enough, if a message out of it stands for one into it. This is checked, not assumed: at every
+peer of the block, and at some further ranks.
 
-Where switches part the hosts unevenly, ranks do not fare alike, though they do the same: then the messages of
-one host are laid out for all the others, which is soon done. Where not even that holds, every rank is asked.
+If switches divide the hosts unevenly, ranks do the same but not in the same time: then the messages of
+one host are repeated for all the others, which is fast. Otherwise every rank's schedule is built.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +18,11 @@ import numpy as np
 
 from trainer.comm.algorithms.schedule import Kind, Phase, Schedule
 
-_SAMPLES = 64  # ranks whose schedules are compared, beside those that the first block meets
+_SAMPLES = 64  # ranks whose schedules are compared, beside the peers of the first block
 
 
 class Family(Sequence[Schedule]):
-    """The schedules of all ranks, each built when it is looked at first."""
+    """The schedules of all ranks, each built at its first use."""
 
     def __init__(self, build: Callable[[int], Schedule], world_size: int) -> None:
         self._build, self._world_size = build, world_size
@@ -45,14 +45,14 @@ class Round:
     source: np.ndarray
     target: np.ndarray
     share: np.ndarray  # of the bucket
-    fresh: np.ndarray  # not a chunk that its sender has just put in place for another receiver
+    fresh: np.ndarray  # not a chunk that its sender has just copied for another receiver
     send_turn: np.ndarray  # this message is the sender's n-th of the round
     adds: np.ndarray
     receive_turn: np.ndarray
 
 
-# To the host that another sends to, by its number and by whom host 0 sends to in its place: so far beyond
-# itself (of so many hosts), or whose number differs in the same bits.
+# The host to which a host sends, from its number and the target of host 0: the same distance (modulo the
+# number of hosts), or the number with the same bits flipped.
 _MOVES: tuple[Callable[[Any, Any, int], Any], ...] = (
     lambda host, of_first, count: (host + of_first) % count,
     lambda host, of_first, count: host ^ of_first,
@@ -64,7 +64,7 @@ def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -
 
     Args:
         hosts: index of the host of every rank.
-        together: hosts that a block must not part: those of a switch.
+        together: hosts that a block must not separate: those of a switch.
     """
     places, size = np.asarray(hosts), len(hosts)
     return _of_one_block(schedules, places, together) or _of_one_host(schedules, places) or (
@@ -106,12 +106,12 @@ def _of_one_host(schedules: Sequence[Schedule], places: np.ndarray) -> tuple[int
 
 
 def _size(places: np.ndarray, num_hosts: int) -> int:
-    """The ranks of the first so many hosts."""
+    """The number of ranks on the first `num_hosts` hosts."""
     return int(np.count_nonzero(places < places[0] + num_hosts))
 
 
 def _repeats(places: np.ndarray, block: int) -> bool:
-    """Whether hosts are of one size, and numbered block after block."""
+    """Whether blocks have equal hosts, numbered block after block."""
     if len(places) % block or len(places) == block:
         return False
     blocks = places.reshape(-1, block)
@@ -122,9 +122,9 @@ def _repeats(places: np.ndarray, block: int) -> bool:
 def _alike(
     schedules: Sequence[Schedule], block: int, corresponds: Callable[[int, int, int, int], bool]
 ) -> bool:
-    """Whether ranks do as the one in their place of the first block does.
+    """Whether each rank does the same as the one at its place in the first block.
 
-    `corresponds` is asked of a rank and its peer, and of that one and its peer.
+    `corresponds` compares a rank and its peer with that one and its peer.
     """
 
     def moves(rank: int) -> list[tuple[tuple[object, ...], int]]:
@@ -139,7 +139,7 @@ def _alike(
         both = zip_longest(moves(rank), first[like], fillvalue=((), 0))
         return all(one == other and corresponds(rank, peer, like, its) for (one, peer), (other, its) in both)
 
-    step = max(1, len(schedules) // _SAMPLES - 1)  # seldom a multiple of anything in the world
+    step = max(1, len(schedules) // _SAMPLES - 1)  # rarely a multiple of a size in the world
     looked_at = {*_peers(schedules, range(block)), *range(len(schedules) - 1, -1, -step)}
     first = [moves(rank) for rank in range(block)]
     return all(does_as(rank, rank % block) for rank in looked_at)
@@ -150,7 +150,7 @@ def _peers(schedules: Sequence[Schedule], ranks: Sequence[int]) -> set[int]:
 
 
 def _closed(round_: Round, block: int) -> bool:
-    """Whether each rank of the block receives, turn by turn, as much as comes back into the block."""
+    """Whether each rank of the block receives, by turn, as much as is sent back into the block."""
     rank, turn = round_.target % block, round_.receive_turn
     turns = np.bincount(rank, minlength=block)
     arrivals = np.unique(rank * (turn.max(initial=0) + 1) + turn)
@@ -158,7 +158,7 @@ def _closed(round_: Round, block: int) -> bool:
 
 
 def _spread(round_: Round, block: int, count: int, move: Callable[[Any, Any, int], Any]) -> Round:
-    """What the first of `count` blocks sends, laid out for all of them."""
+    """The messages of the first of `count` blocks, repeated for all of them."""
     blocks = np.repeat(np.arange(count), len(round_.source))
 
     def each(values: np.ndarray) -> np.ndarray:
@@ -178,7 +178,7 @@ def _spread(round_: Round, block: int, count: int, move: Callable[[Any, Any, int
 
 
 def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:
-    """Equal rounds in a row are given once, with their number."""
+    """Consecutive equal rounds are one Round with their number."""
     ranks = range(block)
     if block < len(schedules):
         ranks = sorted({*ranks, *_peers(schedules, ranks)})  # type: ignore[assignment]
@@ -194,7 +194,7 @@ def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:
 
 
 def _messages(phases: dict[int, Phase], block: int, parts: int, repeat: int) -> Round:
-    """Join every send of the block with its receive; a pair's messages are received as they are sent."""
+    """Join every send of the block with its receive; a pair's messages arrive in the order of sending."""
     sends: list[tuple[int, int, float, bool, int]] = []
     receipts: dict[tuple[int, int], list[tuple[bool, int]]] = {}
     for rank, phase in phases.items():

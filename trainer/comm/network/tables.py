@@ -1,4 +1,4 @@
-"""Predictions as a person reads them."""
+"""Predictions as tables for people."""
 
 from collections.abc import Mapping
 
@@ -13,20 +13,20 @@ def heading(world: PlannedWorld, given: str) -> str:
     rate, latency = machine.link_bytes_per_s * 8e-9, machine.latency_s * 1e6
     lines = [f"{world.num_hosts} hosts x {world.per_host} processes"]
     if world.num_hosts == 1:
-        return f"{lines[0]}, no link between hosts"
+        return f"{lines[0]}, no links between hosts"
     lines.append(f"between hosts {rate:.3g} Gbit/s and {latency:.3g} us, {given}")
     if machine.rails > 1:
-        lines.append(f"{machine.rails} such links to each host, shared out to its processes")
+        lines.append(f"{machine.rails} such links for each host, shared by its processes")
     if machine.oversubscription != 1:
         lines.append(
             f"{machine.hosts_per_switch} hosts to a switch, whose trunk has 1/{machine.oversubscription:g} "
-            "of what their links have"
+            "of the bandwidth of their links"
         )
     return "\n".join(lines)
 
 
 def collectives(how: Collective, what: str, predictions: Mapping[str, Prediction]) -> str:
-    """The most that any rank or host sends."""
+    """Time and traffic: the most that any rank or host sends."""
     lines = [
         f"{how.value} of {what}",
         f"{'algorithm':<18}{'time':>11}{'sent by rank':>15}{'by host':>12}{'in all':>12}  held up by",
@@ -62,14 +62,12 @@ def exchanges(
     (best, first), *_ = beside.items()
     fastest = min(found.values(), key=lambda ways: ways[0].seconds + ways[1].seconds)
     ratio = (fastest[0].seconds + fastest[1].seconds) / first.seconds if first.seconds else 1.0
-    lines.append(
-        f"the fastest of them takes {ratio:.2f} x the time of comm={best}, before any of it is hidden"
-    )
+    lines.append(f"the fastest of them takes {ratio:.2f} x the time of comm={best}, with nothing hidden")
     return "\n".join(lines)
 
 
 def steps(world: PlannedWorld, found: Mapping[str, PredictedStep]) -> str:
-    """Efficiency is the part of a step in which is computed as without communication."""
+    """Efficiency is the fraction of a step that is computing, at its speed without communication."""
     lines = [f"{'algorithm':<18}{'step':>11}{'computing':>11}{'hidden':>11}{'exposed':>11}{'efficiency':>12}"]
     for algorithm, step in found.items():
         lines.append(
@@ -80,7 +78,7 @@ def steps(world: PlannedWorld, found: Mapping[str, PredictedStep]) -> str:
     best, first = next(iter(found.items()))
     times = world.size * first.computed_s / first.seconds
     return "\n".join(
-        [*lines, "", f"best: comm={best}, {times:,.0f} x what one process does alone, of {world.size:,}"]
+        [*lines, "", f"best: comm={best}, {times:,.0f} x the speed of one process, of {world.size:,}"]
     )
 
 

@@ -1,4 +1,4 @@
-"""Hosts and processes of any number, and what collectives and parameter servers would cost there."""
+"""Any number of hosts and processes, and what collectives and parameter servers would cost there."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,11 +23,11 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class PlannedWorld:
-    """Hosts all alike, each with as many processes.
+    """Equal hosts, each with the same number of processes.
 
     Args:
-        itemsize: bytes that an element of fp32 travels as.
-        segment_bytes: as comm.segment_mb.
+        itemsize: bytes in which an fp32 element is sent.
+        segment_bytes: see comm.segment_mb.
     """
 
     num_hosts: int
@@ -43,14 +43,14 @@ class PlannedWorld:
 
     @cached_property
     def hosts(self) -> Hosts:
-        """The host of every rank; one object, which caches find without comparing thousands of numbers."""
+        """The host of every rank; one object, so that caches need not compare thousands of numbers."""
         return Hosts(rank // self.per_host for rank in range(self.size))
 
     def with_hosts(self, num_hosts: int) -> "PlannedWorld":
         return replace(self, num_hosts=num_hosts)
 
     def collective(self, how: Collective, algorithm: str, numel: int) -> Prediction:
-        """Of `numel` elements: of a bucket, or of all ranks' blocks together."""
+        """The cost for `numel` elements: of a bucket, or of all ranks' blocks together."""
         if (how, algorithm) not in self._predictors:
             hosts = self.hosts
 
@@ -61,13 +61,13 @@ class PlannedWorld:
         return self._predictors[how, algorithm](numel * self.itemsize, self.itemsize, self.segment_bytes)
 
     def collectives(self, how: Collective, num_bytes: float) -> dict[str, Prediction]:
-        """Every algorithm on so many bytes of fp32, fastest first."""
+        """The cost of every algorithm for `num_bytes` of fp32, fastest first."""
         numel = max(1, round(num_bytes / FP32))
         found = {name: self.collective(how, name, numel) for name in ALGORITHMS}
         return dict(sorted(found.items(), key=lambda item: item[1].seconds))
 
     def exchange(self, num_servers: int, num_bytes: float) -> tuple[Prediction, Prediction]:
-        """Push and pull of so many bytes of fp32; as many servers as ranks: all serve, and all work."""
+        """The cost of push and pull for `num_bytes` of fp32. If all ranks serve, all work, too."""
         workers = range(self.size) if num_servers == self.size else range(num_servers, self.size)
         push, pull = (
             predict(way, self.hosts, self.machine, round(num_bytes), segment_bytes=int(BUCKET_MB * 2**20))

@@ -1,1 +1,1 @@
-"""Parameters that live on servers: which rows lie where, and how workers pull values and push gradients."""
+"""Parameters on servers: which rows are where, and how workers pull values and push gradients."""

@@ -1,6 +1,6 @@
-"""Asynchronous rounds: workers ask for parts of steps, pull and push as they come; each push is an update.
+"""Asynchronous rounds: each worker asks for parts of steps, pulls and pushes; each push is an update.
 
-A round is some steps of as many parts as there are workers. Whoever asks is given the next part, so that a
+A round is several steps of as many parts as there are workers. A worker that asks gets the next part, so a
 slow worker computes fewer, and each part is computed once. Source: Ho et al., "More effective distributed ML
 via a stale synchronous parallel parameter server", NIPS 2013, for the bound on how far a worker may be ahead.
 """
@@ -19,21 +19,21 @@ from trainer.comm.parameter_server.order import Order
 from trainer.comm.parameter_server.server import Server
 
 _PART, _LEAVE, _PULL, _PUSH, _END = range(5)
-_FACTS = 1  # of a push: by how much its gradients are to be multiplied; NaN: they are not to be applied
+_FACTS = 1  # of a push: the factor for its gradients; NaN: they must not be applied
 
 Apply = Callable[[dict[int, Tensor], Tensor], None]
-"""Make an update of gradients by bucket, given which parameters have one."""
+"""Apply gradients by bucket, given which parameters have one."""
 
 
 class AsyncServer:
-    """One server's part in rounds; the first server hands out the parts.
+    """One server's part in rounds; the first server assigns the parts.
 
     Args:
-        max_staleness: pushes that a worker may be ahead of the slowest; math.inf without bound.
+        max_staleness: pushes that a worker may be ahead of the slowest; math.inf: unlimited.
 
     Attributes:
-        staleness: how often a push was made with values that lacked so many updates.
-        not_finite: the worker whose push was not to be applied; no part is handed out after that.
+        staleness: pushes by the number of updates that their values lacked.
+        not_finite: the worker whose push must not be applied; no part is assigned after it.
     """
 
     def __init__(self, server: Server, order: Order, max_staleness: float, apply: Apply) -> None:
@@ -43,7 +43,7 @@ class AsyncServer:
         self._num_updates, self._pulled_at = 0, dict.fromkeys(server.links, 0)
 
     def begin(self, steps: int, replayed: Sequence[str] | None, stops: Callable[[], bool]) -> None:
-        """Serve a round of at most so many steps, in threads; a round that is `replayed` is made whole."""
+        """Serve a round of at most `steps` steps, in threads; a `replayed` round is repeated in full."""
         num_workers = len(self._server.links)
         self.order.begin(replayed)
         self._handed_out, self._limit, self._stops = 0, steps * num_workers, stops
@@ -55,7 +55,7 @@ class AsyncServer:
         self._server.begin(self._serve)
 
     def finish(self) -> int:
-        """Wait for the end of the round: how many steps it made."""
+        """Wait for the end of the round; return its number of steps."""
         self._server.finish()
         return self._limit // len(self._server.links)
 
@@ -77,7 +77,7 @@ class AsyncServer:
                     values = self._server.copy()
                     self._pulled_at[worker] = self._num_updates
                 self._server.give(worker, values)
-                del values  # before the next are copied: each worker has one set at a time
+                del values  # free them before the next copy: one set for each worker
             elif kind == _PUSH:
                 word = self._server.take(worker, _FACTS)
                 with self.order.turn("push", worker):
@@ -85,11 +85,11 @@ class AsyncServer:
                 _answer(link, 0)
             else:
                 with self.order.turn("end", worker):
-                    self._clocks[worker] = math.inf  # nobody waits for it
+                    self._clocks[worker] = math.inf  # no worker waits for it
                 return
 
     def _hand_out(self, stops: bool) -> int:
-        """The number of the next part; -1 where there is none."""
+        """The number of the next part; -1 if there is none."""
         if (stops or self._stops()) and not self._is_replayed:
             self._stop()
         if self._handed_out == self._limit:
@@ -106,7 +106,7 @@ class AsyncServer:
     def _update(self, worker: int, word: Tensor) -> None:
         gradients = self._server.pushed[worker]
         factor, there = float(word[0]), word[_FACTS:].bool()
-        if math.isnan(factor):  # so says the worker, to all servers: each sees only its rows
+        if math.isnan(factor):  # the worker tells all servers, since each sees only its rows
             self.not_finite = worker
             self._stop()
         else:
@@ -118,7 +118,7 @@ class AsyncServer:
         self._clocks[worker] += 1
 
     def _stop(self) -> None:
-        """Hand out no more parts than make whole steps with those that are out."""
+        """Assign only as many further parts as complete the steps already begun."""
         num_workers = len(self._server.links)
         self._limit = min(self._limit, -(-self._handed_out // num_workers) * num_workers)
 
@@ -127,8 +127,8 @@ class AsyncWorker:
     """A worker's part in rounds: what to compute next, and when to pull.
 
     Args:
-        bounded: whether to ask leave before each pull.
-        stops: whether this worker has been told to stop.
+        bounded: whether to wait for slower workers before each pull.
+        stops: whether this worker has received a request to stop.
         waits: the context of a wait for slower workers.
     """
 
@@ -142,7 +142,7 @@ class AsyncWorker:
     ) -> None:
         self._client, self._num_workers, self._bounded = client, num_workers, bounded
         self._stops, self._waits = stops, waits
-        self._ahead: list[tuple[int, int]] = []  # asked for, and not yet drawn by the sampler
+        self._ahead: list[tuple[int, int]] = []  # received, but not yet drawn by the sampler
         self._drawn = self._begun = 0
         self._is_over = True
 
@@ -150,14 +150,14 @@ class AsyncWorker:
         self._is_over = False
 
     def draw(self) -> tuple[int, int] | None:
-        """The next part: which step of the round, and which replica's; None at the end of the round."""
+        """The next part: a step of the round and a replica; None at the end of the round."""
         part = self._ahead.pop(0) if self._ahead else self._ask()
         self._drawn += part is not None
         return part
 
     def has_part(self) -> bool:
-        """Whether there is one more to compute; at the end of the round, say so to all servers."""
-        if self._drawn <= self._begun:  # else a sampler that reads ahead has it already
+        """Whether there is another part to compute; at the end of the round, tell all servers."""
+        if self._drawn <= self._begun:  # else a sampler that reads ahead has asked already
             part = self._ask()
             if part is None:
                 self._client.request(_END)
@@ -183,7 +183,7 @@ class AsyncWorker:
         self._client.request(_PUSH)
 
     def after_push(self, factor: float) -> None:
-        """Wait until every server has made its update; with a `factor` of NaN none makes one."""
+        """Wait until every server has updated; with a `factor` of NaN none does."""
         self._client.commit(factor)
         self._client.answers()
 

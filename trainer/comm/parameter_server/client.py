@@ -28,17 +28,17 @@ class Client:
         self._names = [name for bucket in buckets if bucket.trainable for name in bucket.names]
         self._awaited: dict[int, list[Transfer]] = {}
         self._pulls, self._waited_s = 0, 0.0
-        self._num_bytes = [0] * len(links)  # pulled from, and pushed to, each server
-        self._told: dict[str, float] = dict.fromkeys(self.totals(), 0.0)  # by `figures`
+        self._num_bytes = [0] * len(links)  # pulled from and pushed to each server
+        self._told: dict[str, float] = dict.fromkeys(self.totals(), 0.0)  # at the last call of `figures`
 
     def greet(self) -> None:
-        """Tell every server by which layout this worker goes; it refuses another."""
+        """Tell every server this worker's layout; it refuses another."""
         word = torch.tensor([digest(self._buckets)])
         for transfer in [link.send(word, HELLO) for link in self._links]:
             transfer.wait()
 
     def totals(self) -> dict[str, float]:
-        """Pulls, seconds waited for values that were needed and not there, bytes to and from each server."""
+        """Pulls, seconds waited for values, and bytes to and from each server."""
         moved = {f"bytes/{server}": float(count) for server, count in enumerate(self._num_bytes)}
         return {"pulls": float(self._pulls), "waited_s": self._waited_s, **moved}
 
@@ -52,11 +52,11 @@ class Client:
 
     @property
     def awaits(self) -> bool:
-        """Whether some of the values that were asked for have not been waited for."""
+        """Whether some requested values have not been waited for."""
         return bool(self._awaited)
 
     def ask(self) -> None:
-        """Begin to receive all buckets that are trained."""
+        """Begin to receive all trainable buckets."""
         assert not self._awaited, "one pull at a time"
         self._pulls += 1
         for bucket in self._buckets:
@@ -68,7 +68,7 @@ class Client:
                 ]
 
     def settle(self, index: int) -> None:
-        """Wait until the bucket has come, and put it into its parameters; nothing, if that is done."""
+        """Wait for the bucket and copy it into its parameters, unless that is done already."""
         transfers = self._awaited.pop(index, None)
         if transfers is None:
             return
@@ -84,7 +84,7 @@ class Client:
         for index in list(self._awaited):
             self.settle(index)
 
-    # ---- words
+    # ---- requests
 
     def request(self, kind: int) -> None:
         """Tell every server what comes next."""
@@ -92,12 +92,12 @@ class Client:
             transfer.wait()
 
     def ask_first(self, kind: int, stops: bool) -> int:
-        """Ask the first server, and wait for its answer; `stops`: this worker was told to stop."""
+        """Ask the first server, and wait for its answer; `stops`: this worker received a request to stop."""
         self._links[0].send(torch.tensor([kind, int(stops)]), REQUEST).wait()
         return self._answer(self._links[0])
 
     def answers(self) -> None:
-        """Wait for a word of every server."""
+        """Wait for an answer of every server."""
         for link in self._links:
             self._answer(link)
 
@@ -127,7 +127,7 @@ class Client:
             transfer.wait()
 
     def commit(self, *facts: float) -> None:
-        """After all buckets of a push: `facts` about it, and which parameters had a gradient at all."""
+        """End a push: send `facts` about it, and which parameters had a gradient at all."""
         there = [float(self._parameters[name].grad is not None) for name in self._names]
         word = torch.tensor([*facts, *there], dtype=torch.float64)
         for transfer in [link.send(word, COMMIT) for link in self._links]:

@@ -1,8 +1,8 @@
-"""Which rows of which parameter lie on which server, and in which messages they travel.
+"""Which rows of each parameter are on which server, and in which messages they are sent.
 
-Every parameter is cut along its first dimension into one range of rows for each server, as torch.chunk cuts:
-large tensors are shared by all servers, and a layer's values come from all of them at once. Parameters that
-follow each other in the model travel together, in buckets: one message for each bucket and server.
+Every parameter is split along its first dimension into one range of rows for each server, as by torch.chunk:
+all servers share large tensors, and a layer's values come from all of them at once. Adjacent parameters of
+the model share buckets: one message for each bucket and server.
 """
 
 import zlib
@@ -26,9 +26,9 @@ class RowRange:
 
 @dataclass(frozen=True)
 class ShardedBucket:
-    """Parameters of one dtype that travel together; frozen ones are in buckets of their own.
+    """Parameters of one dtype that are sent together; frozen ones have separate buckets.
 
-    `pieces` and `numels` are by server.
+    `pieces` and `numels` are indexed by server.
     """
 
     index: int
@@ -49,11 +49,11 @@ def lay_out(
     """Fill buckets of up to `bucket_bytes`, or of one parameter, in the order of `parameters`.
 
     Raises:
-        ValueError: parameters without a dimension, or without an element, by name.
+        ValueError: names the parameters without dimensions or without elements.
     """
     if bad := [name for name, value in parameters.items() if value.ndim == 0 or value.numel() == 0]:
         raise ValueError(
-            f"{', '.join(bad[:5])} cannot be cut into rows: give each a dimension and an element"
+            f"{', '.join(bad[:5])} cannot be split into rows: give each a dimension and an element"
         )
     groups: list[list[str]] = []
     kind, filled = None, 0
@@ -86,25 +86,25 @@ def _bucket(
 
 
 def rows_of(rows: int, num_servers: int, server: int) -> tuple[int, int]:
-    """The rows [begin, end) of a server, by the rule of torch.chunk, which DTensor goes by, too."""
+    """The rows [begin, end) of a server, by the rule of torch.chunk, which DTensor follows, too."""
     size = -(-rows // num_servers)
     return min(rows, server * size), min(rows, (server + 1) * size)
 
 
 @torch.no_grad()
 def unpack(bucket: ShardedBucket, server: int, message: Tensor, parameters: Mapping[str, Tensor]) -> None:
-    """Put what a server sent into its rows of `parameters`, by name."""
+    """Copy a server's message into its rows of `parameters`, by name."""
     for piece in bucket.pieces[server]:
         rows = parameters[piece.name][piece.begin : piece.end]
         rows.copy_(message[piece.at : piece.at + piece.numel].view(rows.shape))
 
 
 def bytes_by_server(buckets: Sequence[ShardedBucket]) -> list[int]:
-    """What each server holds, and sends to each worker that pulls."""
+    """Bytes that each server holds, and sends at each pull."""
     columns = zip(*([n * bucket.dtype.itemsize for n in bucket.numels] for bucket in buckets), strict=True)
     return [sum(column) for column in columns]
 
 
 def digest(buckets: Sequence[ShardedBucket]) -> int:
-    """A number that two ranks have in common only if they would cut and send alike."""
+    """A hash of the layout, equal on two ranks only if their messages match."""
     return zlib.crc32(repr(tuple(buckets)).encode())

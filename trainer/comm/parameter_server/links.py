@@ -1,4 +1,4 @@
-"""The ways between this rank and each other, and to itself: a rank may work and serve in one process."""
+"""Links from this rank to each other rank, and to itself: one process may be worker and server."""
 
 import threading
 from collections import deque
@@ -18,7 +18,7 @@ _FIRST_BUCKET = 8
 
 
 def up(bucket: int) -> int:
-    """The tag of a bucket on its way to a server."""
+    """The tag of a bucket sent to a server."""
     return _FIRST_BUCKET + 2 * bucket
 
 
@@ -38,7 +38,7 @@ class Link(Protocol):
 
 
 class PeerLink:
-    """To another rank, over a gloo group; tensors are contiguous, on the CPU, and not empty."""
+    """A link to another rank, over a gloo group; tensors are contiguous, on the CPU, and not empty."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, timeout_s: float) -> None:
         self._link = GlooLink(group, peer, timeout_s)
@@ -59,9 +59,9 @@ class _GlooTransfer:
 
 
 class Loopback:
-    """Between two threads of this process. As on a network, a message moves once both sides are there.
+    """A link between two threads of this process. A message moves once both sides are ready, as on a network.
 
-    Whoever comes second copies it; in what order the two then wait for their messages is all one.
+    The later side copies it; the order in which the two then wait does not matter.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The order in which a server does what workers ask for: noted as it comes, or repeated as it was noted."""
+"""The order of a server's events: recorded as they come, or repeated as recorded."""
 
 import threading
 from collections import deque
@@ -9,14 +9,14 @@ from trainer.comm.transport.blame import PeerError
 
 
 class OutOfOrderError(RuntimeError):
-    """What should happen next does not happen."""
+    """The next event of a replay does not happen."""
 
 
 class Order:
     """Lets one event happen at a time.
 
     Attributes:
-        events: of this round so far, as "part 2", "pull 2", "push 2": what, and for which rank.
+        events: of this round so far, as "part 2", "pull 2", "push 2": the kind and the rank.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -26,20 +26,20 @@ class Order:
         self._changed = threading.Condition()
 
     def begin(self, replayed: Sequence[str] | None) -> None:
-        """A round; with `replayed`, the events are to come in that order and no other."""
+        """Begin a round; with `replayed`, events must come in exactly that order."""
         self.events, self._to_come = [], None if replayed is None else deque(replayed)
 
     @contextmanager
     def turn(self, what: str, worker: int) -> Iterator[None]:
-        """Wait until it is this event's turn; keep all others out until it is over.
+        """Wait until this event may happen; exclude all others until it is over.
 
         Raises:
-            OutOfOrderError: it was not within the timeout.
+            OutOfOrderError: it could not happen within the timeout.
         """
         event = f"{what} {worker}"
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_next(event), self._timeout_s):
-                first = f"; '{self._to_come[0]}' is to come first" if self._to_come else ""
+                first = f"; '{self._to_come[0]}' must come first" if self._to_come else ""
                 raise OutOfOrderError(f"{event} has waited {self._timeout_s:g} s for its turn{first}")
             yield
             self.events.append(event)
@@ -48,7 +48,7 @@ class Order:
             self._changed.notify_all()
 
     def wait_until(self, condition: Callable[[], bool], slowest: Callable[[], int]) -> None:
-        """Wait for what events bring about. Raises PeerError: the `slowest` rank did not, in time."""
+        """Wait for a `condition` that events change. Raises PeerError on timeout: the `slowest` rank."""
         with self._changed:
             if not self._changed.wait_for(condition, self._timeout_s):
                 raise PeerError.silent_for(slowest(), self._timeout_s, "to push")

@@ -1,9 +1,9 @@
-"""The file that tells in which order asynchronous servers did what they did, so that it can be done again.
+"""The file with the order of asynchronous servers' events, so that a run can be repeated.
 
-A line of JSON for each round: its first step, how many it made, and each server's events in order. A run that
-goes on from a checkpoint writes some rounds again; of those that begin at the same step the last one counts.
-A last line without its end is torn: the process was killed as it wrote. No checkpoint was saved after that
-round, so who goes on makes it again.
+A line of JSON for each round: its first step, its number of steps, and each server's events in order. A
+resumed run writes some rounds again; of those with the same first step the last one counts. A last line
+without its end is torn: the process was killed as it wrote. No checkpoint was saved after that
+round, so a resumed run makes it again.
 """
 
 import json
@@ -18,7 +18,7 @@ _FIELDS = ("roles", "first_step", "steps", "events")
 def append(
     file: Path, roles: Mapping[str, Any], first_step: int, steps: int, events: Sequence[Sequence[str]]
 ) -> None:
-    """Add a round. `roles` is what a run that repeats it must have in common. OSError as of any file."""
+    """Add a round. `roles` must be the same in a run that repeats it. Raises OSError as any file does."""
     line = json.dumps(dict(zip(_FIELDS, (roles, first_step, steps, events), strict=True)))
     with file.open("a+b") as out:
         _drop_torn_line(out)
@@ -35,16 +35,16 @@ def _drop_torn_line(file: BinaryIO) -> None:
 
 
 def _whole(text: bytes) -> int:
-    """The bytes of `text` up to the end of its last whole line."""
+    """The length of `text` up to the end of its last whole line."""
     return text.rfind(b"\n") + 1
 
 
 def read(file: Path, roles: Mapping[str, Any]) -> dict[int, tuple[int, list[list[str]]]]:
-    """By first step of a round: its steps, and each server's events.
+    """Return, by first step of a round, its number of steps and each server's events.
 
     Raises:
-        OSError: no such file.
-        ValueError: it is none of ours, or of a run with other roles.
+        OSError: the file does not exist.
+        ValueError: it is not a replay file, or of a run with other roles.
     """
     found, text = {}, file.read_bytes()
     for number, line in enumerate(text[: _whole(text)].splitlines(), 1):
@@ -52,11 +52,11 @@ def read(file: Path, roles: Mapping[str, Any]) -> dict[int, tuple[int, list[list
             own, first_step, steps, events = (json.loads(line)[field] for field in _FIELDS)
             num_servers = len(own["servers"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} is no round of an asynchronous run") from error
+            raise ValueError(f"line {number} is not a round of an asynchronous run") from error
         if not (isinstance(steps, int) and isinstance(events, list) and len(events) == num_servers):
-            raise ValueError(f"line {number} is no round of {num_servers} servers")
+            raise ValueError(f"line {number} is not a round of {num_servers} servers")
         for name, value in roles.items():
             if own.get(name) != value:
-                raise ValueError(f"it is of a run with {name} {own.get(name)}, and this one has {value}")
+                raise ValueError(f"it is of a run with {name} {own.get(name)}, but this run has {value}")
         found[first_step] = (steps, events)
     return found

@@ -1,4 +1,4 @@
-"""A server's side of the exchange: a thread for each worker that gives values and takes gradients."""
+"""A server's side of the exchange: a thread for each worker that sends values and receives gradients."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,16 @@ from trainer.comm.parameter_server.links import COMMIT, HELLO, Link, down, up
 
 
 class LayoutError(RuntimeError):
-    """A worker would cut or send the parameters otherwise."""
+    """A worker would split or send the parameters differently."""
 
 
 class Server:
     """The `index`-th server's shard: one flat tensor of values for each bucket.
 
     Args:
-        links: to the workers, by rank, in the order in which their gradients are added up.
+        links: to the workers, by rank, in the order in which their gradients are added.
         values: by bucket, to be sent.
-        pack: brings them up to date with the shard's parameters.
+        pack: copies the shard's parameters to `values`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Server:
         self.index, self.links, self._values, self._pack = index, links, values, pack
         self._digest = digest(buckets)
         self.buckets = [bucket for bucket in buckets if bucket.trainable and bucket.numels[index]]
-        # A whole push of each worker: its buckets come in an order of their own.
+        # A whole push of each worker, since buckets come in any order.
         self.pushed = {
             worker: {b.index: torch.empty(b.numels[index], dtype=b.dtype) for b in self.buckets}
             for worker in links
@@ -44,24 +44,24 @@ class Server:
         self._error: Exception | None = None
 
     def welcome(self, worker: int) -> None:
-        """Hear from a worker by which layout it goes.
+        """Receive a worker's layout.
 
         Raises:
-            LayoutError: it is another than this server's.
+            LayoutError: it differs from this server's.
         """
         word = torch.zeros(1, dtype=torch.int64)
         self.links[worker].receive(word, HELLO).wait()
         if int(word) != self._digest:
-            raise LayoutError(f"rank {worker} would send other parameters, or cut them otherwise")
+            raise LayoutError(f"rank {worker} would send other parameters, or split them differently")
 
     def begin(self, serve: Callable[[int], None]) -> None:
-        """Call `serve` with each worker, in a thread of its own."""
+        """Call `serve` with each worker, each in its own thread."""
 
         def guarded(worker: int) -> None:
             try:
                 with torch.no_grad():
                     serve(worker)
-            except Exception as error:  # to be raised by `finish`; the first says most
+            except Exception as error:  # raised by `finish`; the first is the most informative
                 self._error = self._error or error
 
         # Daemons: a thread that waits for a peer must not keep a failing process alive.
@@ -73,7 +73,7 @@ class Server:
             thread.start()
 
     def finish(self) -> None:
-        """Wait until all have been served. Raises what went wrong in serving one."""
+        """Wait until all workers have been served. Raises the first error of a serving thread."""
         for thread in self._threads:
             thread.join()  # each of its waits has a deadline
         if self._error is not None:
@@ -85,16 +85,16 @@ class Server:
         return {bucket.index: self._values[bucket.index].clone() for bucket in self.buckets}
 
     def give(self, worker: int, values: Mapping[int, Tensor] | None = None) -> None:
-        """Send all buckets that are trained: `values`, or those that there are, which must not change."""
+        """Send all trainable buckets: `values`, or the current ones, which must not change."""
         values = values if values is not None else dict(enumerate(self._values))
-        for bucket in self.buckets:  # one at a time: all at once, to all workers, crowd the links
+        for bucket in self.buckets:  # one at a time: all at once would crowd the links
             self.links[worker].send(values[bucket.index], down(bucket.index)).wait()
 
     def take(self, worker: int, num_facts: int, arrived: Callable[[int], None] | None = None) -> Tensor:
-        """Receive a push into `pushed[worker]`, telling `arrived` of each bucket.
+        """Receive a push into `pushed[worker]`, and call `arrived` for each bucket.
 
         Returns:
-            What the worker said when it was done: facts, then 1 or 0 for each trained parameter.
+            The worker's last message: facts, then 1 or 0 for each trainable parameter.
         """
         link, own = self.links[worker], self.pushed[worker]
         transfers = {index: link.receive(message, up(index)) for index, message in own.items()}
@@ -108,7 +108,7 @@ class Server:
 
 
 class Mean:
-    """The mean of all workers' gradients, added up in workers' order, each bucket when all are there."""
+    """The mean of all workers' gradients, added in workers' order, each bucket when all have arrived."""
 
     def __init__(self, server: Server) -> None:
         self._pushed = list(server.pushed.values())
@@ -118,7 +118,7 @@ class Mean:
         self.there = torch.zeros(server.num_trained, dtype=torch.bool)
 
     def arrived(self, index: int) -> None:
-        """One worker's part of a bucket is there; of the last, this thread adds up."""
+        """Called when one worker's part of a bucket has arrived; the thread of the last part adds up."""
         with self._lock:
             self._counts[index] += 1
             if self._counts[index] < len(self._pushed):
@@ -134,6 +134,6 @@ class Mean:
         total.div_(len(self._pushed))
 
     def add(self, word: Tensor) -> None:
-        """Which parameters one worker had gradients of."""
+        """Record which parameters one worker had gradients of."""
         with self._lock:
             self.there |= word.bool()

@@ -1,1 +1,1 @@
-"""What runs a schedule on real tensors: shared memory, gloo, NCCL."""
+"""Runs schedules on real tensors: over shared memory, gloo or NCCL."""

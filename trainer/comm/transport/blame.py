@@ -1,9 +1,9 @@
-"""Whom a rank blames when communication stops: a neighbour of its own, one link in the chain of waits.
+"""Which rank to blame when communication stops: each rank blames a neighbour, one link in the chain of waits.
 
 When one rank of a ring hangs, all the others time out together, each waiting for its own neighbour; when
-one dies, they lose their neighbours one by one. The chain ends at the culprit, who blames nobody: whoever
-hears of all ranks, as trainer.faults.verdict does, follows it. Nobody asks around here, for the store may be
-gone, too.
+one dies, they lose their neighbours one by one. The chain ends at the rank that caused the stop, which blames
+none; trainer.faults.verdict collects all ranks' reports and follows it. Nothing here asks other ranks, since
+the store may be gone, too.
 """
 
 

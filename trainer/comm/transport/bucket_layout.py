@@ -1,4 +1,4 @@
-"""What ranks must agree on before they exchange a bucket, and the check that they do."""
+"""What ranks must agree on before they exchange a bucket, and the check of it."""
 
 import zlib
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ _HEADER_TAG = 0
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket of `numel` elements of `dtype`, of which chunks travel as `wire`.
+    """A bucket of `numel` elements of `dtype`, whose chunks are sent as `wire`.
 
     Attributes:
-        collective: what is done to it.
-        number: tells apart buckets that look alike and must not be mixed up.
+        collective: the operation on it.
+        number: distinguishes buckets of equal layout that must not be confused.
     """
 
     numel: int
@@ -38,7 +38,7 @@ class Layout:
         collective: Collective = Collective.ALL_REDUCE,
         number: int = 0,
     ) -> "Layout":
-        """The layout of `bucket` where chunks travel as `wire_dtype`; None and half precision: as they are.
+        """The layout of `bucket` sent as `wire_dtype`; None and half precision: sent unchanged.
 
         Raises:
             ValueError: a dtype that cannot be averaged.
@@ -46,8 +46,8 @@ class Layout:
         adds = collective is not Collective.ALL_GATHER
         if bucket.dtype not in DTYPES or (adds and not bucket.is_floating_point()):
             raise ValueError(
-                f"no {collective.value} of {bucket.dtype}: gradients are fp32, fp64, fp16 or bf16, "
-                "and all else is gathered as bytes"
+                f"no {collective.value} of {bucket.dtype}: gradients must be fp32, fp64, fp16 or bf16; "
+                "other dtypes are gathered as bytes"
             )
         as_it_is = wire_dtype is None or bucket.dtype in (*_HALF, torch.uint8)
         wire = bucket.dtype if as_it_is or wire_dtype is None else wire_dtype
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Half precision is added up in fp32."""
+        """Half precision is added in fp32."""
         adds = self.collective is not Collective.ALL_GATHER
         return torch.float32 if adds and self.dtype in _HALF else self.dtype
 
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def tag(self) -> int:
-        """Marks every message of this layout: ranks that disagree wait in vain instead of adding garbage."""
+        """Marks every message of this layout: ranks that disagree time out instead of adding garbage."""
         return zlib.crc32(repr(self).encode()) >> 1 | 1
 
     def __str__(self) -> str:
@@ -83,9 +83,9 @@ class Layout:
 def agree(
     layout: Layout, receive_from: Sequence[int], send_to: Sequence[int], links: dict[int, GlooLink]
 ) -> None:
-    """Compare `layout` with what the neighbours have, before the first bucket like it.
+    """Compare `layout` with the neighbours' before the first bucket of this layout.
 
-    gloo aborts the process when sizes differ and mixes dtypes without a word; NCCL waits for ever.
+    gloo aborts the process if sizes differ, and silently mixes dtypes; NCCL waits forever.
 
     Raises:
         PeerError: a neighbour has another layout, is gone, or does not answer in time.
@@ -101,4 +101,4 @@ def agree(
     for peer, theirs in headers.items():
         if not torch.equal(theirs, header):
             other = Layout.read(theirs.tolist())
-            raise PeerError(peer, f"has a bucket of {other}, where this rank has {layout}")
+            raise PeerError(peer, f"has a bucket of {other}, but this rank has {layout}")

@@ -1,17 +1,17 @@
-"""Run schedules on CPU tensors: shared memory between the processes of a host, gloo between hosts.
+"""Runs schedules on CPU tensors: shared memory between the processes of a host, gloo between hosts.
 
-Why no rank waits for ever. All ranks take the buckets in one order and the visits of a bucket in one order,
+Why no rank waits forever. All ranks process the buckets in one order and the visits of a bucket in one order,
 at each visit first the receives, then the sends. A message sent at one visit is received at the next visit of
 its segment. A rank at visit p waits only for
 - a message, which its peer sent at a visit before p;
-- room in its outbox or in a window (mailbox.py), which comes when some peer has received an older message.
-  Both have room for all messages that are received after p, because only `IN_FLIGHT` segments are on their
-  way and each has the messages of one round out; so the one waited for is received at p or before.
-Whoever waits for a receive of visit p is itself at the sends of p, past its receives. So each wait is for
-something earlier in that order, and no circle of waits can close, at any number of ranks, buckets and
-segments. gloo, between hosts, queues sends in the memory of their sender and adds no other wait.
-The room itself grows with no world: `IN_FLIGHT` packets a socket, and as many chunks (or, where a round sends
-each peer another part, a few segments cut into parts) in the outbox.
+- room in its outbox or in a window (mailbox.py), which is free once some peer has received an older message.
+  Both have room for all messages that are received after p, because only `IN_FLIGHT` segments are in flight
+  and each has the messages of one round out; so the one waited for is received at p or before.
+A rank that waits for a receive of visit p is past its own receives of p, at its sends. So each wait is for
+something earlier in that order, and waits cannot form a cycle, at any number of ranks, buckets and segments.
+gloo, between hosts, queues sends in the sender's memory and adds no other wait. The room does not grow with
+the world: `IN_FLIGHT` packets per socket, and as many chunks (or, if a round sends each peer another part, a
+few segments split into parts) in the outbox.
 """
 
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ class CpuExecutor:
     Args:
         links: to the other ranks.
         schedule: this rank's part.
-        hosts: host index of every rank; ranks that share one exchange data through shared memory.
-        wire_dtype: what chunks travel as; None sends them in the dtype of the bucket.
+        hosts: host index of every rank; ranks on one host exchange data through shared memory.
+        wire_dtype: the dtype of chunks as sent; None: the dtype of the bucket.
         segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
-        collective: what the schedule does.
+        collective: the operation of the schedule.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CpuExecutor:
         self._send_to = schedule.peers(Kind.SEND)
         self._receive_from = schedule.peers(Kind.ADD, Kind.COPY)
         self._links = {peer: links.to(peer) for peer in {*self._send_to, *self._receive_from}}
-        # Uncompressed chunks for other hosts go straight from the bucket; all others from the outbox.
+        # Uncompressed chunks for other hosts are sent from the bucket itself; all others from the outbox.
         self._outbox = Outbox(
             num_slots=chunks_in_flight(schedule, width),
             slot_bytes=segment_bytes * schedule.widest // schedule.parts
@@ -80,22 +80,22 @@ class CpuExecutor:
         self._outbox.forget_file()
         self._inbox = Inbox({peer: link for peer, link in self._links.items() if peer not in self._mailboxes})
         self._agreed: set[Layout] = set()
-        self._programs: dict[tuple[int, int], list[Visit]] = {}  # by elements, and their bytes on the wire
+        self._programs: dict[tuple[int, int], list[Visit]] = {}  # by elements, and bytes as sent
         self._wide = torch.empty(0, dtype=torch.float32)  # sums of half precision buckets
 
     def run(self, bucket: torch.Tensor, divisor: int = 1, number: int = 0) -> dict[int, float]:
-        """Do to `bucket` what the schedule does; an all-reduce gives the same bits to every rank.
+        """Run the schedule on `bucket`; an all-reduce gives the same bits to every rank.
 
-        The owner of each part divides its sum, in the dtype of the sum, before it sends it on; where sums
-        travel as fp16, every rank divides its own values first. A reduce-scatter leaves this rank's block,
-        and elsewhere what may be overwritten; an all-gather rounds the block to what the others get.
+        The owner of each part divides its sum, in the dtype of the sum, before it sends it; if sums are sent
+        as fp16, every rank divides its own values first. A reduce-scatter leaves this rank's block, and
+        undefined values elsewhere; an all-gather rounds the rank's own block as it is sent to the others.
 
         Args:
-            bucket: (numel,) contiguous, on the CPU; fp32, fp64, or fp16 or bf16, which are summed in fp32; to
-                be gathered, bytes as well. The blocks of an all-gather and a reduce-scatter are `numel` over
-                the number of ranks, in the order of ranks.
+            bucket: (numel,) contiguous, on the CPU; fp32, fp64, or fp16 or bf16, which are summed in fp32; a
+                gather also takes bytes. The blocks of an all-gather and a reduce-scatter have `numel` over
+                the number of ranks elements, in the order of ranks.
             divisor: of the sums.
-            number: of the bucket, where several look alike and ranks could mix them up.
+            number: of the bucket, if several have equal layouts and ranks could confuse them.
 
         Returns:
             The seconds waited for each neighbour.
@@ -116,7 +116,7 @@ class CpuExecutor:
             if self._wide.numel() < layout.numel:
                 self._wide = torch.empty(layout.numel, dtype=layout.sum_dtype)
             sums = self._wide[: bucket.numel()].copy_(bucket)
-        if layout.wire == torch.float16 and divisor != 1:  # above 65504 it knows no number, and a sum may be
+        if layout.wire == torch.float16 and divisor != 1:  # a sum may exceed its largest number, 65504
             sums.div_(divisor)
             divisor = 1
         self._run(self._program(layout), sums, layout, divisor)
@@ -125,7 +125,7 @@ class CpuExecutor:
         return {peer: link.waited_s for peer, link in links.items()}
 
     def close(self) -> None:
-        """Hang up on the peers of this host, once they have read everything: what is left unread is lost."""
+        """Disconnect from the peers of this host after they have read everything: unread ones are lost."""
         self._outbox.drain()
         for mailbox in self._mailboxes.values():
             mailbox.close()
@@ -157,7 +157,7 @@ class CpuExecutor:
                 owned = sums[slice(*visit.owned)]
                 if divisor != 1:
                     owned.div_(divisor)
-                if compressed and self._schedule.gather:  # the owner keeps what the others will get
+                if compressed and self._schedule.gather:  # the owner keeps the rounded values, too
                     copies[(visit.owned,)] = self._outbox.put([owned], layout.wire)
                     owned.copy_(copies[(visit.owned,)][1])
             for move in visit.sends:

@@ -12,7 +12,7 @@ from trainer.errors import first_line
 SENT, RECEIVED = (
     "to take a message",
     "to send a message",
-)  # what a peer is due to do when a work is waited for
+)  # what the peer must do for a wait to end
 
 
 class GlooLink:
@@ -20,18 +20,18 @@ class GlooLink:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, timeout_s: float) -> None:
         self.peer = peer
-        self.waited_s = 0.0  # for this peer, since somebody set it to 0
+        self.waited_s = 0.0  # for this peer, since the last reset to 0
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
 
     def send(self, tensor: torch.Tensor, tag: int) -> dist.Work:
-        """Begin to send; `tensor` must stay as it is until `wait` has returned."""
+        """Begin to send; `tensor` must not change until `wait` has returned."""
         try:
             return self._group.send([tensor], self.peer, tag)
         except RuntimeError as error:
             raise self._lost(error, SENT, 0.0) from error
 
     def receive(self, tensor: torch.Tensor, tag: int) -> dist.Work:
-        """Begin to receive into `tensor`, which must be as long as what is sent under the tag."""
+        """Begin to receive into `tensor`, which must have the size of the message sent under the tag."""
         try:
             return self._group.recv([tensor], self.peer, tag)
         except RuntimeError as error:
@@ -53,18 +53,18 @@ class GlooLink:
 
     def _lost(self, error: RuntimeError, due: str, waited_s: float) -> PeerError:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            # Raised in Python: by the handler of a signal, as torch's, for a data worker that was killed.
+            # Raised in Python by a signal handler, such as torch's for a killed data worker.
             raise error
-        if "imed out" in str(error):  # gloo has no error class that would tell
+        if "imed out" in str(error):  # gloo has no separate error class
             return PeerError.silent_for(self.peer, self._timeout.total_seconds(), due)
         return PeerError.hung_up(self.peer, f"is gone (gloo: {first_line(error)})", due, waited_s)
 
 
 class GlooLinks:
-    """The links of this rank over a gloo group of all ranks, which nobody else uses meanwhile.
+    """The links of this rank over a gloo group of all ranks that has no other user.
 
     Args:
-        timeout_s: the longest that one peer may keep this rank waiting.
+        timeout_s: the longest wait for one peer.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float = 600.0) -> None:
@@ -74,7 +74,7 @@ class GlooLinks:
         return GlooLink(self._group, peer, self.timeout_s)
 
     def exchange(self, text: str) -> list[str]:
-        """What each rank tells all, by rank (a collective)."""
+        """Gather the `text` of every rank, by rank (a collective)."""
         texts = [""] * dist.get_world_size(self._group)
         dist.all_gather_object(texts, text, group=self._group)
         return texts

@@ -1,7 +1,7 @@
-"""Receives from other hosts, posted ahead of their turn.
+"""Receives from other hosts, posted ahead.
 
-gloo lets a sender go only once the receiver has asked. The question queues behind the data that flows the
-same way, so a receive posted late leaves the link idle.
+gloo sends only after the receiver's request. The request queues behind the data that flows in the same
+direction, so a receive posted late leaves the link idle.
 """
 
 from collections import deque
@@ -15,18 +15,18 @@ from trainer.comm.algorithms.program import Move, Visit
 from trainer.comm.transport.bucket_layout import Layout
 from trainer.comm.transport.gloo import RECEIVED, GlooLink
 
-_MAX_BYTES = 16 << 20  # of sums that have arrived before this rank gets round to them
+_MAX_BYTES = 16 << 20  # of sums that have arrived before this rank processes them
 
 
 class Inbox:
-    """Memory, kept between buckets, for what arrives from other hosts and cannot go straight into one."""
+    """Memory, kept between buckets, for messages from other hosts that cannot be received in the bucket."""
 
     def __init__(self, links: dict[int, GlooLink]) -> None:
         self.links = links
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def open(self, program: Sequence[Visit], sums: torch.Tensor, layout: Layout) -> "BucketReceives":
-        """Begin to receive what `program` will take from other hosts."""
+        """Begin to receive the messages of `program` from other hosts."""
         moves = [move for visit in program for move in visit.receives if move.peer in self.links]
         staged = [move.numel for move in moves if not _goes_straight(move, layout)]
         slot_bytes = -(-max(staged, default=0) * layout.wire.itemsize // 64) * 64
@@ -55,9 +55,9 @@ class BucketReceives:
         self._post()
 
     def take(self, move: Move) -> torch.Tensor | None:
-        """Wait for the oldest receive, which is `move`: what has arrived, or None if that is in the bucket.
+        """Wait for the oldest receive, which is `move`; return the message, or None if it is in the bucket.
 
-        The tensor is good until the next call of `take`.
+        The tensor is valid until the next call of `take`.
         """
         self._post()
         work, slot = self._posted.popleft()
@@ -83,10 +83,10 @@ class BucketReceives:
 
 
 def _goes_straight(move: Move, layout: Layout) -> bool:
-    """Whether what arrives is what the bucket shall hold.
+    """Whether a message can be received in the bucket itself.
 
-    It may be received there long before its turn: a finished sum contains what this rank has sent of the
-    same elements, so it can arrive only when they are no longer needed here; and a block that is gathered
+    It may arrive long before its visit: a finished sum contains what this rank has sent of the
+    same elements, so it can arrive only when they are no longer needed here; and a gathered block
     comes once.
     """
     return move.kind is Kind.COPY and layout.wire == layout.sum_dtype and len(move.pieces) == 1

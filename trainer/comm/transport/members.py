@@ -1,4 +1,4 @@
-"""The ranks that share a model: groups of their own, the hosts they are on, and what people call them."""
+"""The ranks that share a model: their groups, their hosts, and their names in messages."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainer.comm.transport.blame import CommError, PeerError
 
 WIRE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What chunks travel as; fp32 means uncompressed, in the dtype of what is sent."""
+"""The dtypes of chunks as sent; fp32 means uncompressed, in the dtype of the data."""
 
 
 def hosts_of_members(group: dist.ProcessGroup, hosts: Sequence[int]) -> Sequence[int]:
@@ -28,7 +28,7 @@ def hosts_of_members(group: dist.ProcessGroup, hosts: Sequence[int]) -> Sequence
 
 
 def new_group(like: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A group of the ranks of `like`, in their order in the world; nobody else is asked."""
+    """Create a group of the ranks of `like`, in global order; other ranks take no part."""
     ranks = sorted(dist.get_process_group_ranks(like))
     group = dist.new_group(
         ranks,
@@ -41,7 +41,7 @@ def new_group(like: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.P
 
 
 class Members:
-    """The ranks of `group`, which schedules count from 0 and people as the world does; a collective."""
+    """The ranks of `group`: schedules count from 0, messages use global ranks (a collective)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -50,7 +50,7 @@ class Members:
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
-        """Raise a CommError for a PeerError: that `what` has stopped, and at whom."""
+        """Turn a PeerError into a CommError that says that `what` stopped, and at which rank."""
         try:
             yield
         except PeerError as error:
@@ -58,7 +58,7 @@ class Members:
             raise CommError(message, self.ranks[error.peer]) from error
 
     def in_world(self, waited_s: dict[int, float]) -> dict[int, float]:
-        """What was waited for each member, by its rank in the world."""
+        """The seconds waited for each member, by its global rank."""
         return {self.ranks[member]: seconds for member, seconds in waited_s.items()}
 
     def _place(self, member: int) -> str:

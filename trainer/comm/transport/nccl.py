@@ -1,4 +1,4 @@
-"""Run schedules on GPU tensors with NCCL's point-to-point messages, on a stream beside the backward pass."""
+"""Runs schedules on GPU tensors with NCCL's point-to-point messages, on a stream beside the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.comm.timeline.records import BucketRecord
 from trainer.comm.transport.bucket_layout import Layout, agree
 from trainer.comm.transport.gloo import GlooLink
 
-_WIDTH = 1  # a sweep's messages are all in flight together, so one segment per stage fills every link
+_WIDTH = 1  # a sweep's messages are all in flight together, so one segment per stage keeps every link busy
 
 _Key = tuple[int, Layout]  # where a bucket lies, and what it is
 
@@ -22,26 +22,25 @@ _Key = tuple[int, Layout]  # where a bucket lies, and what it is
 class NcclReducer:
     """Runs one schedule on buckets by launching work on a side stream; nothing here waits for the GPU.
 
-    A sweep's messages, those of all segments in flight, are one NCCL group: links inside the host and between
-    hosts are busy together. A peer that is gone or silent is NCCL's watchdog's to find, after the timeout of
-    `group`.
+    A sweep's messages, of all segments in flight, are one NCCL group: links inside the host and between hosts
+    are busy together. NCCL's watchdog finds a peer that is gone or silent, after the timeout of `group`.
 
     A bucket costs the host, on the thread that also launches the backward pass, a group for each round and
-    segment. So it is one segment, unless it is to be cut. With `cuda_graph` the launches are recorded when a
-    bucket comes for the second time in the same place (the first has made the connections), and played back
-    from then on, in one call.
+    segment. So by default a bucket is one segment. With `cuda_graph` the launches are recorded when a
+    bucket comes for the second time at the same address (the first time connects), and replayed from then on
+    in one call.
 
     Args:
-        group: an NCCL group of all ranks that nobody else uses.
-        cpu_group: a gloo group of the same ranks, to compare layouts on.
+        group: an NCCL group of all ranks that has no other user.
+        cpu_group: a gloo group of the same ranks, to compare layouts.
         schedule: this rank's part.
-        clock: of the GPU on which the buckets are.
+        clock: of the GPU of the buckets.
         wire_dtype, timeout_s: as for `CpuExecutor`.
-        segment_bytes: bytes that travel as one; None: all of a bucket.
-        divisor: what the sums of DDP's buckets are divided by.
-        cuda_graph: whether to record and play back; what is computed is the same.
-        collective: what the schedule does.
-        stream: to launch on, one for all that use `group`; None makes one.
+        segment_bytes: bytes sent at once; None: the whole bucket.
+        divisor: of the sums of DDP's buckets.
+        cuda_graph: whether to record and replay; results are the same.
+        collective: the operation of the schedule.
+        stream: to launch on, the same for all that use `group`; None creates one.
     """
 
     def __init__(
@@ -68,12 +67,13 @@ class NcclReducer:
         neighbours = {*self._send_to, *self._receive_from}
         self._links = {peer: GlooLink(cpu_group, peer, timeout_s) for peer in neighbours}
         self._agreed: set[Layout] = set()
-        self._programs: dict[tuple[int, int], list[list[Visit]]] = {}  # as those of CpuExecutor
-        # The first call on an NCCL group must come from all its ranks; a batch may concern only some.
+        self._programs: dict[tuple[int, int], list[list[Visit]]] = {}  # as in CpuExecutor
+        # The first call on an NCCL group must come from all its ranks; a batch may involve only some.
         dist.all_reduce(torch.zeros(1, device=clock.device), group=group)
 
     def submit(self, bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
-        """Launch the all-reduce of `bucket`, to its mean over all ranks; streams wait for the Future's value.
+        """Launch the all-reduce of `bucket` to its mean over all ranks; using the Future's value waits on
+        streams.
 
         Raises:
             PeerError, ValueError: as `CpuExecutor.run`, at the first bucket of a layout.
@@ -83,19 +83,19 @@ class NcclReducer:
         marks = self.launch(gradients, self._divisor, place=bucket.index())
         record.read_gpu = self._clock.times(*marks)
         with torch.cuda.stream(self.stream):
-            future.set_result(gradients)  # takes note of the current stream
+            future.set_result(gradients)  # records the current stream
         return future
 
     def launch(
         self, bucket: torch.Tensor, divisor: int, number: int = 0, place: int = 0
     ) -> tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]:
-        """Do on the side stream what `CpuExecutor.run` does, once the current stream has come so far.
+        """Do on the side stream what `CpuExecutor.run` does, after the work now on the current stream.
 
         Args:
-            place: tells buckets apart that a recording is kept for.
+            place: a key for the recording of a bucket.
 
         Returns:
-            Marks of the current stream as it is, and of the side stream at begin and end.
+            Marks of the current stream now, and of the side stream at begin and end.
 
         Raises:
             PeerError, ValueError: as `CpuExecutor.run`, at the first bucket of a layout.
@@ -113,7 +113,7 @@ class NcclReducer:
             return ready, start, self._clock.mark()
 
     def _launch(self, place: int, bucket: torch.Tensor, layout: Layout, divisor: int) -> None:
-        """Put all of a bucket's work on the current stream, by playing it back if it was recorded."""
+        """Launch a bucket's work on the current stream, by replaying it if it was recorded."""
         key: _Key = (bucket.data_ptr(), layout)
         known, play = self._recorded.get(place, (None, None))
         if self._cuda_graph and known == key:
@@ -153,7 +153,7 @@ class NcclReducer:
                     owned = sums[slice(*visit.owned)]
                     if divisor != 1:
                         owned.div_(divisor)
-                    if compressed and self._schedule.gather:  # the owner keeps what the others will get
+                    if compressed and self._schedule.gather:  # the owner keeps the rounded values, too
                         owned.copy_(owned.to(layout.wire))
             messages = []
             for move in (move for visit in sweep for move in visit.sends):
@@ -172,9 +172,9 @@ class NcclReducer:
 
 
 def _recorded(work: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> Callable[[], None]:
-    """What plays back the launches of `work`, which are recorded on `stream` and not made now.
+    """Record the launches of `work` on `stream`, without running them; return a function that replays them.
 
-    Only this thread's calls are held to what may be recorded: NCCL's watchdog goes on asking for events.
+    Only this thread's calls are restricted while recording: NCCL's watchdog continues to query events.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):

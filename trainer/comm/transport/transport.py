@@ -1,4 +1,4 @@
-"""What schedules run on among the ranks that share a model: executors on CPUs, NCCL on GPUs."""
+"""Runs schedules among the ranks that share a model: with executors on CPUs, NCCL on GPUs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,23 +18,23 @@ Schedules = Mapping[Collective, Schedule]
 
 
 class Transport:
-    """Groups, clock and timeline of one model's communication; made by all ranks of `like` (a collective).
+    """Groups, clock and timeline of one model's communication; created by all ranks of `like` (a collective).
 
     Args:
         like: a group of the ranks that share the model.
         hosts: host index of every rank, of the world or of the group, in the order of ranks.
         device: where the buckets are.
         wire_dtype: fp32 | bf16 | fp16.
-        segment_mb: MiB per segment of the pipeline. None: 2 on a CPU, all of a bucket on a GPU, where each
+        segment_mb: MiB per segment of the pipeline. None: 2 on a CPU, a whole bucket on a GPU, where each
             segment costs the host more than it gains.
         timeout_s: the longest wait for a neighbour.
 
     Attributes:
-        group: a gloo group of these ranks that nobody else uses.
+        group: a gloo group of these ranks that has no other user.
         clock: of the GPU; None on a CPU.
 
     Raises:
-        ValueError: an unknown wire dtype, or hosts of another number of ranks.
+        ValueError: an unknown wire dtype, or hosts for another number of ranks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Transport:
         timeout_s: float,
     ) -> None:
         if wire_dtype not in WIRE_DTYPES:
-            raise ValueError(f"no wire dtype {wire_dtype!r}; there are {', '.join(WIRE_DTYPES)}")
+            raise ValueError(f"unknown wire dtype {wire_dtype!r}; choose from {', '.join(WIRE_DTYPES)}")
         self.wire, self.hosts = WIRE_DTYPES[wire_dtype], hosts_of_members(like, hosts)
         self._like, self._segment_mb, self._timeout_s = like, segment_mb, timeout_s
         self.group = new_group(like, "gloo", timeout_s)
@@ -56,7 +56,7 @@ class Transport:
         self.timeline = Timeline(self.group, self.hosts, self.clock)
 
     def on_cpu(self, schedules: Schedules) -> dict[Collective, CpuExecutor]:
-        """What runs each of `schedules`, over the same links."""
+        """An executor for each of `schedules`, over the same links."""
         segment_bytes = int((self._segment_mb or SEGMENT_MB) * 2**20)
         links = GlooLinks(self.group, self._timeout_s)
         return {
@@ -69,7 +69,7 @@ class Transport:
     def on_gpu(
         self, schedules: Schedules, divisor: int = 1, cuda_graph: bool = False
     ) -> dict[Collective, NcclReducer]:
-        """What launches each of `schedules`, on one stream; `divisor`, `cuda_graph`: see NcclReducer."""
+        """A reducer for each of `schedules`, on one stream; `divisor`, `cuda_graph`: see NcclReducer."""
         assert self.clock is not None
         nccl, stream = new_group(self._like, "nccl", self._timeout_s), torch.cuda.Stream(self.clock.device)
         segment_bytes = None if self._segment_mb is None else int(self._segment_mb * 2**20)

@@ -1,4 +1,4 @@
-"""A thread that moves buckets one after another while the backward pass goes on."""
+"""A thread that moves buckets one after another during the backward pass."""
 
 import threading
 import time
@@ -15,14 +15,14 @@ Task = tuple[Any, BucketRecord, Future[torch.Tensor]]
 
 
 class Worker:
-    """Takes buckets in the order given and answers each with a Future.
+    """Processes buckets in the given order and answers each with a Future.
 
     After one failure every later bucket fails with the same error: its peers are no longer in step.
 
     Args:
-        all_reduce: takes a bucket in the form in which it is submitted; returns its mean over all ranks, and
-            adds to the record whom it waited for.
-        release: called at the end, when `all_reduce` is no longer needed.
+        all_reduce: takes a bucket as submitted; returns its mean over all ranks, and records the waits for
+            peers.
+        release: called at the end, after the last `all_reduce`.
     """
 
     def __init__(
@@ -38,18 +38,18 @@ class Worker:
         self._thread.start()
 
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
-        """Have `bucket` all-reduced some time; the Future's value is the mean then."""
+        """Queue `bucket` for the all-reduce; the Future's value is the mean."""
         # DDP, which waits in C++, sees an error only if a callback raises it.
         return self.put(bucket, record).then(lambda done: done.value())
 
     def put(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
-        """The same for who waits in Python, where the Future raises the error as it is."""
+        """The same for callers that wait in Python, where the Future raises the original error."""
         future: Future[torch.Tensor] = Future()
         self._tasks.put((bucket, record, future))
         return future
 
     def close(self) -> None:
-        """End the thread, after the buckets it has been given."""
+        """End the thread, after the buckets already queued."""
         self._tasks.put(None)
         self._thread.join(timeout=10.0)
         self._release()
