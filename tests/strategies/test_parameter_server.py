@@ -260,3 +260,57 @@ def test_a_signal_to_one_rank_stops_all_after_a_whole_step(tmp_path: Path, stale
     assert steps == [steps[0]] * 3
     on = ("resume=auto", f"train.max_steps={steps[0] + 10}", "schedule=constant", f"run_dir={tmp_path}")
     assert run_ranks(train, 3, *ran, *on, init=False)[0]["steps"] == steps[0] + 10
+
+
+class Counting(nn.Module):
+    """Digits; counts its passes in a buffer that it assigns, and in its extra state; makes one as it goes."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.head, self.passes, self.late = nn.Linear(64, 10), 0, late
+        self.register_buffer("scale", torch.zeros(1))
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.passes])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.passes = int(state)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            self.scale = self.scale + 1
+            if self.late:
+                self.register_buffer("made", torch.ones(2), persistent=False)
+        return self.head(images.flatten(1) * (1 + self.scale / 10))
+
+
+COUNTING = ("model._target_=tests.strategies.test_parameter_server.Counting", *(f"~model.{n}" for n in MLP))
+
+
+def counted(root: str, *overrides: str) -> tuple[list[set[float]], list[str]]:
+    """The counts that this rank ends a run with, and one that goes on; and what refuses a late buffer."""
+    ran, found = (*COMMON, *COUNTING, *SGD, *PS, *overrides, "checkpoint.every_steps=2"), []
+    for steps in (4, 6):
+        go_on = (f"run_dir={root}/run", "resume=auto", f"train.max_steps={steps}", "schedule=constant")
+        with context_of(*ran, *go_on) as context:
+            fit(context)
+            model = cast(Any, context.strategy.unwrap(context.model))
+            saved = context.state.model.state_dict()
+            found.append({model.passes, *map(float, (model.scale, saved["scale"], saved["_extra_state"]))})
+    refusals = []
+    for staleness in ("0", "inf"):
+        late = ("+model.late=true", f"strategy.max_staleness={staleness}", f"run_dir={root}/{staleness}")
+        with pytest.raises(UserError) as refused, context_of(*ran, *late) as context:
+            fit(context)
+        refusals.append(f"{refused.value} after step {context.state.progress.step}")
+        torch.distributed.destroy_process_group()
+    return found, refusals
+
+
+def test_what_a_forward_pass_keeps_comes_to_the_servers_or_is_refused(tmp_path: Path) -> None:
+    words = "differs from rank 0 in the buffer made: 'torch.float32 of (2,)' against None"
+    for found, refusals in run_ranks(counted, 3, str(tmp_path), init=False):
+        assert found == [{4.0}, {6.0}]
+        assert all(words in refusal for refusal in refusals)
+        assert refusals[0].endswith("after step 0")

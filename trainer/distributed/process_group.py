@@ -152,8 +152,12 @@ def _is_of_communication(error: BaseException) -> bool:
     return False
 
 
-def compare_across_ranks(facts: Mapping[str, Any], dist_: Dist) -> None:
-    """Refuse to start when `facts` (name to printable value) differ between ranks.
+def compare_across_ranks(
+    facts: Mapping[str, Any],
+    dist_: Dist,
+    way_out: str = "start every host with the same command, code and data",
+) -> None:
+    """Refuse to go on when `facts` (name to printable value) differ between ranks (a collective).
 
     Raises:
         UserError: names the first rank that differs from rank 0, the key and both values; on every rank.
@@ -166,7 +170,7 @@ def compare_across_ranks(facts: Mapping[str, Any], dist_: Dist) -> None:
             if reference.get(key) != theirs.get(key):
                 raise UserError(
                     f"{dist_.place(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
-                    f"{reference.get(key)!r}; start every host with the same command, code and data"
+                    f"{reference.get(key)!r}; {way_out}"
                 )
 
 

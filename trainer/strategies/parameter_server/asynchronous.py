@@ -122,6 +122,7 @@ class AsyncParameterServer(ParameterServer):
         heartbeat.enter("optimizer")
         # However long a round is: no collective may wait for it, and whoever is done is ahead of who is not.
         made = self._end_round()
+        self._compare_once()
         context.agreement.start(loss, context.stop_request.is_set, batches.more)
         stop, _ = context.agreement.finish(
             f"a step up to {last}",

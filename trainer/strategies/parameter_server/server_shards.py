@@ -80,13 +80,31 @@ class ServerShards:
 
 
 def named_alike(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
-    """A module with the names of `model` and of all in it, its buffers themselves, and other parameters."""
-    made = {module: nn.Module() for module in model.modules()}
+    """A module with the names of `model` and of all in it, its buffers and extra state, and other parameters.
+
+    A buffer that a forward pass assigns to its name, or registers, is there, too.
+    """
+    made = {module: _keeper(module) for module in model.modules()}
     for module, copy in made.items():
         for name, child in module._modules.items():
             copy.add_module(name, made[child] if child is not None else None)
         for name, parameter in module._parameters.items():
             copy.register_parameter(name, parameters[parameter] if parameter is not None else None)
-        for name, buffer in module._buffers.items():
-            copy.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
+        copy._buffers, copy._non_persistent_buffers_set = module._buffers, module._non_persistent_buffers_set
     return made[model]
+
+
+def _keeper(module: nn.Module) -> nn.Module:
+    """An empty module that gives and takes the extra state of `module`, where that has any."""
+    names = ("get_extra_state", "set_extra_state")
+    own = {name: staticmethod(getattr(module, name)) for name in names if _overrides(module, name)}
+    return type(type(module).__name__, (nn.Module,), own)() if own else nn.Module()
+
+
+def extra_states(model: nn.Module) -> list[nn.Module]:
+    """The modules within that have an extra state."""
+    return [module for module in model.modules() if _overrides(module, "get_extra_state")]
+
+
+def _overrides(module: nn.Module, name: str) -> bool:
+    return getattr(type(module), name) is not getattr(nn.Module, name)

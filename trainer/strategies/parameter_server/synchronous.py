@@ -18,13 +18,13 @@ from trainer.comm.parameter_server.server import LayoutError, Mean, Server
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.transport.blame import CommError, PeerError
 from trainer.config import ParameterServerConfig
-from trainer.distributed.process_group import Dist, broadcast_tensors
+from trainer.distributed.process_group import Dist, broadcast_tensors, compare_across_ranks
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
 from trainer.strategies.parameter_server.roles import roles
-from trainer.strategies.parameter_server.server_shards import ServerShards, named_alike
+from trainer.strategies.parameter_server.server_shards import ServerShards, extra_states, named_alike
 from trainer.strategies.parameter_server.worker_copy import WorkerCopy
 from trainer.strategies.shardable import refuse_max_norm
 
@@ -36,7 +36,8 @@ class ParameterServer(Strategy):
     """Synchronous: each step all workers pull, compute and push; the servers aggregate and update.
 
     A server keeps its shard in host memory and its optimizer state beside it; the ways between ranks are
-    gloo's, also where workers compute on GPUs.
+    gloo's, also where workers compute on GPUs. A rank that only serves runs no forward pass in training:
+    it gets buffers and extra state from the first worker, and what else a module keeps stays as built there.
     """
 
     gradients_differ = True
@@ -57,6 +58,7 @@ class ParameterServer(Strategy):
             + ("; every rank is both" if settings.servers == "all" else "")
         )
         self._pulled = False  # in this step
+        self._compared = False  # what buffers the ranks have, since the first step
         self._replica: WorkerCopy | None = None
         self._server: Server | None = None
 
@@ -142,6 +144,7 @@ class ParameterServer(Strategy):
         for parameter in self._parameters.values():
             parameter.grad = None  # a worker's own, of its data alone
         super().update(state)
+        self._compare_once()
 
     def _give_gradients(self, gradients: Mapping[int, Tensor], there: Tensor) -> None:
         """Make `gradients`, by bucket, those of the shard; of parameters that had any."""
@@ -198,7 +201,33 @@ class ParameterServer(Strategy):
                 unpack(bucket, number, message, self._parameters)
 
     def collect(self, model: nn.Module) -> None:
+        """Give every rank the buffers of the first worker, and ranks that only serve its extra state, too."""
+        self._compare_buffers()
         broadcast_tensors(self.owned_model.buffers(), src=self.workers[0])
+        if not (keepers := extra_states(model)):
+            return
+        states = [keeper.get_extra_state() for keeper in keepers]
+        dist.broadcast_object_list(states, src=self.workers[0])
+        if not self.trains:
+            for keeper, state in zip(keepers, states, strict=True):
+                keeper.set_extra_state(state)
+
+    def _compare_once(self) -> None:
+        """To be called after each step (a collective in the first)."""
+        if not self._compared:
+            self._compare_buffers()
+            self._compared = True
+
+    def _compare_buffers(self) -> None:
+        """UserError on every rank alike where a forward pass made or resized some that others have not."""
+        named = self.owned_model.named_buffers()
+        mine = {f"the buffer {name}": f"{value.dtype} of {tuple(value.shape)}" for name, value in named}
+        compare_across_ranks(
+            mine,
+            self.dist,
+            "under strategy=parameter_server a rank that only serves runs no forward pass in training: "
+            "register buffers in __init__, in their final size, or take strategy=ddp",
+        )
 
     def evaluators(self, rank: int) -> tuple[int, int]:
         """Also ranks that only serve: they have nothing else to do meanwhile."""
