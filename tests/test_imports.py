@@ -69,7 +69,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "loop": "errors inference optim training",
     },
     {
-        "run": "build checkpoint config data distributed errors faults launch loggers loop "
+        "run": "build checkpoint config data distributed errors faults files launch loggers loop "
         "meta_init optim run_dir strategies tasks training",
     },
     {

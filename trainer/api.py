@@ -45,9 +45,10 @@ def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
         )
     settings.run_dir = settings.run_dir or str(unused_run_dir())  # the launcher would choose another
     run_dir = Path(settings.run_dir)
+    written_at = exit_report.failure_written_at(run_dir)
     status = launcher(settings, [*overrides, set_to("run_dir", settings.run_dir)])
     if status:
-        raise _end(status, run_dir)
+        raise _end(status, run_dir, written_at)
     return load_json(run_dir / "result.json")
 
 
@@ -77,9 +78,14 @@ def _refuse_classes_of_main(settings: Config) -> None:
             )
 
 
-def _end(status: int, run_dir: Path) -> Exception:
-    """The exception that the run would have ended with in this process."""
-    found = exit_report.read_failure(run_dir) or {}
+def _end(status: int, run_dir: Path, written_at: int | None) -> Exception:
+    """The exception that the run would have ended with in this process.
+
+    Args:
+        written_at: when the failure.json that was there before was written.
+    """
+    is_new = exit_report.failure_written_at(run_dir) != written_at
+    found = (exit_report.read_failure(run_dir) if is_new else None) or {}
     message = found.get("message") or f"the run ended with status {status}; its output says why"
     if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
         return StoppedBySignal(found["step"])

@@ -5,7 +5,7 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError, writing
 from trainer.faults import exit_report
 from trainer.faults.injection.injector import FaultInjector
+from trainer.files.atomic_file import atomic_file
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import place
 from trainer.launch.signals import StopRequest
@@ -33,7 +34,7 @@ from trainer.meta_init.deferred import Deferred, deferred
 from trainer.optim.param_groups import build_optimizer, described, freeze, keep_frozen_statistics
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
-from trainer.run_dir.claim import claim
+from trainer.run_dir.claim import RunDir, claim
 from trainer.run_dir.console import messages, table
 from trainer.run_dir.result import write as write_result
 from trainer.strategies import Strategy, build_strategy
@@ -66,14 +67,22 @@ def run(config: Config) -> dict[str, Any]:
     ):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks(shared, dist)
-        run_id, chosen = on_main(lambda: _settle(config, held), dist)
-        config = dataclasses.replace(config, **chosen)
-        run_dir = Path(chosen["run_dir"])
+        claimed, seed = on_main(lambda: _settle(config, held), dist)
+        run_dir = claimed.path
+        config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
         assert dist.watch is not None
-        dist.watch.writes_to(run_dir)
-        with messages(dist, run_dir):
-            context = assemble(config, run_id, dist, stop_request)
+        dist.watch.writes_to(run_dir, refusals=not claimed.used)
+        with messages(dist, run_dir) as open_log:
+            take_over = partial(_take_over, config, run_dir, open_log)
+            if not claimed.used:
+                on_main(take_over, dist)
+            context = assemble(config, claimed.run_id, dist, stop_request)
+            if claimed.used:  # whatever was refused until here has left the run before as it was
+                on_main(take_over, dist)
+                dist.watch.writes_to(run_dir)
+            on_main(context.run_log.begin, dist)
             held.callback(context.run_log.leave_terminal)
+            _log_start(config, context)
             figures = fit(context)
             context.run_log.figures(context.strategy.figures, context.state.progress.step, at_end=True)
             result = {
@@ -145,7 +154,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     replicated = partial(strategy.replicated, state) if strategy.equal_ranks() else None
     injector.meet(strategy.unwrap(wrapped), state.progress, total_steps, replicated)
 
-    context = TrainingContext(
+    return TrainingContext(
         dist=dist,
         strategy=strategy,
         task=task,
@@ -157,6 +166,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         settings=train,
         ema=config.ema,
         batch=batch,
+        num_parameters=num_parameters,
         first_step=state.progress.step,
         total_steps=total_steps,
         checkpointer=checkpointer,
@@ -171,8 +181,6 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
     )
-    _log_start(config, context, num_parameters)
-    return context
 
 
 def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
@@ -216,15 +224,15 @@ def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> 
     return min(train.max_steps or full_epochs, full_epochs)
 
 
-def _log_start(config: Config, context: TrainingContext, num_parameters: int) -> None:
+def _log_start(config: Config, context: TrainingContext) -> None:
     if context.dist.is_main:  # writing all out takes longer than a step of a small model
         context.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, context.first_step)
-    log.info("%s", start_table(config, context, num_parameters))
+    log.info("%s", start_table(config, context))
     for note in context.strategy.notes:
         log.info("%s", note)
 
 
-def start_table(config: Config, context: TrainingContext, num_parameters: int) -> str:
+def start_table(config: Config, context: TrainingContext) -> str:
     dist, train_loader, held_out = context.dist, context.train_loader, context.eval_loader
     steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
     processes = f"{layout(dist.hosts)} processes"
@@ -233,10 +241,10 @@ def start_table(config: Config, context: TrainingContext, num_parameters: int) -
             "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
             "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
             "precision": backend_flags.described(config.train, dist.device),
-            "model": f"{config.model['_target_']}, {num_parameters:,} parameters",
+            "model": f"{config.model['_target_']}, {context.num_parameters:,} parameters",
             "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
             + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
-            "optim": _optimizer_words(config, context, num_parameters),
+            "optim": _optimizer_words(config, context),
             **described(context.state.optimizer),
             "batch": str(context.batch),
             "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.first_step:,}",
@@ -253,10 +261,10 @@ def layout(hosts: Sequence[int]) -> str:
     return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
 
 
-def _optimizer_words(config: Config, context: TrainingContext, num_parameters: int) -> str:
+def _optimizer_words(config: Config, context: TrainingContext) -> str:
     trained = parameter_count(p for group in context.state.optimizer.param_groups for p in group["params"])
-    frozen = f", {num_parameters - trained:,} parameters frozen" * (trained < num_parameters)
-    return f"{config.optim['_target_']}{frozen}"
+    frozen = context.num_parameters - trained
+    return f"{config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
 
 
 def _samples(number: int | None) -> str:
@@ -275,17 +283,18 @@ def _check_keep_best(config: Config, task: Task) -> None:
         )
 
 
-def _settle(config: Config, held: ExitStack) -> tuple[str, dict[str, Any]]:
-    """The run's id; and the run directory, its own until `held` closes, and the seed, if these are open."""
+def _settle(config: Config, held: ExitStack) -> tuple[RunDir, int]:
+    """The run directory, this run's own until `held` closes, and the seed."""
     run_dir = claim(config.run_dir, config.resume, held, wait_s=config.distributed.timeout_s / 2)
     seed = config.seed
     if seed is None and config.resume is not None:
         seed = saved_seed(run_dir.path, run_dir.run_id, config.resume)
-    chosen: dict[str, Any] = {
-        "run_dir": str(run_dir.path),
-        "seed": secrets.randbits(31) if seed is None else seed,
-    }
-    exit_report.forget_failure(run_dir.path)
-    with writing(run_dir.path):
-        (run_dir.path / "config.yaml").write_text(to_yaml(dataclasses.replace(config, **chosen)))
-    return run_dir.run_id, chosen
+    return run_dir, secrets.randbits(31) if seed is None else seed
+
+
+def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> None:
+    """Called on rank 0: from now on what the run directory says is of this run."""
+    exit_report.forget_failure(run_dir)
+    with writing(run_dir), atomic_file(run_dir / "config.yaml") as file:
+        file.write(to_yaml(config).encode())
+    open_log()

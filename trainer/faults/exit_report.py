@@ -37,6 +37,13 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
     return None
 
 
+def failure_written_at(run_dir: Path) -> int | None:
+    """By the disk's clock, in ns: another time means that another run, or attempt, has written it."""
+    with contextlib.suppress(OSError):
+        return (run_dir / FAILURE).stat().st_mtime_ns
+    return None
+
+
 def forget_failure(run_dir: Path) -> None:
     """What an earlier run, or attempt, left says nothing of the one that begins."""
     with contextlib.suppress(OSError):

@@ -60,6 +60,7 @@ class Watch:
         self._rank, self._members, self._connect = rank, list(members), connect
         self._own = next(member for member in members if member.rank == rank)
         self._run_dir: Path | None = None
+        self._refusals = True
         self._here: dict[int, Neighbour] = {}
         for member in members:
             if member.host == self._own.host:
@@ -85,9 +86,16 @@ class Watch:
         set_mine(self._heartbeat)
         self._thread.start()
 
-    def writes_to(self, run_dir: Path) -> None:
-        """Where failure.json and stacks/ belong."""
-        self._run_dir = run_dir
+    def writes_to(self, run_dir: Path, refusals: bool = True) -> None:
+        """Where failure.json and stacks/ belong.
+
+        Args:
+            refusals: whether an end that is no fault is written down, too.
+        """
+        self._run_dir, self._refusals = run_dir, refusals
+
+    def _where_to_write(self, verdict: Verdict) -> Path | None:
+        return self._run_dir if self._refusals or verdict.kind != "orderly" else None
 
     def close(self) -> None:
         """The run has ended well, or its end is told otherwise."""
@@ -147,7 +155,7 @@ class Watch:
                 own = self._here[self._rank].observe()  # all raise it at the same place
                 own = replace(own, rank=about.rank, host=about.host, hostname=about.hostname, pid=about.pid)
                 verdict = exit_report.of_one(own, _status(error), str(error))
-                exit_report.write(verdict, self._run_dir, self._attempt)
+                exit_report.write(verdict, self._where_to_write(verdict), self._attempt)
         elif is_last:
             self._speak_at_exit()
         self._here[self._rank].end_workers()
@@ -330,9 +338,10 @@ class Watch:
         exit_report.leave(verdict.status)
 
     def _write(self, verdict: Verdict) -> None:
-        exit_report.write(verdict, self._run_dir, self._attempt)
+        run_dir = self._where_to_write(verdict)
+        exit_report.write(verdict, run_dir, self._attempt)
         taken = {rank: neighbour.stacks.read() for rank, neighbour in self._here.items()}
-        exit_report.keep(verdict, self._run_dir, {rank: text for rank, text in taken.items() if text})
+        exit_report.keep(verdict, run_dir, {rank: text for rank, text in taken.items() if text})
 
     def _leave_when_orphaned(self) -> None:
         """The launcher has died: the kernel has asked for a stop, which may take too long."""
@@ -343,7 +352,8 @@ class Watch:
         if self._launched and now - self._orphan_since > _ALONE_S - 1:
             own = self._here[self._rank].observe()
             words = "the launcher of this host died, and there was no time to save"
-            exit_report.write(exit_report.of_one(own, 1, words), self._run_dir, self._attempt)
+            verdict = exit_report.of_one(own, 1, words)
+            exit_report.write(verdict, self._where_to_write(verdict), self._attempt)
             self._heartbeat.note({"verdict": 1, "status": 1})  # lest a neighbour take this for a death
             exit_report.leave(1)
 

@@ -56,19 +56,25 @@ class RunLog:
         self.enabled = dist.is_main
         self.shows = Pace(first_after_s=10)
         self._figures = Pace(first_after_s=60)  # the first picture imports matplotlib: 0.6 s, 1 % of a minute
-        self._run_dir = run_dir
+        self._run_dir, self._total_steps, self._first_step = run_dir, total_steps, first_step
         self._loggers: dict[str, Logger] = {}  # by their settings
         self._times: dict[str, list[int]] = {}  # how often a figure that is a rank was which
         told = {"run_dir": run_dir, "run_id": run_id, "first_step": first_step, "settings": flatten(config)}
 
-        def begin() -> None:
+        def build() -> None:
             with writing(run_dir):
-                self._scalars = MetricsFile(run_dir, first_step)
                 for name, node in config.logger.items():
                     self._loggers[f"logger.{name}"] = _logger(f"logger.{name}", node, told)
-            self.progress = ProgressBar(total_steps, first_step)
 
-        on_main(begin, dist)
+        on_main(build, dist)
+
+    def begin(self) -> None:
+        """Called once, when the run begins or really goes on: until then run_dir stays as it was."""
+        if not self.enabled:
+            return
+        with writing(self._run_dir):
+            self._scalars = MetricsFile(self._run_dir, self._first_step)
+        self.progress = ProgressBar(self._total_steps, self._first_step)
 
     @property
     def look(self) -> str:

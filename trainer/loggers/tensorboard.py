@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +29,18 @@ class TensorBoard(Logger):
     """
 
     def __init__(self, run_dir: Path, first_step: int, **told: Any) -> None:
+        self._run_dir, self._first_step = run_dir, first_step
+        self.look = f"tensorboard {_logdir(run_dir)}"
+
+    @cached_property
+    def _writer(self) -> SummaryWriter:
+        """Made when first used: until then the run may be refused, and leaves no file."""
         # A resumed run writes its steps again, from the first one on if it died before it was saved;
         # purge_step hides those of the process before.
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
-        self.look = f"tensorboard {_logdir(run_dir)}"
+        writer = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=self._first_step + 1)
         together = ["Multiline", [f"^{_LOSS['train']}$", f"^{_LOSS['eval']}$"]]
-        self._writer.add_custom_scalars({"learning": {"loss of training and evaluation": together}})
+        writer.add_custom_scalars({"learning": {"loss of training and evaluation": together}})
+        return writer
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():

@@ -34,6 +34,8 @@ class RunDir:
     path: Path
     run_id: str
     """Random, kept by a resumed run, and written into each of its checkpoints: whose they are."""
+    used: bool
+    """Whether a run has left something here, which stays as it is until this one really goes on."""
 
 
 def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wait_s: float) -> RunDir:
@@ -52,11 +54,11 @@ def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wa
         path = new_directory(base) if wanted is None else Path(wanted)
         path.mkdir(parents=True, exist_ok=True)
         held.enter_context(_locked(path, min(wait_s, _LEASE_S)))
-        return RunDir(path, _identify(path, resume))
+        return _identified(path, resume)
 
 
-def _identify(path: Path, resume: str | None) -> str:
-    """The id of the run that goes on here, or begins."""
+def _identified(path: Path, resume: str | None) -> RunDir:
+    """The directory with the id of the run that goes on here, or begins."""
     known = run_id_of(path)
     if used := _traces(path):
         if resume is None:
@@ -79,7 +81,7 @@ def _identify(path: Path, resume: str | None) -> str:
     if run_id != known:
         with atomic_file(path / RUN) as file:
             file.write(json.dumps({"run_id": run_id}).encode() + b"\n")
-    return run_id
+    return RunDir(path, run_id, bool(used))
 
 
 def _is_of(path: Path, run_id: str | None, resume: str) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import logging.handlers
 import os
 import re
 import shutil
@@ -9,14 +10,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
 from trainer.distributed.process_group import Dist
-from trainer.errors import StoppedBySignal, writing
+from trainer.errors import RunEndError, StoppedBySignal, UserError, writing
 
 log = logging.getLogger("trainer")
 
@@ -139,10 +140,14 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
-def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
+def messages(dist: Dist, run_dir: Path) -> Iterator[Callable[[], None]]:
     """Send the trainer's messages to the terminal and, on rank 0, to run_dir/train.log.
 
     Other ranks speak only to warn, and say who they are.
+
+    Yields:
+        Opens train.log, for what was said before, too; does nothing on other ranks, or when called again. It
+        raises UserError where run_dir cannot be written. A fault opens train.log by itself.
     """
     log.setLevel(logging.DEBUG)
     log.propagate = False
@@ -150,25 +155,34 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[None]:
     console.setLevel(logging.INFO if dist.is_main else logging.WARNING)
     if not dist.is_main:
         console.setFormatter(logging.Formatter(f"[rank {dist.rank}] %(message)s"))
-    handlers: list[logging.Handler] = [console]
-    if dist.is_main:
+    said = logging.handlers.MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
+    log.handlers = [console, said] if dist.is_main else [console]
+
+    def open_file() -> None:
+        if said not in log.handlers:
+            return
         with writing(run_dir):
             to_file = _LogFile(run_dir / "train.log", encoding="utf-8", errors="backslashreplace")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        handlers.append(to_file)
-    log.handlers = handlers
+        log.handlers = [console, to_file]
+        said.setTarget(to_file)
+        said.flush()
+
     say_thread_ended, threading.excepthook = threading.excepthook, _leave_to_the_main_thread
     try:
-        yield
+        yield open_file
     except StoppedBySignal as stopped:
         log.debug("%s", stopped)
         raise
-    except Exception:
+    except Exception as error:
         log.debug("the run ends here", exc_info=True)
+        if not isinstance(error, RunEndError):
+            with contextlib.suppress(UserError):
+                open_file()
         raise
     finally:
         threading.excepthook = say_thread_ended
-        for handler in handlers:
+        for handler in log.handlers:
             handler.close()
         log.handlers = []
 

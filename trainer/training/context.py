@@ -30,6 +30,7 @@ class TrainingContext(ModelContext):
     train_loader: TrainLoader
     eval_loader: EvalLoader | None  # None: never evaluate
     batch: BatchSplit
+    num_parameters: int  # of the whole model
     first_step: int  # where a resumed run goes on
     total_steps: int  # at most: a stream may end train.epochs before
     checkpointer: Checkpointer

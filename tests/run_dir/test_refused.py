@@ -1,0 +1,104 @@
+"""A resume that is refused leaves a sound run as it was."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import trainer
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import train
+from trainer import api
+from trainer.errors import UserError
+from trainer.evaluate import evaluate
+from trainer.faults import exit_report
+from trainer.run_dir.claim import LOCK
+
+TINY = ("model.hidden=[8]", "schedule=constant", "train.log_every_steps=2", "checkpoint.every_steps=3")
+REFUSED = {
+    "another model": (["model.hidden=[9]"], "of another model"),
+    "another optimizer": (["optim=adamw"], "optim"),
+    "other data": (["data=fake"], "the training data holds"),
+    "a fault in the past": (["fault=nan", "fault.rank=0", "fault.step=3"], "fault.step is 3"),
+    "a profile after the end": (["+train.profile={start: 90, steps: 2}"], "train.profile asks for"),
+    "no logger": (["+logger.mine._target_=tests.user_parts.Deaf"], "makes a Deaf without text"),
+    "a damaged checkpoint": (["resume=RUN_DIR/checkpoints/step_00000003"], "damaged"),
+}
+
+
+def files_of(run_dir: Path) -> dict[str, str]:
+    """What each file holds, all but that of the lock, which says who has it."""
+    files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != LOCK]
+    return {str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def refusals(run_dir: Path) -> dict[str, tuple[str, set[str]]]:
+    """By case what was said, and which files have changed."""
+    train(*TINY, "train.max_steps=4", f"run_dir={run_dir}")
+    if os.environ["RANK"] == "0":
+        (run_dir / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
+    was, found = files_of(run_dir), {}
+    for name, (overrides, _) in REFUSED.items():
+        words = [word.replace("RUN_DIR", str(run_dir)) for word in overrides]
+        try:
+            train(*TINY, "train.max_steps=6", f"run_dir={run_dir}", "resume=auto", *words)
+        except UserError as error:
+            found[name] = str(error), {path for path, _ in was.items() ^ files_of(run_dir).items()}
+            if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
+                dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_refused_resume_changes_no_file_of_a_sound_run(tmp_path: Path, world_size: int) -> None:
+    found = run_ranks(refusals, world_size, tmp_path, init=False)[0]
+    assert {name: changed for name, (_, changed) in found.items()} == {name: set() for name in REFUSED}
+    assert [name for name, (said, _) in found.items() if REFUSED[name][1] not in said] == [], found
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert trainer.load_model(tmp_path)
+    (evaluated,) = run_ranks(evaluate, 1, tmp_path, init=False)
+    assert evaluated["eval/loss"] == pytest.approx(result["eval/loss"])
+    (resumed,) = run_ranks(
+        train, 1, *TINY, "train.max_steps=6", f"run_dir={tmp_path}", "resume=auto", init=False
+    )
+    assert resumed["steps"] == 6
+    assert "max_steps: 6" in (tmp_path / "config.yaml").read_text()
+
+
+def broken(*overrides: str) -> None:
+    def build_task(_: object) -> None:
+        raise RuntimeError("the set-up is broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.run.build_task", build_task)
+        train(*TINY, *overrides)
+
+
+def test_a_fault_of_the_set_up_is_written_down_in_a_used_directory_too(tmp_path: Path) -> None:
+    """A launcher that restarts tells by failure.json whether it was the same fault again."""
+    run_ranks(train, 1, *TINY, "train.max_steps=4", f"run_dir={tmp_path}", init=False)
+    settings = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(RankFailure, match="the set-up is broken"):
+        run_ranks(broken, 1, f"run_dir={tmp_path}", "resume=auto", "optim.lr=0.5", init=False)
+    for file in ("failure.json", "train.log"):
+        assert "the set-up is broken" in (tmp_path / file).read_text()
+    assert (tmp_path / "config.yaml").read_bytes() == settings
+
+
+def test_a_refusal_is_not_told_in_the_words_of_an_earlier_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exit_report.write_failure(tmp_path, {"status": 2, "message": "of an earlier run"})
+    for message, words in ((None, "its output says why"), ("of this one", "of this one")):
+
+        def launch(*_: object, message: str | None = message) -> int:
+            if message is not None:
+                exit_report.write_failure(tmp_path, {"status": 2, "message": message})
+            return 2
+
+        monkeypatch.setitem(api.LAUNCHERS, "local", launch)
+        with pytest.raises(UserError, match=words):
+            trainer.train([f"run_dir={tmp_path}"], processes=2)
