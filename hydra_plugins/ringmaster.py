@@ -1,4 +1,4 @@
-"""The sweep where Hydra finds it: by its name, in a package that others share (no __init__.py)."""
+"""The sweeper for Hydra, which finds it by name, in a package that others share (no __init__.py)."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 
 class LaunchSweeper(Sweeper):
-    """Each trial of `-m` is a launch of its own: see trainer/sweep."""
+    """Each trial of `-m` is its own launch: see trainer/sweep."""
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
@@ -17,7 +17,7 @@ class LaunchSweeper(Sweeper):
         self.hydra_context, self.config = hydra_context, config
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run the sweep that the overrides `arguments` ask for, and end this process with its status."""
+        """Run the sweep of the overrides `arguments`, and end this process with its status."""
         from trainer.sweep.command import sweep  # Hydra reads this file in every run
 
         assert self.config is not None and self.hydra_context is not None

@@ -281,14 +281,14 @@ class Seeds(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "why"),
     [
-        (Generator, "draws from a generator of its own"),
+        (Generator, "draws from its own generator"),
         (WritesNumPy, "read-only"),
         (Seeds, "seeds torch itself"),
         (SeedsApart, "seeds torch itself"),
         (Scratch, "it changes a tensor after it has used it"),
         (BySharedMemory, "it asks for the memory of a tensor"),
-        (Penalised, "weight_hh_l0 of a Penalised is held elsewhere"),
-        (HidesAView, "a part of a tensor that a module holds"),
+        (Penalised, "weight_hh_l0 of a Penalised is also referred to"),
+        (HidesAView, "shares memory with a tensor of a module"),
         (Hooked, "bias has a hook on its gradient"),
         (HookedAfter, "bias has a hook on its gradient"),
         (lambda: parametrizations.orthogonal(nn.Linear(3, 3)), "uses aten.geqrf"),
@@ -352,7 +352,7 @@ class CachesAndDraws(Generator):
 def test_what_a_cache_has_kept_of_an_attempt_is_real_for_the_next() -> None:
     _cached.cache_clear()
     model = deferred(CachesAndDraws, 0)
-    assert "generator of its own" in model.notes[0]
+    assert "its own generator" in model.notes[0]
     assert model.module.rates.equal(torch.linspace(0, 1, 5))  # type: ignore[operator, union-attr]
 
 

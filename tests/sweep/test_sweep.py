@@ -155,7 +155,7 @@ def test_settings_edited_under_a_sweep_end_it_and_leave_nothing_out(sweep: Sweep
         mine.write_text("_target_: torch.optim.SGD\nrate: 0.1\n")
         edited.touch()
         ended = program.wait()
-    assert ended.code == 2 and "changed under the sweep" in ended.output, ended.output
+    assert ended.code == 2 and "changed during the sweep" in ended.output, ended.output
     assert "left out" not in ended.output
     mine.write_text(good)
     again = sweep.run(*command)
@@ -217,7 +217,7 @@ def test_a_search_goes_on_where_it_was_killed(sweep: Sweep, search: str) -> None
     assert sweep.run(*command).code == 0
     assert len(sweep.starts()) == 5
     other = sweep.run("optim.lr=interval(0.001,1)", *command[3:])
-    assert other.code == 2 and "holds a search through another space" in other.stderr
+    assert other.code == 2 and "holds a search through other settings" in other.stderr
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""What a run would take of each device's memory, known beforehand: `python -m trainer.memory`."""
+"""Predicts how much of each device's memory a run needs: `python -m trainer.memory`."""

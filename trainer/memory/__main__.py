@@ -1,17 +1,17 @@
-"""What each strategy takes of a device's memory: `python -m trainer.memory [OVERRIDES] --world 64 ...`.
+"""The memory that each strategy needs on a device: `python -m trainer.memory [OVERRIDES] --world 64 ...`.
 
-Needs no GPU and none of that memory: two steps of the run itself are made on tensors that have shapes and no
-numbers, as one rank of a world that is not there, and every byte they would take is counted. Without
+Needs no GPU and none of that memory: two steps of the run are made on fake tensors, which have shapes but no
+data, as one rank of a simulated world, and every byte that they would take is counted. Without
 `strategy=` in OVERRIDES all strategies are compared, hybrid (fsdp with strategy.shard_group=host) among them,
-and `strategy.NAME=VALUE` goes to those that know it.
+and `strategy.NAME=VALUE` applies to those that have it.
 
-With strategy.devices_per_replica each device of a rank has its line, a parameter server has one and so has
-a worker, and dp has those of the first GPU of a host and of each other. What nn.DataParallel does on several
-GPUs is derived from torch's code; all else is the strategy's own.
+With strategy.devices_per_replica each device of a rank has its line; a parameter server and a worker have one
+each; dp has one for the first GPU of a host and one for each other. What nn.DataParallel does on several
+GPUs is derived from torch's code; all else runs the strategy's own code.
 
-Left out, for which `--reserve-gb` is: the CUDA context, NCCL's buffers, workspaces of kernels, and what the
-allocator loses to fragments; so are the messages of comm=ring and the like. The model is not compiled, also
-where train.compile=true: what that saves is not known here.
+Not counted, but covered by `--reserve-gb`: the CUDA context, NCCL's buffers, workspaces of kernels, and
+fragmentation of the allocator; also the messages of comm=ring and the like. The model is not compiled, even
+with train.compile=true: the savings of that are unknown here.
 """
 
 import argparse
@@ -48,7 +48,7 @@ STRATEGIES = {
 
 @ends_in_time()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Do what `argv` says; ends with status 2 for a mistake."""
+    """Run the command line `argv`; exits with status 2 for a user error."""
     extend_path()
     options = parse(argv)
     with exits():
@@ -66,20 +66,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="OVERRIDES", help="as for train.py: model=gpt model.size=gpt2 ...")
     add("--world", type=int, default=8, help="ranks (8)")
-    add("--per-host", type=int, default=8, help="of them on each host (8); of dp its GPUs")
-    add("--rank", type=int, help="which is looked at (0: its shards are the largest; and the first worker)")
+    add("--per-host", type=int, default=8, help="ranks on each host (8); for dp its GPUs")
+    add("--rank", type=int, help="the rank to simulate (0: its shards are the largest; and the first worker)")
     add(
         "--gpu-gb",
         type=float,
-        help="10^9 bytes of a device: tells which micro-batch is the largest that fits",
+        help="10^9 bytes of a device: finds the largest micro-batch that fits",
     )
-    add("--reserve-gb", type=float, default=2.0, help="of them for what is not tensors (2)")
-    add("--json", action="store_true", help="bytes, for a program")
+    add("--reserve-gb", type=float, default=2.0, help="part of it for other uses than tensors (2)")
+    add("--json", action="store_true", help="print bytes as JSON")
     options = parser.parse_intermixed_args(argv)
     if not 0 < options.world <= 65536 or not options.per_host > 0:
-        parser.error(
-            f"--world {options.world} --per-host {options.per_host}: from 1, and at most 65536 ranks"
-        )
+        parser.error(f"--world {options.world} --per-host {options.per_host}: must be from 1 to 65536 ranks")
     options.per_host = min(options.per_host, options.world)
     if options.world % options.per_host:
         parser.error(f"--per-host {options.per_host} does not divide --world {options.world}")
@@ -87,17 +85,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--rank {options.rank}: the ranks are 0 to {options.world - 1}")
     if options.gpu_gb is not None and not 1e6 >= options.gpu_gb > options.reserve_gb >= 0:
         parser.error(
-            f"--gpu-gb {options.gpu_gb} must be more than --reserve-gb {options.reserve_gb}, from 0, and at "
-            "most 1e6"
+            f"--gpu-gb {options.gpu_gb} must exceed --reserve-gb {options.reserve_gb}, and both must be from 0 "
+            "to 1e6"
         )
     return options
 
 
 def predict(options: argparse.Namespace) -> dict[str, Row]:
-    """Of each strategy: bytes by kind, the peak, and what fits; and those that refuse the run, why.
+    """For each strategy: bytes by kind, the peak, and what fits; or why it refuses the run.
 
     Raises:
-        UserError: as of the run that the overrides describe, under the only strategy or under all.
+        UserError: the run's own error, if the only strategy or all of them refuse it.
     """
     found: dict[str, Row] = {}
     refused: dict[str, UserError] = {}
@@ -119,7 +117,7 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
 
 
 def _rows(options: argparse.Namespace, strategy: str, config: Config, dry_run: DryRun) -> dict[str, Row]:
-    """By the name of the strategy, and of the part in the run and the device where there are several."""
+    """The rows of a strategy, by its name, and by the rank's role and the device if there are several."""
     found: dict[str, Row] = {}
     for part, rank in _ranks(options, config).items():
         world = DryRunWorld(1 if _is_one_process(config) else options.world, options.per_host, rank)
@@ -142,7 +140,7 @@ def _is_one_process(config: Config) -> bool:
 
 
 def _ranks(options: argparse.Namespace, config: Config) -> dict[str, int]:
-    """The ranks that are looked at, by their part in the run, where there are several."""
+    """The ranks to simulate, by their role in the run if there are several."""
     settings = config.strategy
     if options.rank is None and isinstance(settings, ParameterServerConfig) and settings.servers != "all":
         return {"server": 0, "worker": min(int(settings.servers), options.world - 1)}
@@ -162,7 +160,7 @@ def _row(footprint: Footprint, split: BatchSplit | None) -> Row:
 
 
 def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSplit:
-    """The micro-batch that the run would have on all the ranks, also where one process is looked at."""
+    """The run's micro-batch on all ranks, even if one process is simulated."""
     size, replicas = config.train.global_batch_size, stage.num_replicas
     among = options.world if _is_one_process(config) else replicas
     gpus = options.per_host if config.strategy.name == "dp" else 1
@@ -171,7 +169,7 @@ def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSp
 
 
 def _choices(overrides: list[str]) -> dict[str, list[str]]:
-    """The overrides by name of the strategy; each is given those of strategy.* that it knows."""
+    """The overrides by name of the strategy; each gets those of strategy.* that it has."""
     if any(override.startswith("strategy=") for override in overrides):
         return {"": overrides}
     own = [override for override in overrides if override.startswith("strategy.")]
@@ -184,12 +182,12 @@ def _choices(overrides: list[str]) -> dict[str, list[str]]:
         used.update(fitting)
         choices[name] = [*others, *choice, *fitting]
     if unknown := set(own) - used:
-        raise UserError(f"{sorted(unknown)[0]} is no setting of {', '.join(STRATEGIES)}")
+        raise UserError(f"{sorted(unknown)[0]} is not a setting of {', '.join(STRATEGIES)}")
     return choices
 
 
 def table(options: argparse.Namespace, found: dict[str, Row]) -> str:
-    """For a person: GB of one rank."""
+    """The table for people: GB of one rank."""
     number = found["parameters"]["number"]
     rows = {name: row for name, row in found.items() if "peak" in row}
     shown = [kind for kind in KINDS if any(row["parts"][kind] for row in rows.values())]  # type: ignore[index]

@@ -1,7 +1,7 @@
-"""Two steps of a run on tensors without memory, as one of its ranks, whose bytes are counted all the same.
+"""Two steps of a run on tensors without memory, as one of its ranks; counts the bytes that they would take.
 
 The model, its strategy, the loss and the optimizer are those of the run; tensors are fake (shapes and dtypes
-without numbers), and so are the other ranks. Nothing is computed.
+without data), and so are the other ranks. Nothing is computed.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ _OFFLOADED = ("parameters", "optimizer", "averages")
 
 @dataclass(frozen=True)
 class DryRunWorld:
-    """Where the run would be, and as which of its ranks it is looked at.
+    """The world of the run, and the rank to simulate.
 
-    `per_host` are the ranks of each host; of strategies that are one process, its GPUs.
+    `per_host` are the ranks of each host; for strategies of one process, its GPUs.
     """
 
     size: int
@@ -59,10 +59,10 @@ class Footprint:
     """Bytes of a rank's tensors.
 
     Attributes:
-        start: the most while the model is built, filled and spread.
-        peak: the most in a step, on the device.
-        parts: what that consists of, by its kind.
-        host: the most in host memory beside it: what strategy.cpu_offload keeps there, or a parameter server.
+        start: the peak while the model is built, filled and sharded.
+        peak: the peak of a step, on the device.
+        parts: the bytes at the peak, by kind.
+        host: the peak in host memory beside it, for strategy.cpu_offload or a parameter server.
     """
 
     start: int
@@ -72,10 +72,10 @@ class Footprint:
 
 
 class DryRun:
-    """A model and a batch of a run, to be tried under any strategy and in any size.
+    """A model and a batch of a run, to be tried with any strategy and size.
 
     Raises:
-        UserError: as of the run; or the dataset is a stream without a first sample.
+        UserError: the run's own errors; or the dataset is a stream without a first sample.
     """
 
     def __init__(self, config: Config) -> None:
@@ -97,10 +97,11 @@ class DryRun:
 
     @contextmanager
     def under(self, config: Config, world: DryRunWorld) -> Iterator["Stage"]:
-        """The run's model, strategy and optimizer under `config`, whose model and data are as given before.
+        """The run's model, strategy and optimizer under `config`, whose model and data must be the given
+        ones.
 
         Raises:
-            UserError: as of the run.
+            UserError: the run's own errors.
         """
         train = dataclasses.replace(config.train, compile=False)
         config = dataclasses.replace(config, train=train, comm=NativeCommConfig("native", "fp32", False))
@@ -110,7 +111,7 @@ class DryRun:
             to_device = self.to_device(simulated.device)
             numberless = _without_numbers(model, simulated)
             fakes = FakeTensorMode(allow_non_fake_inputs=True)
-            # of outputs that are views, as without numbers more are
+            # for outputs that are views; more are with fake tensors
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), MemoryLedger(staged_sends=True) as ledger:
                 module = wrap_model(config, numberless, simulated.strategy)
@@ -118,7 +119,7 @@ class DryRun:
 
 
 class Stage:
-    """Where steps are rehearsed, one after another; the first is made twice, for the optimizer's state."""
+    """Simulates steps, one after another; the first is made twice, to create the optimizer's state."""
 
     def __init__(
         self,
@@ -157,14 +158,14 @@ class Stage:
         return self._strategy.trains
 
     def footprint(self, micro_size: int, accumulation: int) -> Footprint:
-        """Of the fullest of the rank's devices."""
+        """The footprint of the fullest of the rank's devices."""
         return max(self.footprints(micro_size, accumulation).values(), key=lambda found: found.peak)
 
     def footprints(self, micro_size: int, accumulation: int) -> dict[str, Footprint]:
-        """What a step of so many micro-batches of so many samples takes, on each of the rank's devices.
+        """The memory of a step with this accumulation and micro-batch size, on each of the rank's devices.
 
         Raises:
-            UserError: the model looks at numbers, which there are none of.
+            UserError: the model reads the data of tensors, which have none.
         """
         batch = tree_map(lambda value: _repeated(value, micro_size), self._dry_run.sample)
         for _ in range(1 if self._has_state else 2):
@@ -176,7 +177,7 @@ class Stage:
     def _on(self, name: str, device: torch.device) -> Footprint:
         account = self._ledger.accounts[device]
         parts, host = account.peak(), 0
-        if self._offloads:  # these are there all the time, and so would be part of any peak
+        if self._offloads:  # these exist all the time, so they are part of any peak
             host = sum(parts[kind] for kind in _OFFLOADED)
             parts |= dict.fromkeys(_OFFLOADED, 0)
         elif self._host is not None:
@@ -184,7 +185,7 @@ class Stage:
         return Footprint(self._starts[name], sum(parts.values()), parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
-        """As trainer/step.py makes it, without what speaks to others or to a person."""
+        """The step of trainer/step.py, without communication outside the strategy and without logs."""
         module, strategy, state = self._module, self._strategy, self._state
         settings = self._config.strategy
         if isinstance(settings, DdpConfig) and settings.gradient_as_bucket_view:
@@ -218,20 +219,20 @@ class Stage:
 
 
 def _optimizer(module: nn.Module, optim: dict[str, Any]) -> Optimizer:
-    """With one operation for all parameters, where it has that: the same memory, and soon rehearsed."""
+    """The run's optimizer, fused if possible: the same memory, but faster to simulate."""
     optimizer = build_optimizer(module, optim)
     open_to_choice = all(optimizer.defaults.get(way, False) is None for way in ("fused", "foreach"))
     plain = all(parameter.is_floating_point() for parameter in module.parameters())
-    has_kernel = isinstance(optimizer, Adam | AdamW) and plain  # also for sharded parameters
+    has_kernel = isinstance(optimizer, Adam | AdamW) and plain  # for sharded parameters, too
     if has_kernel and open_to_choice and not sparse_weights(module):
         return build_optimizer(module, optim | {"fused": True})
     return optimizer
 
 
 def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """DDP's buckets, which last as long as the run; gradients are views of them, or lie beside them.
+    """DDP's buckets, which live as long as the run; gradients are views of them, or separate.
 
-    Those that come as rows have none.
+    Sparse gradients have none.
     """
     if not isinstance(config.strategy, DdpConfig):
         return {}
@@ -240,7 +241,7 @@ def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor
 
 
 class FusedAttention(TorchFunctionMode):
-    """Attention as GPUs compute it, in one kernel also with dropout, for which a CPU keeps all scores."""
+    """Attention as on GPUs, in one kernel even with dropout; a CPU would keep all scores for dropout."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -252,9 +253,9 @@ class FusedAttention(TorchFunctionMode):
 
 
 def _without_numbers(model: Deferred, simulated: SimulatedStrategy) -> Deferred:
-    """`model`, which is filled with fake tensors instead of its values, each on its device."""
+    """`model`, filled with fake tensors on their devices instead of its values."""
     elsewhere = simulated.lies_on(model.module)
-    # Looked at now: to a fake mode every sparse tensor is empty.
+    # Read before the fake mode, in which every sparse tensor is empty.
     sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -278,7 +279,7 @@ def _without_numbers(model: Deferred, simulated: SimulatedStrategy) -> Deferred:
 
 
 def _repeated(value: Any, size: int) -> Any:
-    """A fake tensor as that of one sample, of `size` samples."""
+    """A fake tensor of `size` samples, from that of one sample."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return value
     return torch.empty((size, *value.shape[1:]), dtype=value.dtype, device=CPU)

@@ -1,21 +1,21 @@
-"""The largest micro-batch that fits, found with few tries."""
+"""Finds the largest micro-batch that fits, with few tries."""
 
 import functools
 from collections.abc import Callable
 
-MOST = 1 << 16  # samples; nobody asks for more at a time
+MOST = 1 << 16  # samples; an upper limit for the search
 
 
 def largest_micro_size(peak: Callable[[int], int], budget: int, first: int) -> int:
     """The largest size whose peak is within `budget` bytes; 0 if there is none, at most MOST.
 
-    A peak is the largest of several straight lines, since what lies in it grows with the size or not at all.
-    So the line on which the size `first` lies ends at the answer or beyond it; and from there Newton's method
-    comes down line by line, and never passes the answer.
+    The peak is a maximum of straight lines, since each part of it grows linearly with the size or not at all.
+    So the line through the size `first` reaches the budget at the answer or beyond it; from there Newton's
+    method descends line by line, and never passes the answer.
 
     Args:
-        peak: bytes by micro-batch size; each call costs a rehearsal.
-        first: a size to begin with, at least 1.
+        peak: bytes by micro-batch size; each call simulates a step.
+        first: a size to start with, at least 1.
     """
     peak = functools.cache(peak)
     size = first

@@ -1,4 +1,4 @@
-"""The memory of tensors, counted while code runs on them that need have none: fake ones, for instance."""
+"""Counts the memory of tensors while code runs on them, for instance on fake tensors without memory."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -18,7 +18,7 @@ _REST, _COMMUNICATION = "activations", "communication"
 
 
 class _Record:
-    """One storage: where it is, how many bytes it has by now, and what it was found to be for."""
+    """One storage: its device, its present size in bytes, and its kind."""
 
     __slots__ = ("device", "kind", "num_bytes", "storage")
 
@@ -32,8 +32,8 @@ class _Record:
 class Account:
     """The bytes on one device.
 
-    What they are for may be told at any time, also once they are gone: the peak is found first, and looked at
-    in the end.
+    Storages may be named at any time, even after they are freed: the peak is found first, and split into
+    kinds at the end.
 
     Attributes:
         peak_bytes: the largest sum so far.
@@ -59,31 +59,32 @@ class Account:
         return {kind: found[kind] for kind in KINDS}
 
     def forget_peak(self) -> None:
-        """Begin anew to look for a peak, from what is there now."""
+        """Restart the search for a peak from the present bytes."""
         self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
 
 
 class MemoryLedger(TorchDispatchMode):
-    """Counts the bytes of every tensor that operations within make, until nobody holds it any more.
+    """Counts the bytes of every tensor created by operations within the mode, until it is freed.
 
-    To be entered inside of a FakeTensorMode.
+    Enter it inside a FakeTensorMode.
 
     Attributes:
         accounts: by device.
     """
 
     def __init__(self, staged_sends: bool = False) -> None:
-        """`staged_sends`: gradients to be reduce-scattered are copied first, as gloo does."""
+        """`staged_sends`: gradients are copied before a reduce-scatter, as with gloo."""
         super().__init__()
         self.accounts: defaultdict[torch.device, Account] = defaultdict(Account)
         self._staged_sends = staged_sends
         self._records: dict[int, _Record] = {}  # by the address of the storage
-        # Whole by now of what FSDP gives back by resize_, which is no operation; it fills them by one.
+        # Present storages that FSDP frees by resize_, which is not an operation; an operation fills them
+        # again.
         self._resized: dict[int, _Record] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, with the tensors within
+            return NotImplemented  # DTensor calls again, with its local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "prim" or isinstance(result, int | float | bool):
@@ -99,7 +100,7 @@ class MemoryLedger(TorchDispatchMode):
         return result
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Say what `tensors`, or the shards of them that are here, are for."""
+        """Set the kind of `tensors`, or of their local shards."""
         for tensor in tensors:
             for part in parts(to_local(tensor)):
                 self._see(part).kind = kind
@@ -136,14 +137,14 @@ class MemoryLedger(TorchDispatchMode):
         self._resized.pop(address, None)
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What a collective reads and writes is for communication, unless it is something else besides."""
+        """Count the inputs and outputs of a collective as communication, unless they have another kind."""
         name = func.overloadpacket.__name__
         for tensor in _tensors((args, kwargs)):
             record = self._see(tensor)
             if record.kind in (_REST, _COMMUNICATION):
                 record.kind = _COMMUNICATION
                 self._resized[id(tensor.untyped_storage())] = record
-        if name.startswith("chunk_cat"):  # whole gradients, on the way to be scattered
+        if name.startswith("chunk_cat"):  # whole gradients before the reduce-scatter
             self.name("gradients", _tensors(args))
         if self._staged_sends and name == "_reduce_scatter_base_":
             staged = _Record(args[1])
@@ -153,11 +154,11 @@ class MemoryLedger(TorchDispatchMode):
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """Those that hold the numbers: `tensor`, or the indices and values of a sparse one, values last."""
+    """The tensors with the data: `tensor`, or the indices and values of a sparse one, values last."""
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]  # the public ones are for coalesced tensors alone
+        return [tensor._indices(), tensor._values()]  # the public methods need coalesced tensors
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]

@@ -1,7 +1,7 @@
-"""The strategies of a run on devices that are not there: what they hold, with nobody at the other ends.
+"""The strategies of a run on simulated devices, without other ranks.
 
-cpu:0, cpu:1 and so on stand for the devices of a process, and cpu for the memory of its host, where a
-strategy keeps something there; where it keeps nothing apart, cpu stands for its only device.
+cpu:0, cpu:1 and so on represent the devices of a process, and cpu its host's memory, if a strategy keeps
+tensors there; otherwise cpu represents its only device.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ FIRST = torch.device("cpu", 0)
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedStrategy:
-    """A strategy, and the devices that are looked at, by what a person calls them: first the process's own.
+    """A strategy and the simulated devices, by their names for people; the first is the process's own.
 
-    `split_over` is where the units of the model lie, if they do not all lie on the first; `host` where the
-    strategy keeps what it does not keep on a device, if it does so.
+    `split_over` are the devices of the model's units, if not all are on the first; `host` is where the
+    strategy keeps tensors off the devices, if it does.
     """
 
     strategy: Strategy
@@ -47,7 +47,7 @@ class SimulatedStrategy:
         return next(iter(self.devices.values()))
 
     def lies_on(self, model: nn.Module) -> dict[int, torch.device]:
-        """By the id of a tensor of `model`, its device, where that is not the first."""
+        """The device of each tensor of `model` that is not on the first, by the tensor's id."""
         found: dict[int, torch.device] = {}
         if self.split_over:
             for module, place in places_of(model, len(self.split_over)).items():
@@ -57,13 +57,13 @@ class SimulatedStrategy:
 
 
 def simulated_strategy(config: Config, dist: Dist, gpus: int) -> SimulatedStrategy:
-    """What stands for the strategy of `config`; `gpus` are those of the host, of which dp takes all.
+    """Simulate the strategy of `config`; `gpus` is the number of the host's GPUs, all of which dp uses.
 
     Raises:
-        UserError: as of the run.
+        UserError: the run's own errors.
     """
     settings, computing = config.strategy, Computing(config.train.precision)
-    if isinstance(settings, FsdpConfig):  # what it offloads is told apart afterwards: here all is on the host
+    if isinstance(settings, FsdpConfig):  # offloaded tensors are separated later: here all are on one device
         settings = dataclasses.replace(settings, cpu_offload=False)
         return SimulatedStrategy(
             build_strategy(dataclasses.replace(config, strategy=settings), dist), {"": CPU}
@@ -88,14 +88,14 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> SimulatedStrate
 
 
 class _Whole(Strategy):
-    """A whole model where it is; of DDP all but the buckets, for whose C++ tensors must have memory."""
+    """A whole model; for DDP without its C++ buckets, which need tensors with memory."""
 
     def place(self, model: nn.Module) -> nn.Module:
         return super().place(model) if self._split_over else model
 
 
 class Unconnected(ParameterServer):
-    """Of a parameter server all that one of its ranks holds: messages, shards, what workers push."""
+    """The memory of one rank of a parameter server: messages, shards, pushed gradients."""
 
     def place(self, model: nn.Module) -> nn.Module:
         return model
@@ -107,7 +107,7 @@ class Unconnected(ParameterServer):
             index = self.servers.index(self.dist.rank)
             self._server = Server(index, links, self.buckets, self._shards.values, self._shards.pack)
             self._mean = Mean(self._server)
-            # An asynchronous server sends each worker a copy: at most so many at a time.
+            # An asynchronous server sends each worker its own copy: at most one for each at a time.
             apart = self.settings.max_staleness != "0"
             self._copies = [self._server.copy() for _ in self.workers if apart]
         if self.trains:
@@ -126,7 +126,7 @@ class Unconnected(ParameterServer):
 
 
 class _Scattering(Strategy):
-    """nn.DataParallel, of whose GPUs the first and one of the others are looked at."""
+    """nn.DataParallel; the first of its GPUs and one of the others are simulated."""
 
     def __init__(self, devices: list[torch.device], count: int, computing: Computing) -> None:
         super().__init__(devices[0], computing)
@@ -142,11 +142,11 @@ class _Scattering(Strategy):
 
 
 class _Scattered(nn.Module):
-    """What nn.DataParallel does to memory, derived from torch's code (torch/nn/parallel), as it needs GPUs.
+    """The memory of nn.DataParallel, derived from torch's code (torch/nn/parallel), since it needs GPUs.
 
-    Each GPU is given a part of the batch, and each but the first a copy of the model for one forward and
-    backward pass. The gradients of all copies wait until the last is there, and are added up in new memory
-    on the first GPU, where the outputs of all are put together, too.
+    Each GPU gets a part of the batch, and each but the first a copy of the model for one forward and
+    backward pass. The gradients of all copies are kept until the last is complete, then added in new memory
+    on the first GPU, which also gathers the outputs.
     """
 
     def __init__(self, module: nn.Module, other: torch.device, count: int) -> None:
@@ -176,7 +176,7 @@ class _Scattered(nn.Module):
 
 
 class _Broadcast(Function):
-    """The tensors, and copies of them on another GPU; of gradients the sum, once all are there."""
+    """The tensors, and copies of them on another GPU; sums the gradients, once all are complete."""
 
     @staticmethod
     def forward(ctx: Any, other: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -190,7 +190,7 @@ class _Broadcast(Function):
 
 
 class _Gather(Function):
-    """Memory for the outputs of all GPUs on the first; of the gradient the parts of two."""
+    """The outputs of all GPUs gathered on the first; splits the gradient for two of them."""
 
     @staticmethod
     def forward(ctx: Any, length: int, first: Tensor, other: Tensor) -> Tensor:

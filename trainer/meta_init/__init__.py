@@ -1,1 +1,1 @@
-"""Models built without memory, and filled tensor by tensor with the numbers that they would have."""
+"""Models built without memory, then filled tensor by tensor with the values of a usual construction."""

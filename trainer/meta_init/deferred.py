@@ -1,10 +1,10 @@
 """A model built without memory: its constructor is recorded, and replayed for each tensor that is needed.
 
-While the constructor runs, every tensor it makes lies on the meta device, and what it does to them goes on a
-tape. To fill a tensor, those operations that its memory depends on are done for real, and no others, so that
-nobody ever holds more of the model than is asked for. Each random operation draws from a generator of its
-own, seeded by the run's seed and by its place on the tape: the numbers are the same whoever replays it, and
-however little of the rest. (torchdistX's deferred_init does the same in C++, with one generator for all.)
+While the constructor runs, every tensor it creates is on the meta device, and its operations are recorded. To
+fill a tensor, only the operations that its memory depends on are run on real memory, so a rank never holds
+more of the model than it asks for. Each random operation draws from its own generator, seeded by the run's
+seed and by its number in the recording: the values do not depend on which rank replays, or on what else it
+replays. (torchdistX's deferred_init does the same in C++, with one generator for all.)
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Deferred:
     """A model on the meta device, or whole, and how to fill it.
 
     Attributes:
-        module: as its constructor made it; equal on every rank.
+        module: as its constructor built it; equal on every rank.
         notes: why it was built whole, if it was.
     """
 
@@ -48,10 +48,10 @@ class Deferred:
             self._names.setdefault(id(tensor), name)
 
     def fill(self, module: nn.Module) -> None:
-        """Give the tensors of `module`, the model or a part of it, their memory on the CPU and their values.
+        """Give the tensors of `module`, the model or a part of it, memory on the CPU and their values.
 
         Raises:
-            UserError: a parameter that the constructor has left as memory came, by name.
+            UserError: the constructor left a parameter uninitialised (the message names it).
         """
         if self._recorder is None:
             return
@@ -59,22 +59,22 @@ class Deferred:
         replace(module, map(self._checked, self._recorder.operations.real(waiting.values())))
 
     def fill_hidden(self, alive: list[Tensor]) -> None:
-        """Give their values to those tensors that no module holds: of closures, caches, objects of any kind.
+        """Fill the tensors that no module holds: those of closures, caches, objects of any kind.
 
-        `fill` would not come upon them, so they are whole from the start, on every rank.
+        `fill` would not find them, so they are whole from the start, on every rank.
         """
         assert self._recorder is not None
         named = [tensor for _, tensor in named_tensors(self.module) if self._recorder.holds(tensor)]
-        # What a view is of lives as long as the view, though nobody may hold it but `alive`.
+        # The base of a view lives as long as the view, even if only `alive` refers to it.
         bases = {id(tensor._base) for tensor in named} & {id(each) for each in alive}
         bases -= {id(each) for holder, each in holders(bases) if holder is not alive}
         hidden = [each for each in alive if id(each) not in bases]
         if not set(map(storage_of, named)).isdisjoint(map(storage_of, hidden)):
-            raise NotRecordable("it holds, where nobody finds it, a part of a tensor that a module holds")
+            raise NotRecordable("an object outside its modules shares memory with a tensor of a module")
         _make_real(self._recorder, hidden)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin from `tensors`, by their names in the module; they are held until this object goes."""
+        """Start from `tensors`, by their names in the module; they are kept as long as this object."""
         if self._recorder is None:
             self.module.load_state_dict(tensors, strict=False)
             return
@@ -94,33 +94,33 @@ class Deferred:
         if isinstance(tensor, nn.Parameter):
             raise UserError(
                 f"model: {int(unwritten.sum())} of the {real.numel()} numbers of {name} are never "
-                "initialised: its constructor leaves them as memory came (or model.init_from has NaN there); "
-                "give them a value"
+                "initialised by its constructor (or model.init_from has NaN there); "
+                "initialise them"
             )
         real[unwritten] = 0
-        log.warning("model: %s is not initialised; its %d numbers begin as 0", name, int(unwritten.sum()))
+        log.warning("model: %s is not initialised; %d of its numbers start as 0", name, int(unwritten.sum()))
         return pair
 
 
 def deferred(build: Callable[[], nn.Module], seed: int) -> Deferred:
-    """Run `build` on the meta device; or, where that cannot be, for real.
+    """Run `build` on the meta device or, if that fails, for real.
 
-    What a constructor can do without memory is all that is computed: also `.item()`, given data, tied
-    weights and views. What it cannot: write into NumPy arrays, draw from a torch.Generator or seed torch
-    itself, make sparse tensors, ask for a tensor's storage, write again to what others begin from. It is
-    then run again, and builds the whole model; `notes` say why.
+    A constructor may do what needs no memory, and also use `.item()`, given data, tied weights and views.
+    It cannot write into NumPy arrays, draw from a torch.Generator, seed torch itself, create sparse tensors,
+    ask for a tensor's storage, or change a tensor after it was used to initialise another. Then
+    it is run again, and builds the whole model; `notes` say why.
 
     Args:
-        build: called once or twice; deterministic but for random generators.
-        seed: decides, with the order of the random operations, all numbers that are drawn.
+        build: called once or twice; deterministic except for random generators.
+        seed: determines, with the order of the random operations, all random numbers.
     """
     seed_everything(seed, 0)
     recorder = InitRecorder(seed)
     try:
         return _recorded(build, recorder)
-    except (Exception, NotRecordable) as error:  # a real mistake comes again, and is reported there
+    except (Exception, NotRecordable) as error:  # a real error is raised again by the second build
         reason = first_line(error)
-    # A cache may have kept tensors of this attempt, which the next will find there.
+    # A cache may have kept tensors of this attempt, which the second build will use.
     with contextlib.suppress(Exception, NotRecordable):
         _make_real(recorder, recorder.alive(besides=()))
     seed_everything(seed, 0)
@@ -139,19 +139,19 @@ def _recorded(build: Callable[[], nn.Module], recorder: InitRecorder) -> Deferre
             raise NotRecordable(f"{name} is a {type(tensor).__name__}")
         if tensor.is_meta and not recorder.holds(tensor):
             raise NotRecordable(f"{name} lies on the meta device")
-        if has_gradient_hook(tensor):  # it would stay with the tensor that a real one replaces
+        if has_gradient_hook(tensor):  # it would stay with the tensor that is replaced
             raise NotRecordable(f"{name} has a hook on its gradient")
     if elsewhere := held_elsewhere(model):
-        raise NotRecordable(f"{elsewhere} is held elsewhere, too")
+        raise NotRecordable(f"{elsewhere} is also referred to from outside its module")
     found = Deferred(model, recorder)
     found.fill_hidden(alive)
     return found
 
 
 def _make_real(recorder: InitRecorder, tensors: Sequence[Tensor]) -> None:
-    """Give their values to tensors that anybody may hold: they stay the same objects."""
+    """Fill tensors that any object may refer to: they stay the same objects."""
     for tensor, real in recorder.operations.real(tensors):
         if weakref.getweakrefs(tensor):
-            raise NotRecordable("it holds, where nobody finds it, a tensor with weak references")
-        with contextlib.suppress(RuntimeError):  # kept by a graph alone, or a gradient
+            raise NotRecordable("an object outside its modules refers to a tensor with weak references")
+        with contextlib.suppress(RuntimeError):  # referred to only by a graph, or a gradient
             torch.utils.swap_tensors(tensor, like(tensor, real))

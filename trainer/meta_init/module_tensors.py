@@ -1,4 +1,4 @@
-"""The tensors that a module holds, by any of its attributes; and others in their places."""
+"""The tensors in a module, under any of its attributes; and their replacement."""
 
 import contextlib
 import gc
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_OF_MODULES = vars(nn.Module()).keys()  # the attributes that every module has
+_OF_MODULES = vars(nn.Module()).keys()  # attributes of every module
 
 
 def has_gradient_hook(tensor: Tensor) -> bool:
-    """Whether register_hook or register_post_accumulate_grad_hook was called; torch has no public answer."""
+    """Whether register_hook or register_post_accumulate_grad_hook was called; torch has no public check."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 @contextlib.contextmanager
 def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Let gradients pass by the hooks that were registered on `tensors`; torch has no public way."""
+    """Disable the gradient hooks of `tensors`; torch has no public way."""
     hooks = [each for t in tensors for each in (t._backward_hooks, t._post_accumulate_grad_hooks) if each]
     held = [dict(each) for each in hooks]
     for each in hooks:
@@ -32,7 +32,7 @@ def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers, and tensors that modules hold otherwise, alone or in lists and dicts."""
+    """Parameters, buffers, and tensors under other attributes, alone or in lists and dicts."""
     for prefix, part in module.named_modules():
         held = {**part._parameters, **part._buffers}
         held |= {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
@@ -42,9 +42,9 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def held_elsewhere(model: nn.Module) -> str | None:
-    """A parameter that cannot be swapped, for its weak references, and has other holders than attributes.
+    """A parameter that has weak references, so cannot be swapped, and is referred to from elsewhere.
 
-    nn.RNNBase, which makes such references, lists its weights once more, and learns of others by setattr.
+    nn.RNNBase creates such references; it lists its weights a second time, and setattr updates the list.
     """
     parts = list(model.modules())
     unswappable = {
@@ -60,10 +60,10 @@ def held_elsewhere(model: nn.Module) -> str | None:
 
 
 def holders(sought: Collection[int]) -> list[tuple[object, Any]]:
-    """What refers to the objects with these ids, and to which of them: one search for all of them."""
+    """Pairs of an object and one of these ids' objects to which it refers, found in one search."""
     found: list[tuple[object, Any]] = []
     everything = gc.get_objects() if sought else []
-    for begin in range(0, len(everything), 256):  # most refer to none, which is told faster of many at once
+    for begin in range(0, len(everything), 256):  # most refer to none, which is faster to check in blocks
         block = everything[begin : begin + 256]
         if any(id(held) in sought for held in gc.get_referents(*block)):
             for holder in block:
@@ -72,7 +72,7 @@ def holders(sought: Collection[int]) -> list[tuple[object, Any]]:
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Of lists, tuples and dicts, which may hold themselves."""
+    """The tensors in lists, tuples and dicts, which may contain themselves."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict) and id(value) not in seen:
@@ -82,28 +82,28 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def replace_all(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Put what `make` returns in the place of each tensor of `module`; what it returns as it is stays."""
+    """Replace each tensor of `module` by the result of `make`, unless that is the tensor itself."""
     tensors = {id(tensor): tensor for _, tensor in named_tensors(module)}
     replace(module, ((old, new) for old in tensors.values() if (new := make(old)) is not old))
 
 
 def replace(module: nn.Module, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Make the first of each pair the second: the same object where it can be, so that all holders see it."""
+    """Replace the first of each pair by the second: in place if possible, so that all references follow."""
     others: dict[int, tuple[Tensor, Tensor]] = {}
     for old, real in pairs:
         new = like(old, real)
         try:
             torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # it has weak references, or is part of an autograd graph, as of old weight_norm
+        except RuntimeError:  # it has weak references, or is in an autograd graph, as by the old weight_norm
             others[id(old)] = old, new
-    for part in module.modules() if others else ():  # nn.LSTM makes weak references, and learns by setattr
+    for part in module.modules() if others else ():  # nn.LSTM creates weak references; setattr updates it
         for name, tensor in [*part._parameters.items(), *part._buffers.items(), *vars(part).items()]:
             if id(tensor) in others:
                 setattr(part, name, others[id(tensor)][1])
 
 
 def like(old: Tensor, real: Tensor) -> Tensor:
-    """`real` as `old` is: a parameter, trained, with attributes of its user's."""
+    """`real` with the properties of `old`: a parameter, requires_grad, attributes set by users."""
     if isinstance(old, nn.Parameter):
         real = nn.Parameter(real, old.requires_grad)
     elif old.requires_grad and old.is_leaf:

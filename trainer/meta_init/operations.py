@@ -1,4 +1,4 @@
-"""What was done to tensors that have no memory, in order; and done again, for real."""
+"""The operations on tensors without memory, in order; and their replay on real memory."""
 
 import bisect
 import heapq
@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.meta_init.unwritten import mark_unwritten
 
 _aten = torch.ops.aten
-# These write all of their first argument without reading it.
+# These overwrite all of their first argument without reading it.
 OVERWRITES = {
     _aten.uniform_.default,
     _aten.normal_.default,
@@ -30,7 +30,7 @@ _NESTS = (list, tuple, dict)
 
 @dataclass(frozen=True, slots=True)
 class StorageSlice:
-    """Where a tensor lies in its memory, which is known by the number of its storage."""
+    """The place of a tensor in its memory, which is known by the number of its storage."""
 
     storage: int
     size: torch.Size
@@ -49,20 +49,20 @@ class StorageSlice:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A tensor with data of its own, from a file or a list, as it was when it was used."""
+    """A tensor with data, from a file or a list, as it was when it was used."""
 
     tensor: Tensor
-    checksum: int | None  # None where nobody else can write to it
+    checksum: int | None  # None if no other code can write to it
 
     def is_as_it_was(self) -> bool:
-        """torch itself counts no writes by NumPy, into buffers, or to `.data`."""
+        """Whether the data is unchanged; torch does not count writes by NumPy or to `.data`."""
         return self.checksum is None or checksum(self.tensor) == self.checksum
 
     def get(self) -> Tensor:
         if not self.is_as_it_was():
             raise UserError(
-                f"model: a tensor of shape {tuple(self.tensor.shape)} that others begin from was changed "
-                "since the model was built; leave it as it was, or give them a copy"
+                f"model: a tensor of shape {tuple(self.tensor.shape)} from which others are initialised was "
+                "changed since the model was built; do not change it, or initialise them from a copy"
             )
         return self.tensor
 
@@ -72,19 +72,19 @@ class Operation:
     function: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
-    outputs: list[StorageSlice | None]  # of those tensors that are new; None for the others
+    outputs: list[StorageSlice | None]  # of new tensors; None for the others
     reads: set[int]
     writes: set[int]
     seed: int | None
 
 
 class Operations:
-    """What was done, and the storages that it was done to, by their numbers."""
+    """The recorded operations, and the storages that they use, by number."""
 
     def __init__(self) -> None:
         self._done: list[Operation] = []
-        self._writers: dict[int, list[int]] = defaultdict(list)  # by storage, their places in that list
-        # Held, so that no address comes twice; meta storages are empty.
+        self._writers: dict[int, list[int]] = defaultdict(list)  # by storage, indices into that list
+        # Kept alive, so that no address is used twice; meta storages are empty.
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def __iter__(self) -> Iterator[Operation]:
@@ -96,7 +96,7 @@ class Operations:
         self._done.append(operation)
 
     def real(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each, and beside it what it is with memory and values: those of about a MB at a time."""
+        """Each tensor with its real counterpart, replayed for about a MB at a time."""
         by_storage: dict[int, list[Tensor]] = {}
         for tensor in tensors:
             by_storage.setdefault(storage_of(tensor), []).append(tensor)
@@ -107,7 +107,7 @@ class Operations:
                     yield tensor, StorageSlice.of(tensor).on(storage)
 
     def replay(self, storages: set[int]) -> dict[int, torch.UntypedStorage]:
-        """Make the memory of these storages, by their numbers."""
+        """Create and fill the memory of these storages, by number."""
         chosen = self._needed_for(storages)
         made: dict[int, torch.UntypedStorage] = {}
         last_use = {number: index for index, op in enumerate(chosen) for number in op.reads | op.writes}
@@ -122,9 +122,9 @@ class Operations:
         return made
 
     def _needed_for(self, storages: set[int]) -> list[Operation]:
-        """The operations that what lies in these storages depends on, in their order."""
+        """The operations on which the contents of these storages depend, in order."""
         needed, chosen = set(storages), dict[int, Operation]()
-        waiting: list[int] = []  # a heap of the operations to look at, the last first, as negative numbers
+        waiting: list[int] = []  # a heap of the operations to visit, the last first, as negative numbers
 
         def look_at_writers(numbers: set[int], before: int) -> None:
             for writers in (self._writers[number] for number in numbers):
@@ -139,18 +139,18 @@ class Operations:
                 continue
             chosen[index] = operation
             if operation.function in OVERWRITES and self._covers(operation.arguments[0]):
-                needed -= operation.writes  # whatever was there before
+                needed -= operation.writes  # its earlier contents are not needed
             needed |= operation.reads
             look_at_writers(needed & (operation.reads | operation.writes), index)
         return list(reversed(chosen.values()))
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether anything was done to the memory of `tensor` but to take it."""
+        """Whether any operation wrote to the memory of `tensor` after its allocation."""
         writers = [self._done[index] for index in self._writers[storage_of(tensor)]]
         return not all("empty" in op.function.name() or op.function in _RESIZES for op in writers)
 
     def _covers(self, place: StorageSlice) -> bool:
-        """Whether a tensor is all of its memory."""
+        """Whether a tensor covers all of its memory."""
         dense = place.size.numel() * place.dtype.itemsize == self.storages[place.storage].nbytes()
         return dense and 0 not in place.stride
 
@@ -160,7 +160,7 @@ class Operations:
                 return value.get()
             if not isinstance(value, StorageSlice):
                 return value
-            if value.storage not in made:  # about to be overwritten, so never made
+            if value.storage not in made:  # it is overwritten next, so it was not created
                 made[value.storage] = torch.UntypedStorage(self.storages[value.storage].nbytes())
             return value.on(made[value.storage])
 
@@ -188,12 +188,12 @@ def checksum(tensor: Tensor) -> int:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The number of its storage: an address."""
+    """The number of the tensor's storage: an address."""
     return tensor.untyped_storage()._cdata
 
 
 def leaves(value: Any) -> list[Any]:
-    """What lists, tuples and dicts hold, and those in them."""
+    """The leaves of nested lists, tuples and dicts."""
     if not isinstance(value, _NESTS):
         return [value]
     found: list[Any] = []

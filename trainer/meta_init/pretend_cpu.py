@@ -1,4 +1,4 @@
-"""Tensors on the meta device that seem to lie on the CPU, to those who ask them."""
+"""Makes tensors on the meta device appear to be on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from trainer.meta_init.operations import mapped
 from trainer.meta_init.recorder import InitRecorder, NotRecordable
 
-# Asked for a value, not for a tensor: computed at once.
+# They return a value, not a tensor: computed at once.
 _READS = {
     Tensor.item,
     Tensor.tolist,
@@ -28,9 +28,10 @@ _READS = {
 
 
 class PretendCpuMode(TorchFunctionMode):
-    """Lets a constructor believe that its tensors lie on the CPU, and gives it what it reads (`.item()`).
+    """Makes a constructor's tensors appear to be on the CPU, and computes the values that it reads
+    (`.item()`).
 
-    Initialisers, torch's own among them, leave out what they are told is on the meta device.
+    Initialisers, torch's own among them, skip tensors on the meta device.
     """
 
     def __init__(self, recorder: InitRecorder) -> None:
@@ -55,7 +56,7 @@ class PretendCpuMode(TorchFunctionMode):
             args = mapped(args, self._value)
         result = func(*args, **(kwargs or {}))
         if func in (Tensor.numpy, Tensor.__array__):
-            result.flags.writeable = False  # what is written there would be lost
+            result.flags.writeable = False  # writes to it would be lost
         return result
 
     def _value(self, value: Any) -> Any:
@@ -66,7 +67,7 @@ class PretendCpuMode(TorchFunctionMode):
         )
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """As of a tensor on the CPU, which `.to("cpu")` and `.cpu()` return as it is."""
+        """The behaviour of a CPU tensor, which `.to("cpu")` and `.cpu()` return unchanged."""
         others = [value for value in (*args, kwargs.get("other")) if isinstance(value, Tensor)]
         dtypes = [value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)]
         dtypes += [other.dtype for other in others]

@@ -1,4 +1,4 @@
-"""What a constructor does to tensors that have no memory, remembered, and done for real when asked for."""
+"""Records what a constructor does to tensors without memory, and replays it on real memory."""
 
 import contextlib
 import functools
@@ -24,20 +24,20 @@ from trainer.meta_init.operations import (
 )
 
 _aten = torch.ops.aten
-# They return their first argument, for which torch computes up to 2 ms in Python on the meta device.
+# They return their first argument; on the meta device torch takes up to 2 ms in Python for it.
 _SLOW_ON_META = {_aten.uniform_.default, _aten.normal_.default, _aten.erfinv_.default, _aten.clamp_.default}
 _SMALL_BYTES = 1 << 16
 KINDS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class NotRecordable(BaseException):
-    """The constructor did what no tape can hold; none of its own `except Exception` is to take it."""
+    """The constructor did something that cannot be recorded; its own `except Exception` must not catch it."""
 
 
 @contextlib.contextmanager
 def new_objects_alone() -> Iterator[None]:
-    """The garbage collector sees what is made within, not the half million objects of before: 0.3 s."""
-    frozen_by_others = gc.get_freeze_count() > 0  # who mean that to last
+    """The garbage collector sees only objects created within, not half a million older ones: saves 0.3 s."""
+    frozen_by_others = gc.get_freeze_count() > 0  # do not unfreeze those
     if not frozen_by_others:
         gc.freeze()
     try:
@@ -48,7 +48,7 @@ def new_objects_alone() -> Iterator[None]:
 
 
 class InitRecorder(TorchDispatchMode):
-    """Puts what runs within on the meta device, and remembers it."""
+    """Puts all operations within on the meta device, and records them."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class InitRecorder(TorchDispatchMode):
         self._torch_seed = torch.initial_seed()
         self.operations = Operations()
         self._num_draws = 0
-        self.keeps_given = False  # whether nobody writes to tensors with data: true of those of a file
+        self.keeps_given = False  # whether tensors with data never change, like those of a file
         self._is_replaying = False
 
     def holds(self, tensor: Tensor) -> bool:
@@ -73,7 +73,7 @@ class InitRecorder(TorchDispatchMode):
         if self._is_replaying or not (is_factory or held):
             return func(*args, **kwargs)
         if kwargs.get("generator") is not None:
-            raise NotRecordable("it draws from a generator of its own")
+            raise NotRecordable("it draws from its own generator")
         if any(isinstance(value, torch.UntypedStorage) for value in values):
             raise NotRecordable(f"it handles memory itself ({func})")
         if "device" in kwargs:
@@ -81,18 +81,18 @@ class InitRecorder(TorchDispatchMode):
             kwargs = {key: value for key, value in kwargs.items() if key != "non_blocking"}
         written = _written(func, args, kwargs)
         if any(not self.holds(tensor) for tensor in written):
-            raise NotRecordable(f"it writes into a tensor with data of its own ({func})")
+            raise NotRecordable(f"it writes into a tensor that has data ({func})")
         arguments, options = mapped((args, kwargs), self._noted)
         reads, writes = set(held), set(map(storage_of, written))
         if len(held) < len(inputs):
             args, kwargs = mapped((args, kwargs), self._on_meta)
         try:
             result = inputs[0] if func in _SLOW_ON_META else func(*args, **kwargs)
-        except Exception as error:  # torch's own orthogonal() takes a NotImplementedError, and goes on
-            raise NotRecordable(f"it uses {func}, which fails where there is no memory") from error
+        except Exception as error:  # orthogonal() of torch catches a NotImplementedError and continues
+            raise NotRecordable(f"it uses {func}, which fails without memory") from error
         outputs = [self._new(value) for value in leaves(result) if isinstance(value, Tensor)]
         writes |= {place.storage for place in outputs if place is not None}
-        if writes:  # else it has made a view, whose place says all
+        if writes:  # else the result is a view, described by its place
             seed = None
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self.check_seed()
@@ -103,7 +103,7 @@ class InitRecorder(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """What the constructor seeds itself, be it for one tensor (fork_rng), are its own numbers to draw."""
+        """Refuse a seed set by the constructor, even for one tensor (fork_rng): it would be ignored here."""
         if torch.initial_seed() != self._torch_seed:
             raise NotRecordable("it seeds torch itself")
 
@@ -133,7 +133,7 @@ class InitRecorder(TorchDispatchMode):
                     raise NotRecordable("it changes a tensor after it has used it to initialise another")
 
     def address(self, tensor: Tensor) -> int:
-        """Another number for each memory, and each place in it."""
+        """A distinct number for each memory and each place in it."""
         place = StorageSlice.of(tensor)
         return (place.storage << 40) + place.offset * tensor.itemsize
 
@@ -143,7 +143,7 @@ class InitRecorder(TorchDispatchMode):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
 
     def value(self, tensor: Tensor) -> Tensor:
-        """A copy of what `tensor` would hold by now."""
+        """A copy of the present values of `tensor`."""
         place, was_replaying, self._is_replaying = StorageSlice.of(tensor), self._is_replaying, True
         try:
             with torch.no_grad():
@@ -152,16 +152,16 @@ class InitRecorder(TorchDispatchMode):
             self._is_replaying = was_replaying
 
     def alive(self, besides: Collection[Tensor]) -> list[Tensor]:
-        """The other leaves among the tensors made here that anything refers to, wherever that is."""
+        """The other recorded leaf tensors to which any object still refers."""
         known = {id(tensor) for tensor in besides}
 
         def found() -> list[Tensor]:
             others = [each for each in gc.get_objects() if type(each) in KINDS and id(each) not in known]
-            # Others than leaves belong to a graph of the constructor's, which nobody goes through again.
+            # Other tensors than leaves belong to a graph of the constructor's, which is never used again.
             return [each for each in others if each.is_meta and each.is_leaf and self.holds(each)]
 
         if found():
-            gc.collect()  # of these some may be held by nobody any more
+            gc.collect()  # some may be garbage
         return found()
 
 

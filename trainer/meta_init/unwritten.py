@@ -1,10 +1,10 @@
-"""Memory that nothing was written to: marked, so that what is computed of it is told from numbers."""
+"""Marks memory that was never written to, so that results computed from it can be recognized."""
 
 import torch
 from torch import Tensor
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# In memory that was never written: a NaN, so that what is computed of it is one, and no other NaN.
+# The mark of unwritten memory: a NaN, so that results from it are this NaN, and no other NaN.
 _UNWRITTEN = {2: 0x7FE5, 4: 0x7FE5A5A5, 8: 0x7FF9A5A5A5A5A5A5}
 
 
@@ -21,9 +21,9 @@ def mark_unwritten(tensor: Tensor) -> None:
 
 
 def is_unwritten(tensor: Tensor, is_parameter: bool) -> Tensor | None:
-    """By element; None where numbers cannot tell.
+    """By element; None if the values cannot tell.
 
-    A parameter is not to begin as any NaN; and one that was converted has lost the mark, not the NaN.
+    A parameter must not start as any NaN: after a conversion the mark is lost, but the NaN stays.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None

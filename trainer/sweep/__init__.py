@@ -1,1 +1,1 @@
-"""Many runs from one command line: `python train.py -m`. Sees a run as a command and a directory, no more."""
+"""Many runs from one command line: `python train.py -m`. Knows of a run only its command and directory."""

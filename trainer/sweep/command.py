@@ -1,4 +1,4 @@
-"""From the command line of a sweep to its end: what is common, what is swept, where, by which search."""
+"""A sweep from its command line to its end: common and swept settings, folder, and search."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,14 +23,14 @@ from trainer.sweep.space import split
 def sweep(
     composed: DictConfig, loader: ConfigLoader, sweeper: Mapping[str, Any], arguments: Sequence[str]
 ) -> None:
-    """Run the sweep that the overrides `arguments` ask for.
+    """Run the sweep of the overrides `arguments`.
 
     Args:
-        composed: without what is swept, and with Hydra's own settings.
+        composed: the settings without the swept ones, with Hydra's own.
         sweeper: hydra.sweeper.
 
     Raises:
-        UserError: a mistake in the command line, or one that ended a trial.
+        UserError: the command line is wrong, or a setting ended a trial.
         SystemExit: with the status of the sweep.
     """
     refuse_sweep_in_ranks()
@@ -55,23 +55,23 @@ def sweep(
 
 
 def _options(composed: DictConfig, arguments: Sequence[str]) -> list[str]:
-    """What else stands on the command line, as --config-dir, and holds for each trial."""
+    """Other options of the command line, such as --config-dir, for each trial."""
     of_hydra = list(composed.hydra.overrides.hydra)
     options = [word for word in sys.argv[1:] if word not in (*arguments, *of_hydra, "-m", "--multirun")]
     return options + [word for word in of_hydra if word.startswith("hydra.searchpath=")]
 
 
 def _refuse(overrides: Sequence[Override], wanted: settings.SweepConfig) -> None:
-    """What a single run takes, but trials have from the sweep."""
+    """Refuse settings of a single run that the sweep sets for its trials."""
     for override in overrides:
         line, key = override.input_line, override.key_or_group
         if key == "run_dir":
             raise UserError(
-                f"{line} would be the directory of every trial; hydra.sweep.dir is where each gets its own"
+                f"{line} would be the directory of every trial; hydra.sweep.dir contains one for each"
             )
         if key == "launch.dry_run":
-            raise UserError(f"{line} starts nothing to compare; try it with one trial, without -m")
+            raise UserError(f"{line} starts no trial; use it with one run, without -m")
         if key == "launch.wait":
-            raise UserError(f"{line} is not for a sweep, which waits for the end of each trial; leave it out")
+            raise UserError(f"{line} cannot be used in a sweep, which waits for each trial; leave it out")
         if key == "seed" and wanted.seeds > 1 and override.is_sweep_override():
             raise UserError(f"{line} and hydra.sweeper.seeds={wanted.seeds} both choose seeds; leave one out")

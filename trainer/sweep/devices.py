@@ -1,4 +1,4 @@
-"""Which GPUs each trial sees: its own, as long as there are enough."""
+"""Which GPUs each trial sees: its own GPUs, while there are enough."""
 
 import os
 from collections import Counter
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from trainer.config import Config, LocalLaunchConfig, SlurmLaunchConfig
 
-# As SLURM queues them anyway: at how many jobs at a time a sweep leaves room for others.
+# How many jobs of a sweep are queued at a time, to leave room for others; SLURM queues them anyway.
 _SLURM_JOBS = 16
 
 
 class Slots:
-    """Room for trials: `concurrent` at most, and on a machine with GPUs as many as get GPUs of their own.
+    """Room for trials: at most `concurrent`; "auto" gives each trial on a machine with GPUs its own.
 
-    Told a number, it is kept to even where trials then share GPUs: the least busy ones.
+    A given number holds even if trials then share GPUs: the least busy ones.
     """
 
     def __init__(self, concurrent: str, gpus: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ class Slots:
         self._num_taken = 0
 
     def take(self, config: Config) -> list[str] | None:
-        """Room for a trial: the GPUs it is to see, none where there are none; None: no room now."""
+        """Take room for a trial: its GPUs, [] if it uses none; None if there is no room now."""
         if not self.has_room(config):
             return None
         gpus = self._idlest(_gpus_wanted(config, len(self._busy)))
@@ -54,13 +54,13 @@ class Slots:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES knows."""
+    """The GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES."""
     told = os.environ.get("CUDA_VISIBLE_DEVICES")
     if told is not None:
         return [name for name in told.split(",") if name and name != "-1"]
     if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
         return []
-    import torch  # only where there is a driver: it costs seconds
+    import torch  # only with a driver: the import takes seconds
 
     return [str(index) for index in range(torch.cuda.device_count())]
 

@@ -1,4 +1,4 @@
-"""The folder of a sweep: made by one mkdir, held against a second sweeper."""
+"""The folder of a sweep, created atomically and locked against a second sweep."""
 
 import contextlib
 import fcntl
@@ -16,12 +16,12 @@ from trainer.files.untrusted import printable
 
 @contextlib.contextmanager
 def sweep_folder(named: DictConfig) -> Iterator[Path]:
-    """Make hydra.sweep.dir, or go on in it, and hold it.
+    """Create hydra.sweep.dir, or continue in it, and lock it.
 
-    One that is named by the time of day is made anew, though another sweep began in the same second.
+    A folder named by the time of day is always a new one, even if another sweep began in the same second.
 
     Raises:
-        UserError: another sweep lives in it, or it cannot be written.
+        UserError: another sweep runs in it, or it cannot be written.
     """
     unresolved = OmegaConf.to_container(named, resolve=False)
     assert isinstance(unresolved, dict)
@@ -41,14 +41,14 @@ def sweep_folder(named: DictConfig) -> Iterator[Path]:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    """A record lock, which the kernel lets go of when this process ends; the trials do not inherit it."""
+    """Take a record lock, which the kernel frees when this process ends; trials do not inherit it."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         owner = printable(os.pread(descriptor, 4096, 0).decode(errors="replace")) or "not known"
         raise UserError(
-            f"another sweep is alive in hydra.sweep.dir={folder}: {owner}; wait for its end, stop it, "
-            "or take another hydra.sweep.dir"
+            f"another sweep runs in hydra.sweep.dir={folder}: {owner}; wait for its end, stop it, "
+            "or set another hydra.sweep.dir"
         ) from error
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -1,7 +1,7 @@
-"""What TensorBoard's HParams tab shows of a sweep: the protos beside the events of each trial.
+"""TensorBoard's HParams tab for a sweep: its protos beside the events of each trial.
 
-In the trial's own folder: SummaryWriter.add_hparams makes an extra run of each. A column holds numbers, or
-truth values, or words: a None among numbers would hide its trial, so such a column is words throughout.
+They are in the trial's own folder: SummaryWriter.add_hparams creates another run for each. A column holds
+numbers, truth values, or strings: a None among numbers would hide its trial, so such a column is all strings.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ _SUFFIX = ".hparams"
 
 
 def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
-    """Write the settings of every trial that has begun, in place of those of an earlier report."""
+    """Write the settings of every trial that has started, and replace those of an earlier report."""
     keys = swept_keys(trials)
     columns = {key: one_type([typed(trial.swept.get(key, "null")) for trial in trials]) for key in keys}
     seeds = one_type([trial.seed for trial in trials])
-    # A tag of its own: a run may end before its first log step, and its figures are not all scalars.
+    # Under a separate tag: a run may end before its first log step, and not all its figures are scalars.
     tag = f"sweep/{metric}"
     described = api.hparams_config_pb(
         hparams=[api.HParam(key) for key in (*keys, *(["seed"] if "seed" not in keys else []))],
@@ -37,7 +37,7 @@ def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         if not events.is_dir():
             continue
         for old in events.glob(f"*{_SUFFIX}"):
-            with contextlib.suppress(OSError):  # it then shows an old figure beside
+            with contextlib.suppress(OSError):  # the tab then also shows an old figure
                 old.unlink()
         values = {key: columns[key][index] for key in keys}
         values.setdefault("seed", seeds[index])
@@ -51,7 +51,7 @@ def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
 
 
 def one_type(column: Sequence[Any]) -> list[bool | float | str]:
-    """The values of one setting over the trials, all of them truth values, or numbers, or words."""
+    """The values of one setting over the trials: all truth values, all numbers, or all strings."""
     if all(isinstance(value, bool) for value in column):
         return list(column)
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in column) and all(

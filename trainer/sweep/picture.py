@@ -14,7 +14,7 @@ _MOST_COLUMNS = 4
 
 
 def draw(path: Path, trials: Sequence[Trial], settings: SweepConfig) -> bool:
-    """Draw the trials that are done; False where there are less than two, or nothing was swept."""
+    """Draw the trials that are done; False if there are less than two, or nothing was swept."""
     done = [trial for trial in trials if trial.state == trial_log.DONE and trial.value is not None]
     keys = [key for key in swept_keys(done) if len({trial.swept.get(key) for trial in done}) > 1]
     if len(done) < 2 or not keys:
@@ -47,7 +47,7 @@ def draw(path: Path, trials: Sequence[Trial], settings: SweepConfig) -> bool:
 
 
 class Axis:
-    """Where the values of one setting lie: numbers by size, by its logarithm over two decades, or words."""
+    """Positions of a setting's values: numbers on a linear scale, or log from two decades on; or strings."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         values = [typed(text) for text in texts]

@@ -1,4 +1,4 @@
-"""How far the sweep is: a line that stays on a terminal's last row, or one whenever a trial has ended."""
+"""The progress of a sweep: the last row of a terminal, or a line whenever a trial has ended."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ from trainer.sweep.trial_log import TrialLog
 
 
 class ProgressLine:
-    """Counts what this sweep asks for and what its folder holds from before."""
+    """Counts the trials of this sweep, and those already in its folder."""
 
     def __init__(self, settings: SweepConfig, search: Search, trials: TrialLog) -> None:
         self._settings, self._search, self._trial_log = settings, search, trials
@@ -20,7 +20,7 @@ class ProgressLine:
         self._over_before = self._num_over()
 
     def say(self, text: str) -> None:
-        """Print a line for good."""
+        """Print a line that stays."""
         print(f"\r\033[K{text}" if self._on_terminal else text, flush=True)
 
     def show(self, num_running: int, num_queued: int) -> None:
@@ -57,7 +57,7 @@ class ProgressLine:
         return words + self._time_left(num_running, num_left)
 
     def _time_left(self, num_running: int, num_left: int) -> str:
-        """By the pace so far, which holds whatever trials cost beside each other."""
+        """An estimate from the pace so far, which includes the cost of running trials beside each other."""
         num_done = self._num_over() - self._over_before
         if num_done <= 0:
             return ""

@@ -1,4 +1,4 @@
-"""What a sweep found: a table by its metric, results.csv, results.png, and TensorBoard's HParams tab."""
+"""The results of a sweep: a table by its metric, results.csv, results.png, and TensorBoard's HParams tab."""
 
 import csv
 import io
@@ -21,9 +21,9 @@ CSV, PICTURE = "results.csv", "results.png"
 
 
 def write(folder: Path, settings: SweepConfig) -> None:
-    """Print the table of all trials in the trial log of `folder`, and write the files beside it."""
+    """Print the table of all trials in the trial log of `folder`, and write the files to the folder."""
     trials = read_trials(folder)
-    for trial in trials:  # another metric may have been asked for since
+    for trial in trials:  # the metric may have been changed since
         trial.value = value_of(folder / trial.folder, settings.metric)
     if not trials:
         print("no trial was started")
@@ -33,7 +33,7 @@ def write(folder: Path, settings: SweepConfig) -> None:
     done = [trial for trial in trials if trial.state == trial_log.DONE]
     if done and all(trial.value is None for trial in done):
         figures = ", ".join(figures_of(folder / done[0].folder))
-        print(f"hydra.sweeper.metric is {settings.metric}, but a trial yields {figures}\n")
+        print(f"hydra.sweeper.metric is {settings.metric}, but trials have {figures}\n")
     from trainer.sweep import hparams, picture  # they load tensorboard and matplotlib
 
     _write_csv(folder, trials, settings.metric)
@@ -44,7 +44,7 @@ def write(folder: Path, settings: SweepConfig) -> None:
 
 
 def table(trials: Sequence[Trial], settings: SweepConfig) -> str:
-    """The trials, best first; where each ran with several seeds, a row for all of them, with deviation."""
+    """The trials, best first; with several seeds, one row for all of them, with their deviation."""
     keys = swept_keys(trials)
     if settings.seeds == 1:
         rows = [
@@ -67,7 +67,7 @@ def table(trials: Sequence[Trial], settings: SweepConfig) -> str:
 
 
 def value_of(run_dir: Path, metric: str) -> float | None:
-    """The metric of a run: as in result.json, or the last in metrics.jsonl."""
+    """The metric of a run: from result.json, or the last value in metrics.jsonl."""
     value = _result(run_dir).get(metric)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
@@ -76,7 +76,7 @@ def value_of(run_dir: Path, metric: str) -> float | None:
 
 
 def figures_of(run_dir: Path) -> list[str]:
-    """By which names a metric may be asked for, to be printed."""
+    """The metrics of a run, for messages."""
     numbers = [name for name, value in _result(run_dir).items() if isinstance(value, int | float)]
     return list(map(printable, dict.fromkeys([*numbers, *read_metrics(run_dir)])))
 
@@ -88,7 +88,7 @@ def _order(trial: Trial, settings: SweepConfig) -> tuple[int, float, int]:
 
 
 def _write_csv(folder: Path, trials: Sequence[Trial], metric: str) -> None:
-    """A row for each run, whatever became of it; the column of the metric is `value`."""
+    """A row for each run, ended in any state; the column of the metric is `value`."""
     keys = swept_keys(trials)
     rows = []
     for trial in trials:

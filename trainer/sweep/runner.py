@@ -1,4 +1,4 @@
-"""The sweep itself: start trials while there is room, see what becomes of each, until none is left."""
+"""Runs a sweep: starts trials while there is room, and records how each ends, until none is left."""
 
 import signal
 import subprocess
@@ -35,7 +35,7 @@ Compose = Callable[[Sequence[str]], Config]
 
 @dataclass
 class Planned:
-    """A trial that is to run."""
+    """A trial to be run."""
 
     trial: Trial
     proposal: Proposal
@@ -50,16 +50,16 @@ class Running:
     folder: Path
     began_s: float  # time.monotonic
     looked_s: float
-    told: str | None = None  # why it was told to stop: stop, prune or hang
+    told: str | None = None  # why it was asked to stop: stop, prune or hang
     reported: set[int] = field(default_factory=set)  # steps
 
 
 class Runner:
     """
     Args:
-        common: the overrides that all trials have.
-        options: Hydra's own, for the command line of each.
-        compose: the validated settings of a trial with these overrides.
+        common: the overrides of all trials.
+        options: Hydra's own options, for the command line of each.
+        compose: returns the validated settings of a trial with these overrides.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Runner:
         self._slots = Slots(settings.concurrent, visible_gpus())
         self._queue: deque[Planned] = deque()
         self._running: list[Running] = []
-        self._repeats: dict[Proposal, list[Trial]] = {}  # what was asked for, until it was told about
+        self._repeats: dict[Proposal, list[Trial]] = {}  # proposals whose result the search does not know yet
         self._deaths: Counter[int] = Counter()
         self._full = False  # no room for another trial
         self._received: list[int] = []
@@ -88,10 +88,10 @@ class Runner:
         self._progress = ProgressLine(settings, search, self._trial_log)
 
     def run(self) -> int:
-        """Run what is left of the sweep, report on all of it, and return the exit status.
+        """Run the rest of the sweep, report on all of it, and return the exit status.
 
         Raises:
-            UserError: a mistake in the settings, of all trials or of one; the others were saved.
+            UserError: the settings of all trials or of one are wrong; the other trials have saved.
         """
         if isinstance(self._search, GridSearch):
             self._leave_out_contradictions(self._search)
@@ -102,21 +102,21 @@ class Runner:
             with stop_signals_to(self._received.append):
                 self._loop()
         finally:
-            for running in self._running:  # an error of our own: nothing is to be left
+            for running in self._running:  # after an internal error: leave no process behind
                 running.process.kill()
                 running.process.wait()
             self._progress.end()
         results.write(self._folder, self._settings)
         states = {trial.state for trial in self._trial_log.trials.values()}
         if self._mistake is not None:
-            raise UserError(f"{self._mistake}; the sweep ends here, the same command goes on with it")
+            raise UserError(f"{self._mistake}; the sweep ends here; the same command continues it")
         if trial_log.STOPPED in states or trial_log.RUNNING in states:
-            self._progress.say("stopped and saved; the same command goes on")
+            self._progress.say("stopped and saved; the same command continues the sweep")
             return _STOPPED
         return 1 if trial_log.DIED in states else _NOT_FINITE if trial_log.FAILED in states else 0
 
     def _leave_out_contradictions(self, search: GridSearch) -> None:
-        """Leave out what cannot be run, unless it is a value that fits nowhere: that is a mistake."""
+        """Leave out combinations that contradict; a value that fits no combination is an error."""
         refused: list[tuple[list[str], str]] = []
         good: set[str] = set()
         for combination in search.combinations:
@@ -143,7 +143,7 @@ class Runner:
             time.sleep(_POLL_S)
 
     def _fill(self) -> None:
-        """Start trials while there is room; none is asked for before, as the search learns meanwhile."""
+        """Start trials while there is room. Asks for none in advance: the search learns from each result."""
         while not self._full and self._end_by_s is None and (planned := self._next()) is not None:
             gpus = self._slots.take(planned.config)
             if gpus is None:
@@ -154,7 +154,7 @@ class Runner:
             self._full = not self._slots.has_room(planned.config)
 
     def _next(self) -> Planned | None:
-        """The trial that comes next, which stays at the head of the queue; None when all have been."""
+        """The next trial, which stays at the head of the queue; None if there are no more."""
         num_refused = 0
         while not self._queue:
             proposal = self._search.ask()
@@ -164,7 +164,7 @@ class Runner:
                 self._plan(proposal)
             except (UserError, HydraException, OmegaConfBaseException) as error:
                 if changed := self._what_changed():
-                    self._end(f"the settings were changed under the sweep, and fit no trial now: {changed}")
+                    self._end(f"the settings changed during the sweep, and fit no trial now: {changed}")
                     return None
                 self._search.tell(proposal, None)
                 self._progress.say(f"left out: {' '.join(proposal.overrides)}: {_words(error)}")
@@ -175,7 +175,7 @@ class Runner:
         return self._queue[0]
 
     def _what_changed(self) -> str | None:
-        """What is wrong now with a trial that was good before: somebody has edited conf/, or the code."""
+        """The error of a trial that was valid before; then conf/ or the code was edited."""
         try:
             if self._good is not None:
                 self._compose([*self._common, *self._good.overrides])
@@ -184,7 +184,7 @@ class Runner:
         return None
 
     def _plan(self, proposal: Proposal) -> None:
-        """Queue the runs of a proposal that have not been."""
+        """Queue the runs of a proposal that are not final."""
         config = self._compose([*self._common, *proposal.overrides])
         self._good = self._good or proposal
         seeds: list[int | None] = [config.seed]
@@ -213,7 +213,7 @@ class Runner:
             process = fresh.start(
                 argv,
                 devices=gpus or None,
-                # Set to 1 while Hydra has this process: a trial would end with a traceback, not its status.
+                # Hydra sets it to 1 in this process: a trial would end with a traceback, not its status.
                 environment={"HYDRA_FULL_ERROR": "0"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -233,11 +233,11 @@ class Runner:
             in_queue = isinstance(running.planned.config.launch, SlurmLaunchConfig)
             if silent_s > self._settings.silent_s and not in_queue and running.told != "hang":
                 self._progress.say(
-                    f"{running.planned.trial.folder} has written nothing for {silent_s:.0f} s, and is "
+                    f"{running.planned.trial.folder} has written nothing for {silent_s:.0f} s and is "
                     f"killed: hydra.sweeper.silent_s={self._settings.silent_s:g}"
                 )
                 running.told = "hang"
-                running.process.kill()  # its ranks go with it
+                running.process.kill()  # its ranks end with it
 
     def _is_worse(self, running: Running) -> bool:
         worse = False
@@ -255,7 +255,7 @@ class Runner:
         trial.status, trial.seconds = code, trial.seconds + round(time.monotonic() - running.began_s, 3)
         trial.state = _state(code, running.told)
         if self._settings.prune:
-            self._is_worse(running)  # what it wrote last, for others to be measured by
+            self._is_worse(running)  # report its last figures, for comparison
         trial.value = results.value_of(running.folder, self._settings.metric)
         self._trial_log.write(trial)
         words = f"{trial.folder} {trial.state}"
@@ -271,18 +271,18 @@ class Runner:
             self._end(f"a mistake in {words}")
         elif trial.state == trial_log.DONE and trial.value is None and self._settings.search != "grid":
             figures = ", ".join(results.figures_of(running.folder))
-            self._end(f"hydra.sweeper.metric is {self._settings.metric}, but a trial yields {figures}")
+            self._end(f"hydra.sweeper.metric is {self._settings.metric}, but trials have {figures}")
         elif (
             trial.state == trial_log.DIED and self._end_by_s is None and self._deaths[trial.number] < _RETRIES
         ):
             self._deaths[trial.number] += 1
-            self._progress.say(f"{trial.folder} is tried again, {self._deaths[trial.number]} of {_RETRIES}")
+            self._progress.say(f"{trial.folder} is restarted, {self._deaths[trial.number]} of {_RETRIES}")
             self._queue.appendleft(running.planned)
             return
         self._tell_if_over(proposal)
 
     def _tell_if_over(self, proposal: Proposal) -> None:
-        """Tell the search once all repeats of a proposal have been; one that was stopped will be resumed."""
+        """Tell the search once all repeats of a proposal have ended; a stopped one will be resumed."""
         trials = self._repeats[proposal]
         alive = {id(planned.trial) for planned in (*self._queue, *(one.planned for one in self._running))}
         if any(id(trial) in alive for trial in trials):
@@ -307,23 +307,23 @@ class Runner:
                 self._request_stop(running, "stop")
 
     def _handle_signals(self) -> None:
-        """Act on signals: the first stops, and a second one does not wait for trials to save."""
+        """Act on signals: the first stops, a second does not wait for trials to save."""
         late = self._end_by_s is not None and time.monotonic() > self._end_by_s
         if len(self._received) > self._handled:
             late = late or self._handled > 0
             self._handled = len(self._received)
             if self._end_by_s is None and self._running:
-                self._progress.say(f"{len(self._running)} trials are told to save; again ends them at once")
+                self._progress.say(f"{len(self._running)} trials save and stop; a second signal kills them")
             self._end()
         if late:
             for running in self._running:
-                self._progress.say(f"{running.planned.trial.folder} had not saved yet, and is killed")
+                self._progress.say(f"{running.planned.trial.folder} has not saved in time and is killed")
                 running.process.kill()
                 running.process.wait()
 
 
 def _state(code: int, told: str | None) -> str:
-    """What a trial that ended with `code` is, after it was told to stop for that reason."""
+    """The state of a trial that ended with `code`, given why it was asked to stop."""
     by_code = {0: trial_log.DONE, _MISTAKE: trial_log.MISTAKEN, _NOT_FINITE: trial_log.FAILED}
     if code in by_code:
         return by_code[code]
@@ -333,7 +333,7 @@ def _state(code: int, told: str | None) -> str:
 
 
 def _silent_s(folder: Path) -> float:
-    """How long ago a run last wrote something a person could see."""
+    """Seconds since the run last wrote its logs or metrics."""
     written = [path.stat().st_mtime for path in folder.glob("*.log*")]
     written += [path.stat().st_mtime for path in folder.glob("metrics.jsonl")]
     return time.time() - max(written, default=time.time())

@@ -1,4 +1,4 @@
-"""Which combination comes next: all of a grid, or what Optuna asks for."""
+"""Which combination comes next: all of a grid, or what Optuna suggests."""
 
 import logging
 import warnings
@@ -15,25 +15,25 @@ _JOURNAL, _STUDY = "optuna.journal", "ringmaster"
 
 
 class Proposal:
-    """A combination of values, as overrides, to be run once for each seed."""
+    """A combination of values, as overrides, run once for each seed."""
 
     def __init__(self, overrides: Sequence[str]) -> None:
         self.overrides = tuple(overrides)
 
     def report(self, value: float, step: int) -> bool:
-        """Say what the metric is at a step; True where the trial is not worth its time any more."""
+        """Report the metric at a step; True if the trial should be pruned."""
         return False
 
 
 class Search(Protocol):
     def ask(self) -> Proposal | None:
-        """The next combination; None when there is none."""
+        """The next combination; None if there are no more."""
 
     def tell(self, proposal: Proposal, value: float | None, pruned: bool = False) -> None:
-        """What became of it: the metric's mean over the seeds; None where there is none."""
+        """Report the result: the metric's mean over the seeds; None without one."""
 
     def num_left(self) -> int:
-        """How many combinations `ask` will still yield, or may."""
+        """How many combinations `ask` will, or may, still return."""
 
 
 class GridSearch:
@@ -65,9 +65,9 @@ class OptunaProposal(Proposal):
 
 
 class OptunaSearch:
-    """Random or TPE by Optuna's ask and tell; its journal in the sweep's folder is all that it remembers.
+    """Random or TPE search by Optuna's ask and tell; its only state is its journal in the sweep's folder.
 
-    A trial that was asked for and never told about, since the sweep was killed, is asked for again first.
+    A trial without a result, because the sweep was killed, is asked for first.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class OptunaSearch:
             )
         if self._study.user_attrs.setdefault("space", space) != space:
             raise UserError(
-                f"{folder} holds a search through another space, or for another metric: take another "
+                f"{folder} holds a search through other settings, or for another metric: set another "
                 "hydra.sweep.dir"
             )
         self._study.set_user_attr("space", space)
         states = optuna.trial.TrialState
         for trial in asked:
-            if trial.state == states.RUNNING:  # asked for again, before any other
+            if trial.state == states.RUNNING:  # asked for first
                 self._study.enqueue_trial(trial.params)
                 self._study.tell(trial.number, state=states.FAIL)
         self._num_asked = sum(trial.state in (states.COMPLETE, states.PRUNED) for trial in asked)
@@ -150,7 +150,7 @@ class OptunaSearch:
 
 
 def _mend(journal: Path) -> None:
-    """Cut a line that was not written to its end: what is appended to it could not be read."""
+    """Cut off an incomplete last line: a line appended to it could not be read."""
     if journal.exists():
         whole = journal.read_bytes().rpartition(b"\n")
         if whole[2]:

@@ -1,4 +1,4 @@
-"""hydra.sweeper: the schema of its settings, whose defaults stand in conf/hydra/sweeper/."""
+"""hydra.sweeper: the schema of its settings; the defaults are in conf/hydra/sweeper/."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class SweepConfig:
 
     @property
     def sign(self) -> float:
-        """What makes a metric smaller when it is better."""
+        """The factor that makes a better metric smaller."""
         return 1.0 if self.mode == "min" else -1.0
 
 
@@ -47,6 +47,6 @@ def load(settings: Mapping[str, Any]) -> SweepConfig:
     if config.prune and (config.search == "grid" or config.seeds > 1):
         raise UserError(
             "hydra.sweeper.prune=true needs hydra.sweeper.search=random or tpe, and one seed: it compares a "
-            "trial with those that came before"
+            "trial with earlier ones"
         )
     return config

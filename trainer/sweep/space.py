@@ -1,4 +1,4 @@
-"""What a sweep goes through: the values that each swept setting of a command line may take."""
+"""What a sweep searches: the values of each swept setting of a command line."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class Choice:
-    """A list, choice(), glob() or, `ordered`, a range(); values as they stand on a command line."""
+    """A list, choice(), glob() or, `ordered`, a range(); values as on a command line."""
 
     key: str
     values: tuple[str, ...]
@@ -21,7 +21,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Interval:
-    """interval(low, high), of whole numbers where both are: int(interval(1, 8)); log by tag(log, ...)."""
+    """interval(low, high), of integers if both are: int(interval(1, 8)); log by tag(log, ...)."""
 
     key: str
     low: float
@@ -33,10 +33,10 @@ Setting = Choice | Interval
 
 
 def split(overrides: Iterable[Override]) -> tuple[list[str], list[Setting]]:
-    """Part a command line into what all trials have in common, and what is swept.
+    """Split a command line into the overrides common to all trials, and the swept settings.
 
     Raises:
-        UserError: a swept setting without a value to take.
+        UserError: a swept setting without values.
     """
     fixed: list[str] = []
     swept: list[Setting] = []
@@ -50,7 +50,7 @@ def split(overrides: Iterable[Override]) -> tuple[list[str], list[Setting]]:
         else:
             values = tuple(dict.fromkeys(override.sweep_string_iterator()))
             if not values:
-                raise UserError(f"{override.input_line} leaves {key} no value to take")
+                raise UserError(f"{override.input_line} leaves no value for {key}")
             swept.append(Choice(key, values, ordered=override.is_range_sweep()))
     return fixed, swept
 
@@ -65,7 +65,7 @@ def grid(settings: Iterable[Setting]) -> Iterator[list[str]]:
     for setting in settings:
         if isinstance(setting, Interval):
             raise UserError(
-                f"{setting.key}=interval(...) has no grid: take range() or a list, or "
+                f"{setting.key}=interval(...) has no grid: use range() or a list, or "
                 "hydra.sweeper.search=random or tpe"
             )
         axes.append([f"{setting.key}={value}" for value in setting.values])

@@ -1,4 +1,4 @@
-"""trials.jsonl: what has become of each trial, a row whenever that changes; its last row counts."""
+"""trials.jsonl: the state of each trial, a row at each change; the last row counts."""
 
 import dataclasses
 import json
@@ -13,21 +13,21 @@ from trainer.files.untrusted import Fields
 
 FILE = "trials.jsonl"
 RUNNING, DONE, FAILED, PRUNED, STOPPED, DIED, MISTAKEN = STATES = (
-    "running",  # or the sweep was killed meanwhile
+    "running",  # or the sweep was killed
     "done",
-    "failed",  # a loss that was not finite: another try would end the same
+    "failed",  # a loss that was not finite: a restart would end the same
     "pruned",
     "stopped",  # and saved
     "died",
     "mistaken",
 )
 FINAL = {DONE, FAILED, PRUNED}
-_FOLDER = re.compile(r"[0-9]{3,}[\w.+-]*")  # as Ledger.trial makes it: beside the trial log, nowhere else
+_FOLDER = re.compile(r"[0-9]{3,}[\w.+-]*")  # as TrialLog.trial makes it: beside the trial log, nowhere else
 
 
 @dataclass
 class Trial:
-    """One run of a sweep. All its overrides, in whatever order, and the seed are its identity."""
+    """One run of a sweep, identified by all its overrides, in any order, and the seed."""
 
     number: int
     overrides: tuple[str, ...]
@@ -45,19 +45,19 @@ class Trial:
 
 
 def identity(overrides: Sequence[str], seed: int | None) -> tuple[tuple[str, ...], int | None]:
-    """The seed counts once, whether a word of the command line gave it or the settings."""
+    """The seed counts once, whether the command line or the settings gave it."""
     return tuple(sorted(word for word in overrides if not word.startswith("seed="))), seed
 
 
 class TrialLog:
-    """The trials of a sweep's folder by their key; every change is on the disk before it is acted upon."""
+    """The trials of a sweep's folder by key; every change is on disk before it takes effect."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.trials = {trial.key: trial for trial in read_trials(folder)}
 
     def trial(self, common: Sequence[str], swept: Sequence[str], seed: int | None) -> Trial:
-        """The trial of these overrides and seed, which may have run before."""
+        """The trial with these overrides and seed, which may have run before."""
         overrides = (*common, *swept)
         if known := self.trials.get(identity(overrides, seed)):
             return known
@@ -83,12 +83,12 @@ class TrialLog:
 
 
 def _for_a_path(text: str) -> str:
-    """Without what a shell, a file system or Hydra would read as its own."""
+    """Without characters that are special to a shell, a file system or Hydra."""
     return re.sub(r"[^\w.+-]+", "-", re.sub(r"-?[^\w.+-]+$|(?<=-)[^\w.+-]+", "", text))
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Every trial in the trial log of `folder`, as its last row has it, by number; [] where there is none.
+    """Every trial in the trial log of `folder`, from its last row, by number; [] without a log.
 
     Raises:
         UserError: a row that no sweep writes.
@@ -101,7 +101,7 @@ def read_trials(folder: Path) -> list[Trial]:
     for at, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):  # torn by a kill
+        except (ValueError, RecursionError):  # torn when the sweep was killed
             continue
         trial = _trial(Fields(f"{path}, line {at}", row))
         last[trial.number] = trial

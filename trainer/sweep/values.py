@@ -1,4 +1,4 @@
-"""The values of swept settings, as the reports of a sweep read them from its trial log."""
+"""The values of swept settings, as reports read them from the trial log."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,5 +14,5 @@ def swept_keys(trials: Sequence[Trial]) -> list[str]:
 
 
 def typed(text: str) -> Any:
-    """A value as Hydra would read it from the command line: a number, a truth value, None, a list, a word."""
+    """A value as Hydra would read it from the command line: a number, a bool, None, a list, a string."""
     return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
