@@ -85,8 +85,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--rank {options.rank}: the ranks are 0 to {options.world - 1}")
     if options.gpu_gb is not None and not 1e6 >= options.gpu_gb > options.reserve_gb >= 0:
         parser.error(
-            f"--gpu-gb {options.gpu_gb} must exceed --reserve-gb {options.reserve_gb}, and both must be from 0 "
-            "to 1e6"
+            f"--gpu-gb {options.gpu_gb} must exceed --reserve-gb {options.reserve_gb}, and both must be from "
+            "0 to 1e6"
         )
     return options
 
