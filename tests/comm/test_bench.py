@@ -113,7 +113,7 @@ def test_a_rank_that_dies_is_named() -> None:
     ("command", "message"),
     [
         ("--sizes 4Q", "'4Q' is not a size"),
-        ("--algorithms ring,rung", "no rung; there are native, ring"),
+        ("--algorithms ring,rung", "unknown: rung; choose from native, ring"),
         ("--rounds 0", "--rounds 0"),
         ("--wire-dtype fp8", "fp8"),
     ],

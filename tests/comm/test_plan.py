@@ -282,7 +282,7 @@ def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureF
         ),
         ("--hosts 2 --gbit 1 --latency-us 1 --plot x.foo", "x.foo: the file's name must end in .png, .svg"),
         ("--hosts 2 --gbit 1 --latency-us 1 --plot /tmp", "/tmp: the file's name must end in .png"),
-        ("--hosts 2 --gbit 1 --latency-us 1 --megabytes 1e308", "--megabytes 1e+308: a positive number"),
+        ("--hosts 2 --gbit 1 --latency-us 1 --megabytes 1e308", "--megabytes 1e+308: must be positive"),
         ("--hosts 70000 --gbit 1 --latency-us 1", "70,000 processes, but at most 65,536"),
         ("--hosts 16384 --gbit 1 --latency-us 1 --servers all", "ask for fewer servers"),
         (
@@ -316,10 +316,10 @@ _LINK = {"source": 0, "target": 1, "latency_us": 40.0, "gbit_s": 1.0}
         ({"backend": None}, "backend is missing"),
         ({"backend": 3}, "backend is 3, but must be a string"),
         ({"links": [3]}, "links[0] is 3, but must be an object {...}"),
-        ({"links": [_LINK | {"gbit_s": 0}]}, "links[0].gbit_s is 0: a number above 0"),
+        ({"links": [_LINK | {"gbit_s": 0}]}, "links[0].gbit_s is 0, but must be a number above 0"),
         ({"links": [_LINK | {"latency_us": -1}]}, "links[0].latency_us is -1, but must be a number from 0"),
-        ({"parallelism": "many"}, 'costs.parallelism is "many": a number above 0'),
-        ({"parallelism": 0}, "costs.parallelism is 0: a number above 0"),
+        ({"parallelism": "many"}, 'costs.parallelism is "many", but must be a number above 0'),
+        ({"parallelism": 0}, "costs.parallelism is 0, but must be a number above 0"),
     ],
 )
 def test_an_entry_that_no_preflight_leaves_is_named(
@@ -461,9 +461,9 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
     for changes, message in (
         ({"timeline": None}, "has no timeline"),
-        ({"timeline": [3]}, "timeline is [3]: an object"),
+        ({"timeline": [3]}, "timeline is [3], but must be an object"),
         ({"timeline": known | {"hosts": []}}, "timeline.hosts is []"),
-        ({"ms_per_step": 0.0}, "ms_per_step is 0.0: a number above 0"),
+        ({"ms_per_step": 0.0}, "ms_per_step is 0.0, but must be a number above 0"),
         ({"comm": "powersgd"}, "none of ring"),
     ):
         with pytest.raises(SystemExit):
@@ -475,8 +475,8 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("text", "message"),
     [
         ("[]", "the file is [], but must be an object {...}"),
-        ("null", "the file is null: an object"),
-        ('"x"', 'the file is "x": an object'),
+        ("null", "the file is null, but must be an object"),
+        ('"x"', 'the file is "x", but must be an object'),
         ("{", "result.json is not JSON: Expecting"),
         ("[" * 100_000, "result.json is not JSON: "),
     ],
@@ -495,16 +495,16 @@ def test_a_result_that_is_none_is_told(
     ("changes", "message"),
     [
         ({"ms_per_step": None}, "ms_per_step is missing"),
-        ({"ms_per_step": math.nan}, "ms_per_step is NaN: a number above 0"),
-        ({"ms_per_step": 0}, "ms_per_step is 0: a number above 0"),
-        ({"ms_per_step": -1}, "ms_per_step is -1: a number above 0"),
-        ({"ms_per_step": True}, "ms_per_step is true: a number above 0"),
+        ({"ms_per_step": math.nan}, "ms_per_step is NaN, but must be a number above 0"),
+        ({"ms_per_step": 0}, "ms_per_step is 0, but must be a number above 0"),
+        ({"ms_per_step": -1}, "ms_per_step is -1, but must be a number above 0"),
+        ({"ms_per_step": True}, "ms_per_step is true, but must be a number above 0"),
         ({"ms_per_step": 10**400}, "ms_per_step is 1000"),
         ({"ms_per_step": 4}, "a step took 4 ms, but its communication alone would take 5 ms"),
         ({"comm": ["ring"]}, 'comm is ["ring"], but must be a string'),
         ({"hosts": []}, "timeline.hosts is [], but must be a list [...]"),
         ({"hosts": None}, "timeline.hosts is missing"),
-        ({"hosts": ["a", "b"]}, 'timeline.hosts[0] is "a": a number'),
+        ({"hosts": ["a", "b"]}, 'timeline.hosts[0] is "a", but must be a number'),
         ({"hosts": [0, 2]}, "timeline.hosts is [0, 2], but must be each rank's host, from 0 without gaps"),
         ({"buckets": []}, "timeline.buckets is []"),
         (
@@ -512,7 +512,7 @@ def test_a_result_that_is_none_is_told(
             "timeline.buckets[0].bytes is -4, but must be a number from 0",
         ),
         ({"buckets": [{"bytes": 4.5, "early_ms": 0}]}, "buckets[0].bytes is 4.5, but must be a whole number"),
-        ({"wire_dtype": "int8"}, 'timeline.wire_dtype is "int8": one of fp32, bf16, fp16'),
+        ({"wire_dtype": "int8"}, 'timeline.wire_dtype is "int8", but must be one of fp32, bf16, fp16'),
     ],
 )
 def test_an_entry_that_no_run_leaves_is_named(

@@ -36,7 +36,7 @@ class Entry:
     def number(self, positive: bool = False, least: float = 0.0) -> float:
         number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
         if not (number and least <= self.value <= MOST) or (positive and self.value == 0):
-            raise self._is_not(f"a number {'above' if positive else 'from'} {least:g} to {MOST:g}")
+            raise self._is_not(f"a number {'above' if positive else 'from'} {least:g}, at most {MOST:g}")
         return float(self.value)
 
     def whole(self) -> int:
