@@ -21,11 +21,11 @@ class GPT(nn.Module):
     """Tokens (B, T) int64 -> logits (B, T, vocab_size), at t from the tokens 0..t alone; T <= block_size.
 
     Args:
-        size: a row of SIZES; width, depth and num_heads, where given, replace its values.
+        size: a row of SIZES; width, depth and num_heads replace its values if given.
         dropout: after the embeddings, in the attention and on each residual branch.
-        vocab_multiple: the product that makes the logits has a multiple of so many columns, since a GPU takes
-            longer for 50,257 than for 50,304. Those beyond vocab_size are zeros while it is made, and no part
-            of the logits, of the parameters or of a checkpoint.
+        vocab_multiple: pad the matrix product that computes the logits to a multiple of this many columns,
+            since a GPU takes longer for 50,257 than for 50,304. The padding is zeros, created for the product
+            only, and not part of the logits, the parameters or a checkpoint.
 
     Raises:
         ValueError: a size unknown or below 1, a width that the heads do not divide, a sequence too long.
@@ -74,7 +74,7 @@ class GPT(nn.Module):
         return list(self.blocks)
 
     def empty_cache(self) -> list[Past]:
-        """What to give to ``forward`` with each part of a sequence, so that no token is looked at twice."""
+        """The cache for ``forward`` on consecutive parts of a sequence: each token is computed once."""
         return [Past(self.block_size) for _ in self.blocks]
 
     def forward(
@@ -85,10 +85,10 @@ class GPT(nn.Module):
         reduction: str = "mean",
         chunks: bool = False,
     ) -> Tensor:
-        """With a ``cache``, ``tokens`` go on where the last call ended: a prompt, then one at a time.
+        """With a ``cache``, ``tokens`` continue where the last call ended: a prompt, then one at a time.
 
-        With ``targets`` (B, T), returns their cross entropy, and the logits stay within: a compiler sees all.
-        With ``chunks`` they are never there at the same time, where torch has F.linear_cross_entropy.
+        With ``targets`` (B, T), returns their cross entropy, so that a compiler sees all of it. With
+        ``chunks``, never holds all logits at once, using F.linear_cross_entropy if torch has it.
         """
         begin = cache[0].length if cache else 0
         end = begin + tokens.shape[1]
@@ -98,12 +98,12 @@ class GPT(nn.Module):
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for number, block in enumerate(self.blocks):
             x = block(x, cache[number] if cache else None)
-        # Tied: the embedding read backwards. Sharing the tensor in use, not in a second module, keeps one
-        # entry in the state dict and one owner under FSDP.
+        # Tied: the transposed embedding. Using the tensor itself, without a second module, keeps one entry in
+        # the state dict and one owner under FSDP.
         x, weight = self.norm(x), self.token_embedding.weight
         if self._padding:
             weight = F.pad(weight, (0, 0, 0, self._padding))
-        if chunks and targets is not None and not x.is_meta:  # there only shapes matter
+        if chunks and targets is not None and not x.is_meta:  # on meta only shapes matter
             return chunked_cross_entropy(x, weight, targets, self.vocab_size, reduction)
         logits = F.linear(x, weight)
         if self._padding:
@@ -118,17 +118,17 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Cross entropy of x (B, T, width) times weight (classes, width) transposed, in fp32.
 
-    Some rows of logits are made at a time, and their gradient at once: never B x T x classes numbers. Rows of
-    ``weight`` from ``num_classes`` on are padding, which is never right and gets no gradient.
+    Computes some rows of logits at a time, with their gradient, so never holds B x T x classes numbers. Rows
+    of ``weight`` from ``num_classes`` on are padding, which is never a target and gets no gradient.
     """
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):  # it does not reach what is torch's own here
+    if torch.is_autocast_enabled(kind):  # it does not apply within this function
         x, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (x, weight))
     padding = None
     if len(weight) > num_classes:
         padding = weight.new_zeros(len(weight))
         padding[num_classes:] = -torch.inf
-    if reduction == "mean":  # over no label its gradient would be NaN times 0; any will do
+    if reduction == "mean":  # without labels its gradient would be NaN times 0; any divisor works
         targets = targets.where((targets != -100).any(), 0)
     loss = F.linear_cross_entropy(
         x.flatten(0, 1),

@@ -5,9 +5,9 @@ from torch.nn import functional as F
 
 
 class Past:
-    """The key-value cache of one attention layer: what it has made of the tokens so far, at most ``size``.
+    """The key-value cache of one attention layer, for at most ``size`` tokens.
 
-    Memory for all is taken at the first call: 2 x B x width x size numbers. For `torch.no_grad` alone.
+    The first call allocates memory for all: 2 x B x width x size numbers. Use it within `torch.no_grad`.
     """
 
     def __init__(self, size: int) -> None:
@@ -15,7 +15,7 @@ class Past:
         self._memory: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of n tokens, (B, heads, n, width / heads) each; return all there are by now."""
+        """Append keys and values of n tokens, (B, heads, n, width / heads) each; return all so far."""
         if self._memory is None:
             self._memory = key.new_empty(2, *key.shape[:2], self.size, key.shape[3])
         begin, self.length = self.length, self.length + key.shape[2]
@@ -27,7 +27,7 @@ class Past:
 class SelfAttention(nn.Module):
     """Multi-head self-attention, (B, T, width) -> (B, T, width), by torch's fused kernels if they apply.
 
-    With a ``past``, x goes on where that ends: with all T tokens at first, then with one at a time.
+    With a ``past``, x continues it: first with all T tokens, then with one at a time.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:
@@ -48,8 +48,8 @@ class SelfAttention(nn.Module):
         )
         causal = self.causal
         if past is not None:
-            assert past.length == 0 or length == 1, "several tokens after others would need a mask"
-            causal = past.length == 0  # one token sees all that came before it
+            assert past.length == 0 or length == 1, "several tokens after cached ones would need a mask"
+            causal = past.length == 0  # a single token attends to all before it
             key, value = past.extend(key, value)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
@@ -57,9 +57,9 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Sequential):
-    """Two linear layers, four times as wide in between, at each position alone.
+    """Two linear layers, four times as wide in between, at each position separately.
 
-    The exact GELU: GPT-2 has it approximated by a tanh, which takes a CPU three times as long.
+    Uses the exact GELU: GPT-2's approximation by tanh takes three times as long on a CPU.
     """
 
     def __init__(self, width: int) -> None:
@@ -92,7 +92,8 @@ def check_sizes(dropout: float, **sizes: int) -> None:
 
 
 def initialise(model: nn.Module, depth: int) -> None:
-    """GPT-2's start: weights N(0, 0.02), biases 0, what feeds the residual stream scaled by its depth.
+    """GPT-2's initialisation: weights N(0, 0.02), biases 0, projections to the residual stream scaled by
+    depth.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
     """

@@ -1,4 +1,4 @@
-"""Any classifier of torchvision by its name, its stem fitted to small and to grey images."""
+"""Any classifier of torchvision by name, with its stem adapted to small and to grey images."""
 
 import difflib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Families whose stem, a convolution of stride 2, can as well have stride 1; and the max-pool behind it.
+# Families whose stem is a convolution of stride 2, which can have stride 1, then a max-pool.
 SMALL_STEMS = {
     "resnet": "maxpool",
     "resnext": "maxpool",
@@ -33,29 +33,30 @@ def vision(
 ) -> nn.Module:
     """Return torchvision's classifier ``name``, untrained: (B, *input_shape) -> (B, num_classes).
 
-    With ``weights``, one of torchvision's names for them, its attribute ``pretrained`` says which file holds
-    them: the trainer begins from that. None are read here.
+    With ``weights``, one of torchvision's names for them, the attribute ``pretrained`` locates their file,
+    and the trainer starts from it. No weights are read here.
 
     Below 64 pixels the stem keeps the resolution: its convolution becomes 3x3 with stride 1 and the max-pool
-    goes (K. He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2, for CIFAR-10). With
-    other than three channels only that convolution changes. Parameter names stay torchvision's.
+    is removed (K. He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2, for
+    CIFAR-10). With other than three channels only that convolution changes. Parameter names stay
+    torchvision's.
 
     Raises:
-        ValueError: not a classifier of torchvision, one for larger images, or no weights of it.
+        ValueError: not a classifier of torchvision, one for larger images, or unknown weights.
     """
-    import torchvision.models as zoo  # seconds, which runs with other models need not spend
+    import torchvision.models as zoo  # takes seconds, which other models save
 
     names = zoo.list_models(module=zoo)
     if name not in names:
         near = difflib.get_close_matches(name, names) or names
-        raise ValueError(f"name={name} is not a classifier of torchvision; there is {', '.join(near)}")
+        raise ValueError(f"name={name} is not a classifier of torchvision; choose from {', '.join(near)}")
     channels, height, width = input_shape
     family = next((prefix for prefix in SMALL_STEMS if name.startswith(prefix)), None)
     small = min(height, width) < SMALL_BELOW
     least = 75 if name == "inception_v3" else SMALL_BELOW
     if family is None and min(height, width) < least:
         raise ValueError(
-            f"name={name} needs images of at least {least} pixels, not {height}x{width}; smaller ones suit "
+            f"name={name} needs images of at least {least} pixels, not {height}x{width}; for less use "
             f"torchvision's {', '.join(SMALL_STEMS)}"
         )
 
@@ -79,10 +80,10 @@ def vision(
 
 
 def _pretrained(url: str, download: bool) -> Path:
-    """The file of weights in torch's cache, or fetched into it.
+    """The file of weights in torch's cache, downloaded if necessary.
 
     Raises:
-        ValueError: it is not there, and cannot or may not be fetched.
+        ValueError: it is not there, and cannot or may not be downloaded.
     """
     folder = Path(torch.hub.get_dir()) / "checkpoints"
     file = folder / url.rpartition("/")[2]
@@ -93,8 +94,8 @@ def _pretrained(url: str, download: bool) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         torch.hub.download_url_to_file(url, str(file), file.stem.rpartition("-")[2], progress=False)
-    except (OSError, RuntimeError) as error:  # RuntimeError: another hash than the name says
-        raise ValueError(f"{url} could not be fetched: {error}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: the hash differs from the one in the name
+        raise ValueError(f"{url} cannot be downloaded: {error}") from error
     return file
 
 
@@ -103,9 +104,9 @@ def _shape(convolution: nn.Conv2d) -> dict[str, Any]:
 
 
 def _options(name: str, height: int, width: int) -> dict[str, Any]:
-    """What some constructors must be told."""
+    """Arguments that some constructors need."""
     if name in ("googlenet", "inception_v3"):
-        return {"aux_logits": False, "init_weights": True}  # one output, as the others
+        return {"aux_logits": False, "init_weights": True}  # one output, like the others
     if name.startswith("maxvit"):
         return {"input_size": (height, width)}
     if name.startswith("vit"):

@@ -9,11 +9,11 @@ from models.transformer import Block, check_sizes, initialise
 
 
 class ViT(nn.Module):
-    """Images (B, *input_shape) -> logits (B, num_classes): patches as tokens, their mean classified.
+    """Images (B, *input_shape) -> logits (B, num_classes): patches as tokens, then their mean is classified.
 
     Args:
         input_shape: channels, height, width.
-        patch_size: pixels on a patch's side; must divide height and width.
+        patch_size: side of a patch in pixels; must divide height and width.
         dropout: after the embedding, in the attention and on each residual branch.
 
     Raises:

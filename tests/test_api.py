@@ -78,7 +78,7 @@ def test_a_model_is_loaded_from_its_run(form: str, tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is no run: it has no config\.yaml"):
+    with pytest.raises(UserError, match=r"is not a run: it has no config\.yaml"):
         trainer.load_model(tmp_path)
     (tmp_path / "config.yaml").write_text(to_yaml(settings("model.hidden=[8]")))
     with pytest.raises(UserError, match=r"checkpoint.keep_best is null"):

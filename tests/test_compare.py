@@ -105,7 +105,7 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("config.yaml", "[1]", "holds no settings"),
         ("result.json", "{}", "its result.json has no comm"),
         ("result.json", "7", "holds no JSON object"),
-        ("result.json", "[" * 9000, "is no JSON"),
+        ("result.json", "[" * 9000, "is not JSON"),
     ],
 )
 def test_what_is_no_run_is_one_message(file: str, text: str, words: str, tmp_path: Path) -> None:

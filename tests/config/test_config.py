@@ -74,7 +74,7 @@ def test_groups_are_not_empty() -> None:
             "comm=ring comm.segment_mb=1e300",
             "comm.segment_mb is 1e+300, but must be at least 0.01, and at most",
         ),
-        ("train=5", "train is 5, but must hold settings, as train.NAME=VALUE"),
+        ("train=5", "train is 5, but must hold settings: train.NAME=VALUE"),
         ("distributed=null", "distributed is None, but must hold settings"),
         (
             "distributed.timeout_s=1e300",
@@ -127,7 +127,7 @@ def test_refuses(override: str, words: str) -> None:
         ("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
         (
             "data.dataset.colour=1",
-            "(+data.dataset.colour=VALUE gives it to what data.dataset._target_ names",
+            "(+data.dataset.colour=VALUE passes it to data.dataset._target_",
         ),
         ("+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"),
         ("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
@@ -180,7 +180,7 @@ def test_config_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["strategy=fsdp", "comm=powersgd"], "strategy=fsdp; take strategy=ddp, or comm=ring, tree,"),
+        (["strategy=fsdp", "comm=powersgd"], "strategy=fsdp; use strategy=ddp, or comm=ring, tree,"),
         (["strategy=fsdp", "comm=ring", "comm.cuda_graph=true"], "comm.cuda_graph=true needs strategy=ddp"),
         (
             ["strategy=single", "comm.wire_dtype=bf16"],

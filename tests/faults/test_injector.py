@@ -142,11 +142,11 @@ def test_what_ends_or_holds_a_process(kind: str, tmp_path: Path) -> None:
         (("fault=kill", "train.max_steps=9"), "fault.step is 10, but the run has train.max_steps=9"),
         (
             ("fault=kill", "fault.phase=evaluate", "train.eval_every_epochs=0"),
-            "fault.phase=evaluate never comes",
+            "fault.phase=evaluate never happens",
         ),
         (
             ("fault=kill", "fault.phase=all_reduce", "strategy=fsdp"),
-            "never comes with strategy=fsdp comm=native; take",
+            "never happens with strategy=fsdp comm=native; use",
         ),
         (
             ("fault=kill", "fault.phase=all_reduce", "comm.timeline=false"),

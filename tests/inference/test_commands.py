@@ -206,7 +206,7 @@ def test_what_cannot_be_sampled_is_named(text_run: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("optim.lr=1", "optim.lr=1 has no effect once a run is trained"),
+        ("optim.lr=1", "optim.lr=1 has no effect after training"),
         ("strategy=fspd", "did you mean strategy=fsdp"),
         ("data.nmu_workers=1", "did you mean data.num_workers"),
         ("strategy=ddp,fsdp", "give one value"),
@@ -316,8 +316,8 @@ def test_a_run_from_before_there_was_a_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("manifest.json", "is a checkpoint: name its run"),
-        ("trials.jsonl", "is a sweep: name one"),
+        ("manifest.json", "is a checkpoint: give its run"),
+        ("trials.jsonl", "is a sweep: give one"),
         ("a", "no run"),
     ],
 )

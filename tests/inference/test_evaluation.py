@@ -75,7 +75,7 @@ def test_multi_label_figures_leave_out_what_has_no_ranking() -> None:
         task.loss(Given(), (scores[:, :2], labels))
     for act in (task.weight, partial(task.rows, Given())):
         for unknown in (-100, math.nan):
-            with pytest.raises(UserError, match="but MultiLabel takes 0 to 1, and none that does not count"):
+            with pytest.raises(UserError, match="but MultiLabel takes 0 to 1, and counts every label"):
                 act((scores, labels.where(labels > 0, unknown)))
 
 

@@ -59,7 +59,7 @@ def test_other_families_take_grey_images_of_a_size_of_their_own(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "side", "message"),
     [
-        ("resnet19", 32, "name=resnet19 is not a classifier of torchvision; there is resnet"),
+        ("resnet19", 32, "name=resnet19 is not a classifier of torchvision; choose from resnet"),
         ("fasterrcnn_resnet50_fpn", 224, "is not a classifier"),
         ("vgg16", 32, "name=vgg16 needs images of at least 64 pixels, not 32x32"),
         ("inception_v3", 64, "name=inception_v3 needs images of at least 75 pixels, not 64x64"),

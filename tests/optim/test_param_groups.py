@@ -73,7 +73,10 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
     ("override", "words"),
     [
         ("optim.groups=[{match:'('}]", "optim.groups.0.match is (, but must be a regular expression"),
-        ("optim.groups=[{match:x,decay:0}]", "optim.groups.0.decay is not a setting; there is match, name"),
+        (
+            "optim.groups=[{match:x,decay:0}]",
+            "optim.groups.0.decay is not a setting; choose from match, name",
+        ),
         (
             "optim.groups=[{match:x,weight_decay:-1}]",
             "optim.groups.0.weight_decay is -1.0, but must be at least",

@@ -159,7 +159,7 @@ def test_what_is_kept_must_be_an_operation_and_something_be_computed_again() -> 
     chosen = UnitsConfig("x", 1, True, 1, ["attention", "matmull"])
     with pytest.raises(UserError, match="matmull is neither matmul"):
         checkpoint_activations(_model(), chosen)
-    with pytest.raises(UserError, match="every is 2, but nothing is computed again"):
+    with pytest.raises(UserError, match="every is 2, which has no effect without recomputation"):
         settings("strategy=single", "strategy.activation_checkpointing_every=2")
 
 

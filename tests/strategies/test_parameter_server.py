@@ -120,7 +120,7 @@ def test_any_roles_give_the_model_of_ddp(
         (("strategy.servers=all",), "there is one rank"),
         (("strategy.servers=0",), "strategy.servers is 0"),
         (("comm=ring",), "comm=ring needs strategy=ddp"),
-        (("train.precision=fp16",), "take train.precision=bf16"),
+        (("train.precision=fp16",), "use train.precision=bf16"),
     ],
 )
 def test_what_cannot_be_is_one_message(tmp_path: Path, overrides: tuple[str, ...], words: str) -> None:

@@ -96,9 +96,9 @@ def test_values_out_of_range_are_refused() -> None:
     [
         (
             [0, 9, 3],
-            "the largest label is 9 and the smallest 0, but the model knows 0 to 4; set model.num_classes=10",
+            "the largest label is 9 and the smallest 0, but the model has classes 0 to 4; set model.num_classes=10",
         ),
-        ([0, -1, 3], "the largest label is 3 and the smallest -1, but the model knows 0 to 4"),
+        ([0, -1, 3], "the largest label is 3 and the smallest -1, but the model has classes 0 to 4"),
     ],
 )
 def test_labels_that_are_no_class_are_named(labels: list[int], words: str) -> None:
@@ -151,7 +151,7 @@ def test_labels_may_be_shares_of_the_classes_or_one_hot(classes: int) -> None:
     assert task.weight((logits, shares)) == 17
     for act in (task.loss, task.eval_sums):
         for wrong in (shares[:, 1:], labels.float(), one_hot[:, 1:]):
-            with pytest.raises(UserError, match=r"must be classes, integers \(17,\), or the share of each"):
+            with pytest.raises(UserError, match=r"must be classes, integers \(17,\), or class probabilities"):
                 act(Given(), (logits, wrong))
 
 

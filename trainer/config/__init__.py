@@ -1,10 +1,10 @@
 """The schema of every setting the trainer owns, and all validation.
 
-`load` is the only door: it turns what Hydra composed into one typed `Config`, or raises a `UserError`.
+`load` is the only entry point: it turns what Hydra composed into one typed `Config`, or raises a `UserError`.
 Models, datasets, tasks, optimizers and schedules are `_target_` nodes: their keys belong to the class
-they name, which validates them itself. Defaults live in conf/, types and limits beside each other in
-schema.py and choices.py; what two settings say against each other stands in contradictions.py.
-Imports no torch, so that a mistake is reported before torch has loaded.
+they name, which validates them itself. Defaults are in conf/, types and limits in schema.py and choices.py,
+and conflicts between two settings in contradictions.py.
+Does not import torch, so that a user error is reported before torch has loaded.
 """
 
 from trainer.config.choices import (

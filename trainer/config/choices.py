@@ -33,7 +33,7 @@ class ScheduleCommConfig(CommConfig):
 @dataclass
 class PowerSgdCommConfig(CommConfig):
     matrix_approximation_rank: int = at_least(1)
-    start_step: int = at_least(2)  # DDP lays out its buckets anew after the first step
+    start_step: int = at_least(2)  # DDP rebuilds its buckets after the first step
     min_compression_rate: float = above(0)
     use_error_feedback: bool = MISSING
     warm_start: bool = MISSING
@@ -45,13 +45,13 @@ class StrategyConfig:
 
     @property
     def devices_each(self) -> int:
-        """Devices that each process needs for itself; those it is told to take are not counted."""
+        """Devices that each process needs for itself, except explicitly named ones."""
         return 1
 
 
 @dataclass
 class UnitsConfig(StrategyConfig):
-    """What is common to strategies that treat a model unit by unit (trainer/strategies/units.py)."""
+    """Settings of strategies that treat a model unit by unit (trainer/strategies/units.py)."""
 
     unit_min_params: int = limited(lambda value: value >= 1, "at least 1", 1_000_000)
     activation_checkpointing: bool = False
@@ -100,7 +100,7 @@ class FsdpConfig(UnitsConfig):
 class ParameterServerConfig(UnitsConfig):
     servers: str = like(r"all|0*[1-9][0-9]*", "a number of ranks, 1 or more, or all")
     max_staleness: str = like(r"inf|\d+", "a number of steps, 0 or more, or inf")
-    replay: str | None = limited(bool, "a file that an asynchronous run has left, or null")
+    replay: str | None = limited(bool, "a file written by an asynchronous run, or null")
     bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
 
 
@@ -109,14 +109,14 @@ FAULT_PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "check
 
 @dataclass
 class FaultConfig:
-    """A fault made on purpose, once in a run, to see what becomes of it; `none` makes none."""
+    """A fault injected once in a run, to test how it is handled; `none` injects none."""
 
     kind: str = MISSING
 
 
 @dataclass
 class TimedFaultConfig(FaultConfig):
-    """When `phase` is entered for the first time in or after `step`, counted from 1."""
+    """Injected when `phase` first begins in or after `step`, counted from 1."""
 
     step: int = at_least(1)
     phase: str = one_of(*FAULT_PHASES)
@@ -146,7 +146,7 @@ class CutFaultConfig(TimedFaultConfig):
 
 @dataclass
 class LaunchConfig:
-    """Where the processes of a run come from."""
+    """How the processes of a run are started."""
 
     name: str = MISSING
 

@@ -1,4 +1,4 @@
-"""What two settings say against each other."""
+"""Conflicts between two settings."""
 
 from trainer.config.choices import (
     SCHEDULES,
@@ -18,7 +18,7 @@ from trainer.errors import UserError
 def _check_images(images: ImagesConfig) -> None:
     if len(images.mean or ()) != len(images.std or ()):
         raise UserError(
-            f"data.images.mean is {images.mean}, but data.images.std is {images.std}; give both, with a "
+            f"data.images.mean is {images.mean}, but data.images.std is {images.std}; set both, with a "
             "number for each channel, or neither"
         )
 
@@ -50,25 +50,25 @@ def check_contradictions(config: Config) -> None:
     elif isinstance(strategy, FsdpConfig) and isinstance(comm, ScheduleCommConfig):
         if comm.cuda_graph:
             raise UserError(
-                "comm.cuda_graph=true needs strategy=ddp, whose buckets stay where they are in memory; with "
+                "comm.cuda_graph=true needs strategy=ddp, whose buckets keep their addresses in memory; with "
                 "strategy=fsdp leave it out"
             )
     elif comm.algorithm != "native":
         raise UserError(
-            f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}; take strategy=ddp"
+            f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}; use strategy=ddp"
             + (f", or comm={', '.join(SCHEDULES)}" if strategy.name == "fsdp" else "")
             + ", or comm=native"
         )
     elif isinstance(comm, NativeCommConfig) and comm.wire_dtype != "fp32":
         raise UserError(
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
-            f"strategy={strategy.name}; take strategy=ddp, or comm.wire_dtype=fp32"
+            f"strategy={strategy.name}; use strategy=ddp, or comm.wire_dtype=fp32"
         )
     if isinstance(strategy, UnitsConfig) and not strategy.activation_checkpointing:
         for name, idle in (("every", 1), ("keep", [])):
             if (value := getattr(strategy, setting := f"activation_checkpointing_{name}")) != idle:
                 raise UserError(
-                    f"strategy.{setting} is {value}, but nothing is computed again: "
+                    f"strategy.{setting} is {value}, which has no effect without recomputation: "
                     "set strategy.activation_checkpointing=true, too"
                 )
     if isinstance(strategy, ParameterServerConfig):
@@ -87,37 +87,37 @@ def check_contradictions(config: Config) -> None:
 def _check_parameter_server(config: Config, strategy: ParameterServerConfig) -> None:
     if config.train.precision == "fp16":
         raise UserError(
-            "train.precision=fp16 scales the loss by what its gradients were, and with "
-            "strategy=parameter_server those never meet in one place; take train.precision=bf16"
+            "train.precision=fp16 scales the loss by the size of all gradients, but with "
+            "strategy=parameter_server no process has them all; use train.precision=bf16"
         )
     if strategy.max_staleness != "0" and config.train.profile is not None:
         raise UserError(
-            f"train.profile records steps one by one, and strategy.max_staleness={strategy.max_staleness} "
-            "leaves workers none in common; take strategy.max_staleness=0"
+            f"train.profile records common steps, but strategy.max_staleness={strategy.max_staleness} "
+            "leaves workers without any; use strategy.max_staleness=0"
         )
     if strategy.max_staleness == "0" and strategy.replay is not None:
         raise UserError(
             f"strategy.replay={strategy.replay} repeats an asynchronous run, but strategy.max_staleness is "
-            "0; give the one that run had"
+            "0; set it to that run's value"
         )
 
 
 def _check_phase_comes(config: Config, fault: TimedFaultConfig) -> None:
-    """A fault that waits for what never happens would look like one that did no harm."""
+    """Refuse a fault at a point that never comes: it would look like one that does no harm."""
     comm, train = config.comm, config.train
     if train.max_steps is not None and fault.step > train.max_steps:
         raise UserError(f"fault.step is {fault.step}, but the run has train.max_steps={train.max_steps}")
     if fault.phase == "evaluate" and not train.evaluates:
-        raise UserError("fault.phase=evaluate never comes with train.eval_every_epochs=0")
+        raise UserError("fault.phase=evaluate never happens with train.eval_every_epochs=0")
     if fault.phase == "all_reduce":
         shards = isinstance(config.strategy, FsdpConfig) and isinstance(comm, ScheduleCommConfig)
         if not isinstance(config.strategy, DdpConfig) and not shards:
             raise UserError(
-                "fault.phase=all_reduce is DDP's, or FSDP's with comm=ring and the like, and never comes "
-                f"with strategy={config.strategy.name} comm={comm.algorithm}; take fault.phase=backward"
+                "fault.phase=all_reduce is DDP's, or FSDP's with comm=ring and the like, and never happens "
+                f"with strategy={config.strategy.name} comm={comm.algorithm}; use fault.phase=backward"
             )
         if isinstance(comm, NativeCommConfig) and comm.wire_dtype == "fp32" and not comm.timeline:
             raise UserError(
-                "fault.phase=all_reduce cannot be seen with comm.timeline=false; set it to true, or take "
+                "fault.phase=all_reduce is not noticed with comm.timeline=false; set it to true, or use "
                 "fault.phase=backward"
             )

@@ -14,15 +14,14 @@ from trainer.errors import UserError
 def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
     """Call the node's `_target_` with its other keys, `args` and `kwargs`.
 
-    A key whose value is the word `auto` is taken from the attribute of that name of `facts`, also in nodes
-    within.
+    A key with the value `auto` is set to the attribute of that name of `facts`, also in nested nodes.
 
     Args:
-        name: how a person finds the node in the config, for messages.
+        name: the node's name in the config, for messages.
 
     Raises:
-        UserError: the target does not exist, has no such argument or refuses a value; or `auto` asks for
-            a fact that `facts` does not have.
+        UserError: the target does not exist, has no such argument or refuses a value; or `auto` is set for
+            a key that `facts` does not have.
     """
     filled = _filled(name, node, facts)
     try:
@@ -34,7 +33,7 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
         if cause is None or isinstance(cause, TypeError | ValueError | ImportError | OSError):
             raise _cannot(name, node, cause or error) from error
         raise cause from None
-    except TypeError as error:  # Hydra's own, of a node that it cannot read: _recursive_=x
+    except TypeError as error:  # Hydra's own, for a node that it cannot read: _recursive_=x
         raise _cannot(name, node, error) from error
 
 
@@ -46,13 +45,13 @@ def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
 
 
 def _hidden(target: str) -> str:
-    """That a folder of the user's has the name of a package of ours, which hides it."""
+    """A hint if a user's folder has the name of one of this project's packages, and hides it."""
     name = target.partition(".")[0]
     theirs = Path(name).resolve()
     if name not in ("models", "trainer") or not theirs.exists():
         return ""
     ours = Path(str(import_module(name).__file__)).resolve().parent
-    return "" if ours == theirs else f"; {name} is {ours} here and hides {theirs}: give yours another name"
+    return "" if ours == theirs else f"; {name} is {ours} here and hides {theirs}: rename yours"
 
 
 def _filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a setting must keep to, written beside its field, and the check of it."""
+"""The limit of a setting, written beside its field, and its check."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class Limit:
-    """What a value must keep to, unless it is None: that means absent."""
+    """What a value must satisfy, unless it is None, which means absent."""
 
     holds: Callable[[Any], bool]
     words: str
@@ -59,7 +59,7 @@ PATTERN = Limit(_is_pattern, "a regular expression of parameter names")
 
 
 def seconds() -> Any:
-    """A deadline; torch and the C library count it in nanoseconds, in 64 bits."""
+    """A deadline; torch and the C library use 64-bit nanoseconds."""
     return limited(lambda value: 0 < value <= 1e9, "greater than 0, and at most 1e9 (30 years)")
 
 
@@ -67,7 +67,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def check_limits(node: Any, prefix: str = "") -> None:
-    """Hold every setting under ``node``, a dataclass, against the limit beside its field."""
+    """Check every setting under ``node``, a dataclass, against the limit of its field."""
     for a_field in dataclasses.fields(node):
         name, value = prefix + a_field.name.rstrip("_"), getattr(node, a_field.name)
         if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""From what Hydra composed to a `Config`, and from there to names and YAML."""
+"""From the composed Hydra config to a `Config`, and from there to names and YAML."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ def load(composed: DictConfig) -> Config:
     try:
         for name in GROUPS:
             if not OmegaConf.is_dict(composed[name]):
-                raise UserError(f"{name} is {composed[name]}, but must hold settings, as {name}.NAME=VALUE")
+                raise UserError(f"{name} is {composed[name]}, but must hold settings: {name}.NAME=VALUE")
         _name("strategy.name", composed.strategy.name, STRATEGIES)
         _name("comm.algorithm", composed.comm.algorithm, COMMS)
         _name("fault.kind", composed.fault.kind, FAULTS)
@@ -42,12 +42,12 @@ def load(composed: DictConfig) -> Config:
         merged = OmegaConf.merge(schema, _renamed(composed, "async", "async_"))
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
-            raise UserError(f"{missing[0]} has no value; give it one: {missing[0]}=...")
+            raise UserError(f"{missing[0]} has no value; set {missing[0]}=...")
         config = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
         raise UserError(not_a_setting(error.full_key or str(error.key), composed)) from error
     except MissingMandatoryValue as error:
-        raise UserError(f"{error.full_key} has no value; give it one: {error.full_key}=...") from error
+        raise UserError(f"{error.full_key} has no value; set {error.full_key}=...") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{str(error.full_key).rstrip('_')}: {first_line(error)}") from error
     assert isinstance(config, Config)
@@ -59,7 +59,7 @@ def load(composed: DictConfig) -> Config:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return every setting by its dotted name, as a person would write it on the command line."""
+    """Return every setting by its dotted name, as written on the command line."""
     return dict(leaves(_as_dict(config)))
 
 
@@ -75,7 +75,7 @@ def _as_dict(config: Config) -> dict[str, Any]:
 
 
 def _renamed(settings: DictConfig, key: str, new: str) -> DictConfig:
-    """A copy of `settings` in which `checkpoint.<key>` is called `new`."""
+    """A copy of `settings` in which `checkpoint.<key>` is named `new`."""
     settings = copy.deepcopy(settings)
     with open_dict(settings):
         if "checkpoint" in settings and key in settings.checkpoint:

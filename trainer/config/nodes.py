@@ -1,4 +1,4 @@
-"""The little that is known of `_target_` nodes, whose keys belong to the class they name."""
+"""The trainer's own checks of `_target_` nodes, whose other keys belong to the class they name."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from trainer.errors import UserError, first_line
 
 @dataclass
 class ParameterGroup:
-    """An entry of optim.groups: parameters by their names, and what differs for them; null: as for others."""
+    """An entry of optim.groups: parameters by name, and their own settings; null: as for other parameters."""
 
     match: str = field(default=MISSING, metadata={"limit": PATTERN})
     name: str | None = like(r"[\w.-]+", "of letters, digits and _.-: it names a curve", default=None)
@@ -25,14 +25,14 @@ class ParameterGroup:
 
 @dataclass
 class Undecayed:
-    """optim.undecayed: which parameters have no weight decay, unless a group gives them one."""
+    """optim.undecayed: parameters without weight decay, unless a group sets one for them."""
 
     below_dims: int = limited(lambda value: value >= 0, "at least 0", 0)
     match: str | None = field(default=None, metadata={"limit": PATTERN})
 
 
 def check_nodes(config: Config) -> None:
-    """The little that is known of a node whose class validates the rest."""
+    """Check what is known of a node; its class validates the rest."""
     nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
     nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
     nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
@@ -54,7 +54,7 @@ def check_nodes(config: Config) -> None:
 
 
 def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], Undecayed]:
-    """The trainer's own part of `optim`, which no optimizer is given: `groups` and `undecayed`.
+    """The trainer's own part of `optim`, which is not passed to the optimizer: `groups` and `undecayed`.
 
     Raises:
         UserError: an unknown key, a wrong type, a value outside its limits.
@@ -67,7 +67,7 @@ def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], Undec
 
 
 def model_settings(model: dict[str, Any]) -> dict[str, Any]:
-    """What of `model` its class is given: without that which is the trainer's own."""
+    """The part of `model` that is passed to its class, without the trainer's own keys."""
     own = ("init_from", "init_ignore", "freeze")
     return {key: value for key, value in model.items() if key not in own}
 
@@ -81,16 +81,16 @@ def patterns(name: str, value: Any) -> list[str]:
 
 
 def _typed(kind: type[Any], name: str, node: Any) -> Any:
-    """What stands at ``name`` in a `_target_` node, though it is the trainer's, as a ``kind``."""
+    """The trainer's own node at ``name`` within a `_target_` node, as a ``kind``."""
     keys = [a.name for a in dataclasses.fields(kind)]
     if not isinstance(node, dict):
         raise UserError(f"{name} is {node}, but must hold settings: {', '.join(keys)}")
     try:
         value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), node))
     except ConfigKeyError as error:
-        raise UserError(f"{name}.{error.key} is not a setting; there is {', '.join(keys)}") from error
+        raise UserError(f"{name}.{error.key} is not a setting; choose from {', '.join(keys)}") from error
     except MissingMandatoryValue as error:
-        raise UserError(f"{name}.{error.full_key} has no value; give it one") from error
+        raise UserError(f"{name}.{error.full_key} has no value; set one") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{name}.{error.full_key}: {first_line(error)}") from error
     check_limits(value, f"{name}.")

@@ -1,4 +1,4 @@
-"""What is wrong with a command line, in one line: the words for overrides that nothing takes."""
+"""Explains in one line what is wrong with a command line, and writes overrides."""
 
 import difflib
 import re
@@ -12,13 +12,13 @@ from omegaconf import DictConfig, OmegaConf
 
 CONF = Path(__file__).parents[1] / "conf"
 EACH_TRIAL_LAUNCHES = (
-    "each trial of a sweep is a launch of its own; leave it out, say launch=local launch.processes=N or "
+    "each trial of a sweep is its own launch; leave it out, set launch=local launch.processes=N or "
     "launch=slurm, and hydra.sweeper.concurrent=N for several at a time"
 )
 
 
 def in_words(error: Exception) -> str:
-    """The message of a composition that failed, in one line, with the nearest name that would not have."""
+    """The message of a failed composition in one line, with the nearest valid name."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if group == "hydra/launcher":
@@ -30,14 +30,14 @@ def in_words(error: Exception) -> str:
         return not_a_setting(getattr(error.__cause__, "full_key", None) or unknown[1])
     said = str(error).partition("\nConfig search path")[0]
     unread = re.match(r"LexerNoViableAltException: (.*)\n( *)\^", said)
-    if unread:  # the mark stands below the first character that no grammar rule takes
+    if unread:  # the mark is below the first character that no grammar rule accepts
         at = max(0, len(unread[2]) - len("LexerNoViableAltException: "))
         return f"{unread[1]} cannot be read from {unread[1][at:]!r} on; quote the value: KEY='\"VALUE\"'"
     return " ".join(said.partition("\nSee https://hydra.cc")[0].split())
 
 
 def for_hydra(arguments: Iterable[str]) -> list[str]:
-    """A command line as Hydra takes it: to its grammar a plain nan is a number, and no option of a group."""
+    """A command line for Hydra, whose grammar reads a plain nan as a number, not as an option of a group."""
     return [
         re.sub(r"(?<=[=,])nan(?=,|$)", "'nan'", word) if word.startswith("fault=") else word
         for word in arguments
@@ -45,13 +45,13 @@ def for_hydra(arguments: Iterable[str]) -> list[str]:
 
 
 def set_to(name: str, text: str) -> str:
-    """The override that sets `name` to `text`, whatever characters that holds."""
+    """The override that sets `name` to `text`, with any characters."""
     plain = re.fullmatch(r"[A-Za-z0-9_/.-]*[A-Za-z_/][A-Za-z0-9_/.-]*", text)
     return f"{name}={text if plain else QuotedString(text, Quote.single).with_quotes()}"
 
 
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
-    """That ``key`` is unknown, and what it may have been meant for: a setting, a group, another option."""
+    """The message that ``key`` is unknown, with what may be meant: a setting, a group, another option."""
     known = _settings()
     if composed is not None:
         here = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(composed)), resolve=False)
@@ -64,15 +64,15 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
 
 
 def _for_a_class(key: str, known: Iterable[str]) -> str:
-    """How to give ``key`` to a class of the user's, where it stands under one."""
+    """How to pass ``key`` to a user's class, if it is under one."""
     node = key.rpartition(".")[0]
     if f"{node}._target_" not in known or node.startswith("hydra."):
         return ""
-    return f" (+{key}=VALUE gives it to what {node}._target_ names)"
+    return f" (+{key}=VALUE passes it to {node}._target_)"
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in nested dicts by its dotted name, as a person would write it on the command line."""
+    """Every value in nested dicts by its dotted name, as written on the command line."""
     if isinstance(node, dict) and node:
         for key, value in node.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
@@ -86,7 +86,7 @@ def _nearest(name: str, names: Iterable[str], group: str | None = None) -> str:
 
 
 def _settings() -> dict[str, list[str]]:
-    """Every setting and group in conf/, with the options (``group=option``) that it belongs to."""
+    """Every setting and group in conf/, with the options (``group=option``) that have it."""
     found: dict[str, list[str]] = {}
     for file in sorted(CONF.glob("**/*.yaml")):
         group = ".".join(file.relative_to(CONF).parts[:-1])

@@ -1,7 +1,7 @@
-"""The settings of a run that has begun, read from its config.yaml for what comes after training.
+"""The settings of an existing run, read from its config.yaml by commands that follow training.
 
-They say what the run is, not where it ran: launch, place among ranks and all-reduce are those of the command
-at hand. Imports no torch, so that a mistake is reported before torch has loaded.
+They say what the run is, not where it ran: launch, ranks and all-reduce are those of the present command.
+Does not import torch, so that a user error is reported before torch has loaded.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """The settings of the run in `run_dir`, changed by `overrides`, which are written as for training.
 
     Raises:
-        UserError: no run is there; or an override that cannot be read, is none or has no effect any more.
+        UserError: there is no run; or an override cannot be read, is invalid, or has no effect after
+            training.
     """
     saved = _read(run_dir)
     changes = [_parse(override) for override in overrides]
@@ -46,9 +47,7 @@ def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         raise UserError(in_words(error)) from error
     config = load(settings)
     if config.seed is None:
-        raise UserError(
-            f"{run_dir / 'config.yaml'}: seed is null, but a run writes there the one that it drew"
-        )
+        raise UserError(f"{run_dir / 'config.yaml'}: seed is null, but a run writes its seed there")
     return config
 
 
@@ -59,10 +58,10 @@ def _read(run_dir: Path) -> DictConfig:
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = ""
         if (run_dir / "manifest.json").exists():
-            hint = f"; it is a checkpoint: name its run, and say --checkpoint {run_dir}"
+            hint = f"; it is a checkpoint: give its run, and --checkpoint {run_dir}"
         elif (run_dir / "trials.jsonl").exists():
-            hint = "; it is a sweep: name one of the runs in it"
-        raise UserError(f"{run_dir} is no run: it has no config.yaml{hint}") from error
+            hint = "; it is a sweep: give one of the runs in it"
+        raise UserError(f"{run_dir} is not a run: it has no config.yaml{hint}") from error
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(saved, DictConfig) or not {"model", "data", "strategy"} <= saved.keys():
@@ -71,8 +70,8 @@ def _read(run_dir: Path) -> DictConfig:
 
 
 def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> DictConfig:
-    """The saved settings; from `composed` the `groups`, and what there was not yet when the run began."""
-    own = OmegaConf.load(CONF / "train.yaml")  # what belongs to no choice, and so to any
+    """The saved settings; with the `groups` from `composed`, and settings that are newer than the run."""
+    own = OmegaConf.load(CONF / "train.yaml")  # settings outside groups
     assert isinstance(own, DictConfig)
     with open_dict(own):
         del own["defaults"], own["hydra"]
@@ -89,14 +88,12 @@ def _parse(override: str) -> Override:
     try:
         change = OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise UserError(f"{override} is no override, as strategy=fsdp is one: {in_words(error)}") from error
+        raise UserError(f"{override} is not an override such as strategy=fsdp: {in_words(error)}") from error
     if change.is_sweep_override() or change.is_delete():
-        raise UserError(f"{override}: give one value, as in strategy=fsdp")
+        raise UserError(f"{override}: give one value, such as strategy=fsdp")
     key = change.key_or_group
     if key.partition(".")[0] not in MAY_CHANGE:
-        raise UserError(
-            f"{override} has no effect once a run is trained; {', '.join(MAY_CHANGE)} can be set here"
-        )
+        raise UserError(f"{override} has no effect after training; {', '.join(MAY_CHANGE)} can be set here")
     return change
 
 
@@ -109,6 +106,6 @@ def _apply(settings: DictConfig, change: Override) -> None:
     if not change.is_add() and OmegaConf.select(settings, key, throw_on_missing=False, default=...) is ...:
         raise UserError(not_a_setting(key, settings))
     value = change.value()
-    # Another class has other settings.
+    # Another class has different settings.
     other = isinstance(value, dict) and "_target_" in value
     OmegaConf.update(settings, key, value, merge=not other, force_add=other or change.is_add())

@@ -1,4 +1,4 @@
-"""The settings of every run, whatever it chooses: types, and limits beside them; defaults live in conf/."""
+"""The settings of every run, with any choice of groups: types and limits; defaults are in conf/."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class EmaConfig:
 @dataclass
 class ImagesConfig:
     mean: list[float] | None = MISSING
-    std: list[float] | None = each_above(0)  # noqa: RUF009, it makes a field
+    std: list[float] | None = each_above(0)  # noqa: RUF009, it creates a field
     flip: bool = MISSING
 
 
@@ -105,13 +105,13 @@ class CheckpointConfig:
     keep_last: int = at_least(1)
     keep_best: KeepBest | None = MISSING
     keep_every: int | None = at_least(1)
-    async_: bool = MISSING  # `async` to the person, but a word of Python's own
+    async_: bool = MISSING  # `async` for users, but reserved in Python
     timeout_s: float = seconds()
 
 
 @dataclass
 class Config:
-    """Everything a run is told. Dicts are `_target_` nodes, lists in them are plain lists."""
+    """All settings of a run. Dicts are `_target_` nodes, with plain lists."""
 
     seed: int | None = limited(lambda value: 0 <= value < 2**64, "from 0 to 2**64 - 1")
     run_dir: str | None = limited(bool, "a path, or null for a new one under runs/: '.' is this directory")

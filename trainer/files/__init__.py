@@ -1,1 +1,1 @@
-"""Files written whole or not at all, new directories, and what others wrote, read without trust."""
+"""Files written whole or not at all, new directories, and untrusted files read with checks."""

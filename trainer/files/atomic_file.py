@@ -11,14 +11,14 @@ from trainer.errors import UserError
 
 @contextmanager
 def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
-    """Write to a file beside `path`, which replaces it at the end; after an error `path` is as it was.
+    """Write to a file beside `path`, which replaces `path` at the end; after an error `path` is unchanged.
 
     Args:
-        on_disk: whether to wait until the disk has it, so that it is whole after a power failure, too; a slow
-            disk holds the caller up meanwhile.
+        on_disk: whether to wait until the data is on disk, so that it is whole even after a power failure;
+            a slow disk delays the caller.
 
     Raises:
-        OSError: the disk is full, for instance.
+        OSError: for instance, the disk is full.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -35,10 +35,10 @@ def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
 
 @contextmanager
 def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
-    """`atomic_file` for a name that a user gave: an existing file is kept, unless `replace`.
+    """`atomic_file` for a name given by a user: an existing file is kept, unless `replace`.
 
     Raises:
-        UserError: for an OSError, a full disk for instance; or the name is taken.
+        UserError: in place of an OSError, such as a full disk; or the file exists.
     """
     check_free(path, replace)
     try:
@@ -51,8 +51,8 @@ def output_file(path: Path, replace: bool = False) -> Iterator[BinaryIO]:
 
 
 def check_free(path: Path, replace: bool = False) -> None:
-    """Raise UserError where `path` cannot become a new file, or, with `replace`, another one."""
+    """Raise UserError if `path` cannot be created or, with `replace`, replaced."""
     if not path.parent.is_dir():
-        raise UserError(f"{path.parent} is no directory to write {path.name} in")
+        raise UserError(f"{path.parent} is not a directory, so {path.name} cannot be written there")
     if not replace and os.path.lexists(path):
-        raise UserError(f"{path} exists already; name another file, or delete it")
+        raise UserError(f"{path} exists already; choose another file, or delete it")

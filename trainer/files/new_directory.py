@@ -1,4 +1,4 @@
-"""A directory that nobody else has: for a run, or for a sweep."""
+"""A new directory for a run, or for a sweep, that no other process uses."""
 
 import contextlib
 import itertools
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def new_directory(base: Path) -> Path:
-    """Make `base`, or `base`-2 and so on. mkdir alone decides: two that start in the same second get two.
+    """Create `base`, or `base`-2 and so on. mkdir decides: two processes in the same second get two.
 
     Raises:
-        OSError: it cannot be made, for another reason than that it is there.
+        OSError: it cannot be created, for another reason than that it exists.
     """
     base.parent.mkdir(parents=True, exist_ok=True)
     for n in itertools.count(1):

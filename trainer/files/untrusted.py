@@ -1,4 +1,4 @@
-"""What others wrote, into a file or the store: taken as the type it must have, and printed escaped."""
+"""Data that others wrote, into a file or the store: checked for its type, and printed escaped."""
 
 import json
 import math
@@ -17,8 +17,8 @@ def load_json(path: Path) -> dict[str, Any]:
     """The JSON object in the file at ``path``.
 
     Raises:
-        OSError: there is none, or it cannot be read.
-        UserError: it is larger than MAX_JSON_BYTES; or as of ``read_json``.
+        OSError: it does not exist, or cannot be read.
+        UserError: it is larger than MAX_JSON_BYTES; or an error of ``read_json``.
     """
     with path.open("rb") as file:
         data = file.read(MAX_JSON_BYTES + 1)
@@ -28,15 +28,16 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``, of no great depth. NaN and Infinity pass: ``Fields`` tells them apart.
+    """The JSON object in ``data``, of limited depth. NaN and Infinity are accepted: ``Fields`` checks for
+    them.
 
     Raises:
-        UserError: no UTF-8, no JSON, no object; a key twice; nested too deeply.
+        UserError: not UTF-8, not JSON, not an object; a repeated key; nested too deeply.
     """
     try:
         value = json.loads(data.decode(), object_pairs_hook=_no_key_twice)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{printable(path)} is damaged: it is no JSON ({reason(error)})") from error
+        raise UserError(f"{printable(path)} is damaged: it is not JSON ({reason(error)})") from error
     if not isinstance(value, dict):
         raise UserError(f"{printable(path)} is damaged: it holds no JSON object")
     level: list[Any] = [value]
@@ -51,15 +52,15 @@ def read_json(path: Path, data: bytes) -> dict[str, Any]:
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key comes twice")
+        raise ValueError("a key is repeated")
     return found
 
 
 class Fields:
-    """What a file says under names, each taken as the type it must have, or UserError."""
+    """The values in a file by name, each checked for its type; raises UserError."""
 
     def __init__(self, origin: str, values: Any) -> None:
-        """``origin`` names the file, and the place in it, for the message."""
+        """``origin`` names the file, and the place in it, for messages."""
         if not isinstance(values, Mapping):
             raise UserError(f"{printable(origin)} is {_shown(values)}, but must be a mapping")
         self._origin, self.values = origin, values
@@ -73,7 +74,7 @@ class Fields:
         return value
 
     def refuse(self, name: str, words: str) -> NoReturn:
-        """Raise UserError: what is under ``name`` must be what ``words`` say."""
+        """Raise UserError: ``words`` say what the value of ``name`` must be."""
         shown = _shown(self.values[name])
         raise UserError(f"{printable(self._origin)}: {printable(name)} is {shown}, but must be {words}")
 
@@ -81,14 +82,14 @@ class Fields:
         return self._take(name, str, "a text")
 
     def count(self, name: str) -> int:
-        """A whole number, 0 or more, that fits 63 bits."""
+        """A whole number, 0 or more, of at most 63 bits."""
         value = self.integer(name)
         if value < 0:
             self.refuse(name, "a whole number, 0 or more")
         return value
 
     def integer(self, name: str) -> int:
-        """A whole number that fits 64 bits."""
+        """A whole number of at most 64 bits."""
         value: int = self._take(name, int, "a whole number")
         if not -(1 << 63) <= value < 1 << 63:
             self.refuse(name, "a whole number of at most 64 bits")
@@ -112,12 +113,12 @@ class Fields:
         return Fields(f"{self._origin}: {name}", self._take(name, Mapping, "a mapping"))
 
     def has(self, name: str) -> bool:
-        """Whether there is anything but null under ``name``."""
+        """Whether ``name`` has a value other than null."""
         return self.values.get(name) is not None
 
 
 def printable(text: object, limit: int = _MAX_SHOWN) -> str:
-    """``text`` on one line, cut short, with all escaped that a terminal would obey or could not print."""
+    """``text`` on one line, cut short, with control and unprintable characters escaped."""
     words = str(text)
     if len(words) > limit:
         words = f"{words[:limit]}... ({len(words):,} characters)"
@@ -127,12 +128,12 @@ def printable(text: object, limit: int = _MAX_SHOWN) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What an error from somebody else's code says, in one line; its name if it says nothing."""
+    """The message of an error from other code, in one line; its type if it has none."""
     return printable(first_line(error))
 
 
 def _shown(value: Any) -> str:
-    """A value in words, however large or deep it is."""
+    """A value as text, of any size or depth."""
     if isinstance(value, dict | list | tuple):
         return f"a {type(value).__name__}"
     if isinstance(value, int) and value.bit_length() > 200:

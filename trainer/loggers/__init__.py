@@ -1,4 +1,4 @@
-"""Where the figures of a run go: metrics.jsonl always, and whatever `logger=` names beside it."""
+"""Where the figures of a run are written: metrics.jsonl always, and the loggers of `logger=`."""
 
 from trainer.loggers.base import Logger
 from trainer.loggers.run_log import RunLog

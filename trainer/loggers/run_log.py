@@ -1,4 +1,4 @@
-"""The voice of a run: rank 0 alone tells the loggers, metrics.jsonl and the terminal how it goes."""
+"""Reports the progress of a run from rank 0 to the loggers, metrics.jsonl and the terminal."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Keeps what happens within `with pace:` to 1 % of the time, if it is asked before whether it is due.
+    """Limits what happens within `with pace:` to 1 % of the time, if `is_due` is asked before.
 
     Args:
         first_after_s: seconds until it is due for the first time.
@@ -44,7 +44,7 @@ class Pace:
 
 
 class RunLog:
-    """The voice of rank 0; on other ranks it says nothing, and all may call it.
+    """Reports from rank 0; any rank may call it, and on the others it does nothing.
 
     Raises:
         UserError: a logger of `config.logger` that cannot be built or lacks a method; on every rank.
@@ -55,10 +55,10 @@ class RunLog:
         run_dir = Path(config.run_dir)
         self.enabled = dist.is_main
         self.shows = Pace(first_after_s=10)
-        self._figures = Pace(first_after_s=60)  # the first picture imports matplotlib: 0.6 s, 1 % of a minute
+        self._figures = Pace(first_after_s=60)  # the first figure imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir, self._total_steps, self._first_step = run_dir, total_steps, first_step
         self._loggers: dict[str, Logger] = {}  # by their settings
-        self._times: dict[str, list[int]] = {}  # how often a figure that is a rank was which
+        self._times: dict[str, list[int]] = {}  # counts of a figure whose values are ranks
         told = {"run_dir": run_dir, "run_id": run_id, "first_step": first_step, "settings": flatten(config)}
 
         def build() -> None:
@@ -69,7 +69,7 @@ class RunLog:
         on_main(build, dist)
 
     def begin(self) -> None:
-        """Called once, when the run begins or really goes on: until then run_dir stays as it was."""
+        """Called once, when the run begins or resumes for certain: until then run_dir is unchanged."""
         if not self.enabled:
             return
         with writing(self._run_dir):
@@ -78,7 +78,7 @@ class RunLog:
 
     @property
     def look(self) -> str:
-        """How a person looks at the run."""
+        """How to look at the run."""
         ways = [getattr(logger, "look", "") for logger in self._loggers.values()]
         return "  ".join(filter(None, ways)) or str(self._run_dir / METRICS)
 
@@ -89,7 +89,7 @@ class RunLog:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write `values` to metrics.jsonl and to the loggers at optimizer step `step`.
 
-        To these, one named `.../..._rank` is no height of a curve: they get how often it was which, so far.
+        Loggers do not get a figure `.../..._rank` as a curve, but as a histogram of its values so far.
         """
         if not self.enabled:
             return
@@ -105,17 +105,17 @@ class RunLog:
             self.histograms({name: (torch.tensor(times, dtype=torch.float64), edges)}, step)
 
     def texts(self, texts: Mapping[str, str], step: int) -> None:
-        """Write Markdown by name; what is no UTF-8, half a surrogate pair for instance, is spelt out."""
+        """Write Markdown by name; characters that UTF-8 cannot encode are escaped."""
         for name, text in texts.items():
             self._tell("text", name, text.encode(errors="backslashreplace").decode(), step)
 
     def images(self, images: Mapping[str, Tensor], step: int) -> None:
-        """Write pictures (3 or 1, H, W) by name, uint8 or floats in [0, 1]."""
+        """Write images (3 or 1, H, W) by name, uint8 or floats in [0, 1]."""
         for name, image in images.items():
             self._tell("image", name, image.cpu(), step)
 
     def histograms(self, histograms: Mapping[str, tuple[Tensor, Tensor]], step: int) -> None:
-        """Write, by name, how many values lie between one edge and the next: (n,) and (n + 1,), float64."""
+        """Write histograms by name: counts (n,) between edges (n + 1,), float64."""
         for name, (counts, edges) in histograms.items():
             self._tell("histogram", name, counts, edges, step)
 
@@ -127,22 +127,22 @@ class RunLog:
                     self._tell("figure", name, figure, step)
 
     def step_line(self, text: str) -> None:
-        """Print a line on how the steps go; without a terminal not each of them."""
+        """Print a line about the current step; without a terminal, only some of them."""
         if self.enabled:
             self.progress.step_line(text)
 
     def line(self, text: str) -> None:
-        """Print a line on something that happens seldom."""
+        """Print a line on a rare event."""
         if self.enabled:
             self.progress.line(text)
 
     def leave_terminal(self) -> None:
-        """To be called however the run ends: what is printed next begins on a line of its own."""
+        """Called however the run ends: the next output begins on a new line."""
         if self.enabled:
             self.progress.close()
 
     def close(self) -> None:
-        """Close all of them, also where one cannot."""
+        """Close all loggers, even if one fails."""
         self.leave_terminal()
         with ExitStack() as closing:
             for setting in self._loggers:
@@ -158,7 +158,7 @@ class RunLog:
     def _tell_one(self, setting: str, method: str, *arguments: Any) -> None:
         try:
             getattr(self._loggers[setting], method)(*arguments)
-        except OSError as error:  # of the disk, or of a server
+        except OSError as error:  # from the disk, or from a server
             raise UserError(f"{setting} of run_dir={self._run_dir} cannot be written: {error}") from error
 
 
@@ -166,7 +166,7 @@ def _logger(name: str, node: dict[str, Any], told: dict[str, Any]) -> Logger:
     logger: Logger = instantiate(name, node, **told)
     if lacking := [method for method in METHODS if not callable(getattr(logger, method, None))]:
         raise UserError(
-            f"{name}: {node['_target_']} makes a {type(logger).__name__} without {', '.join(lacking)}; a "
-            "logger has the methods of trainer.loggers.Logger"
+            f"{name}: {node['_target_']} creates a {type(logger).__name__} without {', '.join(lacking)}; it "
+            "must have the methods of trainer.loggers.Logger"
         )
     return logger

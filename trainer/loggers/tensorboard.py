@@ -1,4 +1,4 @@
-"""TensorBoard: what is learned comes first, then speed, memory and communication."""
+"""TensorBoard: the training curves first, then speed, memory and communication."""
 
 import re
 import shlex
@@ -15,17 +15,17 @@ from trainer.loggers.base import Logger
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# It sorts groups by name, so numbers order them.
+# TensorBoard sorts groups by name, so numbers order them.
 _GROUPS = {"eval": "2_eval", "train": "3_train", "speed": "4_speed", "memory": "5_memory", "comm": "6_comm"}
 _LOSS = {"train": "1_loss/train", "eval": "1_loss/eval", "objective": "1_loss/train_objective"}
 _LOSS |= {"average": "1_loss/eval_ema"}
 
 
 class TensorBoard(Logger):
-    """Events under ``run_dir/tensorboard``, flushed at every log step: a killed run loses what came after.
+    """Events under ``run_dir/tensorboard``, flushed at every log step: a killed run loses only later ones.
 
-    ``1_loss`` holds the losses of training and evaluation, both as evaluation computes them; where training
-    minimises another (with label smoothing), ``train_objective`` is that one.
+    ``1_loss`` holds the losses of training and evaluation, both as evaluation computes them; if training
+    minimises another (with label smoothing), that one is ``train_objective``.
     """
 
     def __init__(self, run_dir: Path, first_step: int, **told: Any) -> None:
@@ -34,9 +34,9 @@ class TensorBoard(Logger):
 
     @cached_property
     def _writer(self) -> SummaryWriter:
-        """Made when first used: until then the run may be refused, and leaves no file."""
-        # A resumed run writes its steps again, from the first one on if it died before it was saved;
-        # purge_step hides those of the process before.
+        """Created at the first use: until then the run may be refused, and leaves no file."""
+        # A resumed run writes some steps again, all of them if it died before its first save;
+        # purge_step hides those of the earlier process.
         writer = SummaryWriter(str(self._run_dir / "tensorboard"), purge_step=self._first_step + 1)
         together = ["Multiline", [f"^{_LOSS['train']}$", f"^{_LOSS['eval']}$"]]
         writer.add_custom_scalars({"learning": {"loss of training and evaluation": together}})
@@ -75,7 +75,7 @@ class TensorBoard(Logger):
 
 
 def _logdir(run_dir: Path) -> str:
-    """The option with which TensorBoard calls the run by its name; by --logdir alone it is called `.`"""
+    """The option with which TensorBoard shows the run's name; with --logdir alone it shows `.`"""
     events, name = run_dir / "tensorboard", run_dir.resolve().name
     return (
         f"--logdir {shlex.quote(str(events))}"
@@ -85,7 +85,7 @@ def _logdir(run_dir: Path) -> str:
 
 
 def tag(name: str, beside: Collection[str] = ()) -> str:
-    """Where `name` stands on TensorBoard's page, logged with the figures `beside` it."""
+    """The tag of `name` on TensorBoard's page, given the figures logged `beside` it."""
     if name in ("eval/loss", "eval/ema/loss"):
         return _LOSS["eval" if name == "eval/loss" else "average"]
     if name == "train/plain_loss" or (name == "train/loss" and "train/plain_loss" not in beside):

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class Wandb(Logger):
-    """One run there for a run here, also when it is resumed: its id is the run's own.
+    """One W&B run for each run, also when it is resumed: both have the same id.
 
-    Figures lie over `step`, the optimizer step. W&B counts its own steps and takes none back: those that a
-    resumed run writes again are there twice.
+    The x-axis of figures is `step`, the optimizer step. W&B counts its own steps and never rewinds: steps
+    that a resumed run repeats appear twice.
 
     Args:
         mode: online | offline | disabled | shared; None leaves it to WANDB_MODE and the login.
-        init: what else `wandb.init` takes: project, entity, group, tags, ...
+        init: further arguments of `wandb.init`: project, entity, group, tags, ...
 
     Raises:
-        UserError: wandb is not installed, nobody is logged in, or the service does not answer.
+        UserError: wandb is not installed, not logged in, or the service does not answer.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Wandb(Logger):
         init |= {"id": run_id, "mode": mode, "resume": "allow" if first_step and not offline else None}
         init |= {"name": name or run_dir.resolve().name, "dir": run_dir, "config": dict(settings)}
         try:
-            # The terminal is ours, and train.log has what was said there.
+            # This process controls the terminal, and train.log has its output.
             self._run = wandb.init(settings=wandb.Settings(console="off"), **init)
         except wandb.errors.Error as error:
             said = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""What is optimised, measured and shown: one class for each kind of task."""
+"""Training objectives, metrics and what is shown of them: one class for each kind of task."""
 
 from trainer.tasks.base import Evaluation, Shown, Task, offers
 from trainer.tasks.classification import Classification

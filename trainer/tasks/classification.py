@@ -13,19 +13,19 @@ from trainer.tasks.cross_entropy import (
     num_counted,
 )
 
-_CONFUSIONS_OF = 100  # classes at most: their square is counted
-_TABLE_OF = 20  # classes at most: more are a list of what is confused most
+_CONFUSIONS_OF = 100  # at most this many classes: their square is counted
+_TABLE_OF = 20  # at most this many classes; for more, list the most confused
 
 
 class Classification:
     """One class for each input: batches are (inputs (B, ...), labels (B,)), the model returns (B, classes).
 
-    A label of -100 does not count. Labels may be the share of each class, (B, classes), or one-hot: the
-    class with the largest is then the right one.
+    A label of -100 does not count. Labels may also be class probabilities (B, classes), or one-hot: the
+    class with the largest then counts as correct.
 
-    Evaluation: mean cross entropy (without smoothing, so that runs compare), accuracy and, where there are
-    more than five classes, top5_accuracy. To see: the first held-out images with the classes they are taken
-    for, and which classes are taken for which others.
+    Evaluation: mean cross entropy (without smoothing, so that runs are comparable), accuracy and, with
+    more than five classes, top5_accuracy. Shown: the first held-out images with their predicted classes, and
+    a confusion table.
     """
 
     figures = ("loss", "accuracy", "top5_accuracy")
@@ -51,9 +51,9 @@ class Classification:
         return num_counted(batch[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """[loss, right, labels, right among the top five, labels with more than five classes, confusions]
+        """[loss, correct, labels, correct in the top five, labels with more than five classes, confusions]
 
-        The confusions are the samples of class i taken for class j, at i * classes + j.
+        The confusions are the samples of class i predicted as class j, at i * classes + j.
         """
         inputs, labels = batch
         logits = logits_of(model(inputs))
@@ -65,9 +65,9 @@ class Classification:
         return torch.cat([torch.stack(sums), _confusions(likeliest[:, 0], labels, logits.shape[1])])
 
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """label (B,), prediction (B,), the class that is likeliest, and probabilities (B, classes).
+        """label (B,), prediction (B,), the most likely class, and probabilities (B, classes).
 
-        A label that does not count is -100, as it came.
+        An uncounted label stays -100.
         """
         inputs, labels = batch
         logits = logits_of(model(inputs))
@@ -75,7 +75,7 @@ class Classification:
         return {"label": label, "prediction": prediction, "probabilities": logits.softmax(dim=1)}
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN where no label counts
+        loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN if no label counts
         metrics = {"loss": loss, "accuracy": accuracy}
         return metrics | {"top5_accuracy": float(sums[3] / sums[4])} if sums[4] else metrics
 
@@ -88,7 +88,7 @@ class Classification:
         taken_for, labels = _likeliest(logits)[:, 0].tolist(), classes_of(labels, logits)
         if inputs.ndim != 4 or inputs.shape[1] not in (1, 3) or labels.ndim != 1:
             return Shown(texts)
-        from trainer.tasks.pictures import captioned  # which imports Pillow
+        from trainer.tasks.pictures import captioned  # imports Pillow
 
         pairs = list(zip(labels.tolist(), taken_for, strict=True))
         words = [f"{label}" if label == taken else f"{label} as {taken}" for label, taken in pairs]
@@ -96,7 +96,7 @@ class Classification:
 
 
 def _confusions(taken_for: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """How many samples of each class are taken for each; none for many classes, or labels by the pixel."""
+    """The number of samples of each class predicted as each; empty for many classes or labels by pixel."""
     if classes > _CONFUSIONS_OF or labels.ndim != 1:
         return torch.zeros(0, dtype=torch.float64, device=labels.device)
     is_class = counted(labels)
@@ -106,7 +106,7 @@ def _confusions(taken_for: Tensor, labels: Tensor, classes: int) -> Tensor:
 
 
 def _in_words(confusions: Tensor) -> str:
-    """A table of all classes; of many, the ten that are taken for another most often."""
+    """A table of all classes; for many, the ten that are confused most often."""
     matrix = confusions.reshape(int(len(confusions) ** 0.5), -1).long()
     classes, of_class = range(len(matrix)), matrix.sum(1).tolist()
     if len(matrix) <= _TABLE_OF:
@@ -126,5 +126,5 @@ def _in_words(confusions: Tensor) -> str:
 
 
 def _likeliest(logits: Tensor) -> Tensor:
-    """The five likeliest classes, or of five and less the one, likeliest first; one answer where two tie."""
+    """The five most likely classes, most likely first, or all of fewer; ties yield one answer."""
     return logits.topk(5 if logits.shape[1] > 5 else 1, dim=1).indices

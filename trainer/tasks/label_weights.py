@@ -1,4 +1,4 @@
-"""How much each micro-batch adds to the loss of a step: its share of all labels that count."""
+"""The weight of each micro-batch in the loss of a step: its fraction of all counted labels."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from trainer.errors import UserError
 from trainer.tasks import Task
 
 Divisor = float | Tensor | None
-"""By what the mean loss of a micro-batch is divided before losses are added up; None: it adds nothing."""
+"""The divisor of a micro-batch's mean loss before losses are added; None: it adds nothing."""
 
 
 def weight_of(task: Task, batch: Any) -> float:
-    """How many labels of a micro-batch on the host count; 1 of each where the task does not say.
+    """The number of counted labels of a micro-batch on the host; 1 if the task has no `weight`.
 
     Raises:
-        UserError: the task gives a number that is negative or not finite.
+        UserError: the task's weight is negative or not finite.
     """
     if (weight := getattr(task, "weight", None)) is None:
         return 1.0
@@ -29,14 +29,14 @@ def weight_of(task: Task, batch: Any) -> float:
 
 
 def divisors(weights: Sequence[float], total: float | Tensor) -> list[Divisor]:
-    """Of micro-batches that weigh so much of `total`."""
+    """The divisors of micro-batches with these weights out of `total`."""
     return [total / weight if weight else None for weight in weights]
 
 
 def divided(loss: Tensor, divisor: Divisor) -> Tensor:
-    """What a mean loss adds to that of the step.
+    """The contribution of a mean loss to the loss of the step.
 
-    The mean over no label is NaN. It adds 0, and gradients of 0: ranks meet in its backward pass, too.
+    The mean over no label is NaN. It adds 0, and gradients of 0: ranks communicate in its backward pass, too.
     """
     if divisor is None:
         return loss.nan_to_num(0.0, 0.0, 0.0) * 0

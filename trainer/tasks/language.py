@@ -16,18 +16,18 @@ _TEMPERATURE = 0.8
 class LanguageModelling:
     """The next token at each position: batches are (tokens, targets), (B, T) each; logits are (B, T, vocab).
 
-    A target of -100, as of padding, does not count.
+    A target of -100, such as padding, does not count.
 
     Evaluation: mean cross entropy in nats per token, its exponential the perplexity, and bits_per_byte.
 
-    To see: how the model goes on from the first held-out sequence.
+    Shown: the model's continuation of the first held-out sequence.
 
     Args:
-        show_tokens: how many it goes on for, each of them a forward pass; 0 shows nothing.
-        head: what is asked of the model for a loss. `logits`, of which the loss is computed here; `loss`,
+        show_tokens: the length of the continuation, a forward pass for each token; 0 shows nothing.
+        head: what the model returns for a loss. `logits`, from which the loss is computed here; `loss`,
             which the model computes itself, so that train.compile has both in one graph; `chunks`, the same
-            by some rows of logits at a time, where torch has F.linear_cross_entropy: for the latter two its
-            forward takes targets, as models.gpt.GPT's does.
+            for some rows of logits at a time, if torch has F.linear_cross_entropy. For the latter two its
+            forward must take targets, like that of models.gpt.GPT.
         bytes_per_token: 1 for text read byte by byte, otherwise the tokenizer's mean; None leaves
             bits_per_byte out.
     """
@@ -43,7 +43,7 @@ class LanguageModelling:
             raise ValueError(f"head={head} is not logits, loss or chunks")
         if head == "chunks" and not hasattr(F, "linear_cross_entropy"):
             raise ValueError(
-                f"head=chunks needs F.linear_cross_entropy, which torch {torch.__version__} has not"
+                f"head=chunks needs F.linear_cross_entropy, which torch {torch.__version__} lacks"
             )
         self.head = head
         self.bytes_per_token, self.show_tokens = bytes_per_token, show_tokens
@@ -68,9 +68,10 @@ class LanguageModelling:
         return torch.stack([loss, self.num_tokens(batch).to(loss)])
 
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Of each sequence: loss (B,), in nats per token, and accuracy (B,), the share of tokens foreseen.
+        """For each sequence: loss (B,), in nats per token, and accuracy (B,), the fraction predicted
+        correctly.
 
-        NaN where none of its tokens counts.
+        NaN if none of its tokens counts.
         """
         tokens, targets = batch
         logits = logits_of(model(tokens))
@@ -79,7 +80,7 @@ class LanguageModelling:
         return {"loss": loss.view_as(targets).sum(dim=1) / count, "accuracy": right.sum(dim=1) / count}
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        loss = float(sums[0] / sums[1])  # NaN where no token counts
+        loss = float(sums[0] / sums[1])  # NaN if no token counts
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # e^710 overflows
         if self.bytes_per_token is not None:
             metrics["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
@@ -89,11 +90,11 @@ class LanguageModelling:
         if not self.show_tokens:
             return Shown()
         tokens = evaluation.batch[0][:1]
-        length = tokens.shape[1]  # in each pass the same, so that a compiled model is compiled once
-        generator = torch.Generator().manual_seed(0)  # the same at each evaluation, so that texts compare
+        length = tokens.shape[1]  # the same in each pass, so that a model is compiled once
+        generator = torch.Generator().manual_seed(0)  # the same at each evaluation, to compare
         for _ in range(self.show_tokens):
             likely = logits_of(model(tokens[:, -length:]))[0, -1].cpu().div(_TEMPERATURE).softmax(dim=0)
-            likely = likely.nan_to_num(1.0)  # a model gone bad says anything, and the run goes on
+            likely = likely.nan_to_num(1.0)  # NaN must not end the run: sample anything
             drawn = torch.multinomial(likely, 1, generator=generator)
             tokens = torch.cat([tokens, drawn.to(tokens.device)[None]], dim=1)
         as_text = _of_bytes if len(likely) <= 256 else _of_numbers
@@ -111,8 +112,8 @@ class LanguageModelling:
                 if "unexpected keyword argument" not in str(error):
                     raise
                 raise UserError(
-                    f"data.task.head={self.head} has the model compute the loss, but its forward takes no "
-                    "targets, reduction and chunks as that of models.gpt.GPT does; take data.task.head=logits"
+                    f"data.task.head={self.head} has the model compute the loss, but its forward lacks "
+                    "the arguments targets, reduction and chunks of models.gpt.GPT; set it to logits"
                 ) from error
             return loss
         logits = logits_as_made(model(tokens)).flatten(0, 1)
@@ -128,5 +129,5 @@ def _of_numbers(tokens: list[int]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As Markdown that shows it as it is."""
+    """Markdown that shows the text verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())

@@ -15,14 +15,14 @@ from trainer.tasks.ranking import auc, average_precision, f1
 class MultiLabel:
     """Batches are (inputs (B, ...), labels (B, L) from 0 to 1); the model returns a logit for each label.
 
-    Other labels are refused: there is none that does not count.
+    Other labels are refused; every label counts.
 
     Evaluation, from the scores of all samples: loss, the mean binary cross entropy; auc and
-    mean_average_precision, means over those labels that some samples have and others lack; f1 of all
+    mean_average_precision, means over the labels with both positive and negative samples; f1 of all
     decisions together and macro_f1, the mean of each label's, at the threshold.
 
     Args:
-        threshold: the probability from which on a label is taken to be there.
+        threshold: a label is predicted from this probability on.
         names: of the labels, for what is shown; None numbers them.
     """
 
@@ -91,22 +91,22 @@ class MultiLabel:
         if scores.shape != labels.shape:
             raise UserError(
                 f"the labels are {tuple(labels.shape)}, one column for each label, but the model returns "
-                f"{tuple(scores.shape)}; the two must be equal: set model.num_classes to the number of labels"
+                f"{tuple(scores.shape)}; they must be equal: set model.num_classes to the number of labels"
             )
         return scores, labels.float()
 
 
 def _refuse_others(labels: Tensor) -> None:
-    """Raise UserError where a label is not from 0 to 1: torch computes a loss of any number."""
+    """Raise UserError if a label is not from 0 to 1; torch accepts any number."""
     least, largest = (extreme.item() for extreme in labels.float().aminmax())
     if not 0 <= least <= largest <= 1:
         raise UserError(
             f"the smallest label is {least:g} and the largest {largest:g}, but MultiLabel takes 0 to 1, and "
-            "none that does not count; look at the data, or name as data.task one of yours"
+            "counts every label; check the data, or set data.task to your own task"
         )
 
 
 def _mean(values: list[float]) -> float:
-    """Of those that are defined: a label that no sample has, or each, has no ranking."""
+    """The mean of defined values: a label that no sample has, or every sample, has no ranking."""
     defined = [value for value in values if not math.isnan(value)]
     return math.fsum(defined) / len(defined) if defined else float("nan")

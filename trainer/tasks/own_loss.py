@@ -1,4 +1,4 @@
-"""A model that computes its own loss, as Hugging Face's do when they are given labels."""
+"""A model that computes its own loss, as Hugging Face's do when given labels."""
 
 from typing import Any
 
@@ -10,16 +10,17 @@ from trainer.tasks.cross_entropy import counted
 
 
 class OwnLoss:
-    """Batches are dicts of tensors (B, ...), the model's keywords; it returns an object with ``loss``.
+    """Batches are dicts of tensors (B, ...), the model's keyword arguments; it returns an object with
+    ``loss``.
 
-    That is taken to be the mean over the batch's ``labels`` that count: integers other than -100. Of a batch
+    That must be the mean over the batch's counted ``labels``: integers other than -100. In a batch
     without labels, or with floats, each sample counts.
 
-    Evaluation: the mean of the loss over all labels that count.
+    Evaluation: the mean of the loss over all counted labels.
 
     Args:
         shifted: whether the model leaves out the first label of each sequence, as causal language models of
-            Hugging Face do, since no token comes before it. Must be said where labels are sequences.
+            Hugging Face do, since no token comes before it. Required if labels are sequences.
     """
 
     figures = ("loss",)
@@ -38,16 +39,16 @@ class OwnLoss:
         if labels.ndim > 1 and self.shifted is None:
             raise UserError(
                 f"the labels are sequences, {tuple(labels.shape)}; set data.task.shifted=true for a causal "
-                "language model, which leaves the first of each sequence out of its loss, or "
-                "data.task.shifted=false for another"
+                "language model, which leaves the first label of each sequence out of its loss, or "
+                "data.task.shifted=false for other models"
             )
         return counted(labels[:, 1:] if labels.ndim > 1 and self.shifted else labels).sum()
 
     def eval_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """[loss, labels that count]"""
+        """[loss, counted labels]"""
         loss = self.loss(model, batch).double()
         count = torch.as_tensor(self.weight(batch)).to(loss)
-        return torch.stack([torch.where(count > 0, loss * count, 0.0), count])  # a mean over none is NaN
+        return torch.stack([torch.where(count > 0, loss * count, 0.0), count])  # a mean over no label is NaN
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
         return {"loss": float(sums[0] / sums[1])}

@@ -1,4 +1,4 @@
-"""Pictures of samples with a word under each, for whoever looks on; drawn by Pillow, in milliseconds."""
+"""Grids of sample images with captions, drawn by Pillow in milliseconds."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.nn import functional as F
 
-_TILE = 64  # pixels, at least
+_TILE = 64  # minimum size in pixels
 _STRIP = 14  # for the caption
 _GOOD, _BAD = (0, 110, 0), (190, 0, 0)
 
 
 def captioned(images: Tensor, captions: Sequence[str], right: Sequence[bool], columns: int = 8) -> Tensor:
-    """Lay out images in rows of `columns`, captions below them, green where `right` and red elsewhere.
+    """Lay out images in rows of `columns`, with captions below, green where `right` and red elsewhere.
 
     Args:
-        images: (N, 1 or 3, H, W), each stretched from its own darkest to its brightest value.
+        images: (N, 1 or 3, H, W), each scaled from its minimum to its maximum.
 
     Returns:
         (3, height, width), uint8.

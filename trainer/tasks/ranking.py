@@ -1,20 +1,20 @@
-"""How well scores put what is so before what is not: exact, ties included, from all samples at once."""
+"""Ranking metrics over all samples at once: exact, ties included."""
 
 import torch
 from torch import Tensor
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve: how often a positive sample scores above a negative one, a tie counting half.
+    """Area under the ROC curve: how often a positive sample scores above a negative one; a tie counts half.
 
-    Counted in integers (Mann and Whitney's U), so exact but for the one division.
+    Counted in integers (Mann and Whitney's U), so exact except for one division.
 
     Args:
         scores: (N,), of any floating dtype.
         labels: (N,), bool.
 
     Returns:
-        NaN where there are no positives, no negatives, or a score is NaN.
+        NaN without positives, without negatives, or if a score is NaN.
     """
     if scores.isnan().any():
         return float("nan")
@@ -26,10 +26,10 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 
 
 def average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Mean over the positive samples of the precision among all that score no less than they do.
+    """Mean over the positive samples of the precision among all samples with at least their score.
 
-    Without interpolation, as scikit-learn has it. Arguments and NaN as for `auc`, but that it needs no
-    negatives.
+    Without interpolation, as in scikit-learn. Arguments and NaN as for `auc`, but negatives are
+    not needed.
     """
     if scores.isnan().any() or not labels.any():
         return float("nan")
@@ -40,7 +40,7 @@ def average_precision(scores: Tensor, labels: Tensor) -> float:
 
 
 def f1(predicted: Tensor, labels: Tensor) -> float:
-    """Harmonic mean of precision and recall, of bool tensors; 0 where nothing is there or found."""
+    """Harmonic mean of precision and recall, of bool tensors; 0 without positives and predictions."""
     hits, made = int((predicted & labels).sum()), int(predicted.sum()) + int(labels.sum())
     return 2 * hits / made if made else 0.0
 

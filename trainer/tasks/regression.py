@@ -1,4 +1,4 @@
-"""Numbers to predict."""
+"""Prediction of numbers."""
 
 import math
 
@@ -16,8 +16,9 @@ _LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
 class Regression:
     """Batches are (inputs (B, ...), targets (B,) or (B, K)); the model returns as many numbers.
 
-    Evaluation: the loss; rmse and mae in the targets' units; r2, the share of the targets' variance round
-    the mean of each of the K that is explained (0 for who always guesses the mean).
+    Evaluation: the loss; rmse and mae in the targets' units; r2, the explained fraction of the targets'
+        variance
+    around the mean of each of the K (0 for predicting the mean).
 
     Args:
         loss: mse | l1 | huber, the mean over all numbers.
@@ -66,7 +67,7 @@ class Regression:
         return Shown(texts={"eval/predictions": "\n".join(lines)})
 
     def _outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(B, K) each. A single number may stand in a column or not: torch would make (B, B) of the two."""
+        """(B, K) each, also from (B,) if K is 1: torch would broadcast the two to (B, B)."""
         inputs, targets = batch
         outputs, targets = (
             values.float().reshape(len(values), -1) for values in (logits_of(model(inputs)), targets)
@@ -74,7 +75,7 @@ class Regression:
         if outputs.shape != targets.shape:
             raise UserError(
                 f"the data has {targets.shape[1]} numbers to predict for each sample, but the model returns "
-                f"{outputs.shape[1]}; set model.num_classes={targets.shape[1]}, or what your model calls it"
+                f"{outputs.shape[1]}; set model.num_classes={targets.shape[1]}, or your model's name for it"
             )
         return outputs, targets
 
