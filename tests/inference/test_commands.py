@@ -318,7 +318,7 @@ def test_a_run_from_before_there_was_a_setting(tmp_path: Path) -> None:
     [
         ("manifest.json", "is a checkpoint: give its run"),
         ("trials.jsonl", "is a sweep: give one"),
-        ("a", "no run"),
+        ("a", "is not a run"),
     ],
 )
 def test_what_is_no_run_is_named(name: str, words: str, tmp_path: Path) -> None:
