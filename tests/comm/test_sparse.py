@@ -89,7 +89,7 @@ def refuse(run_dir: str) -> str:
 def test_a_run_trains_them_at_the_defaults_and_refuses_a_schedule_before_the_first_step(
     tmp_path: Any,
 ) -> None:
-    with pytest.raises(UserError, match=r"SGD with weight_decay takes no sparse gradients, and words.weight"):
+    with pytest.raises(UserError, match=r"SGD with weight_decay takes no sparse gradients, but words.weight"):
         train(str(tmp_path / "decay"), "optim.weight_decay=0.1")
     for result in run_ranks(train_and_go_on, 2, str(tmp_path / "native"), init=False):
         assert result["steps"] == 3

@@ -245,9 +245,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         by_hand = ("distributed.rank=0", "distributed.world_size=2", f"distributed.init_method={address}")
         ended = finish("train.py", *by_hand)
     assert ended.code == 2
-    assert (
-        f"the port of {address} is taken on this host, by another run perhaps; give another" in ended.output
-    )
+    assert f"the port of {address} is taken on this host, perhaps by another run; set another" in ended.output
 
 
 # ---- losses that are not finite

@@ -217,7 +217,7 @@ def test_ranks_share_a_gpu_only_where_nccl_was_told_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     here: Any = SimpleNamespace(under_torchrun=True)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    with pytest.raises(UserError, match="local rank 1 has no GPU of its own"):
+    with pytest.raises(UserError, match="local rank 1 has no own GPU"):
         _device("auto", 1, here, 1)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert _device("auto", 1, here, 1) == GPU

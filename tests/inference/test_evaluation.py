@@ -170,8 +170,8 @@ def test_the_examples_learn(tmp_path: Any) -> None:
     ("figures", "words"),
     [
         (None, "Mine.summarise gives a NoneType, but must give numbers by name"),
-        ({"loss": "low"}, "Mine.summarise gives no number as loss: .*'low'"),
-        ({"loss": torch.zeros(2)}, "Mine.summarise gives no number as loss"),
+        ({"loss": "low"}, "Mine.summarise must give a number as loss: .*'low'"),
+        ({"loss": torch.zeros(2)}, "Mine.summarise must give a number as loss"),
     ],
 )
 def test_figures_that_are_none_are_named(figures: Any, words: str) -> None:

@@ -222,7 +222,7 @@ def first_comes_alone(path: str) -> str:
 def test_the_file_of_an_earlier_run_is_refused_on_every_rank(tmp_path: Path) -> None:
     for message in run_ranks(first_comes_alone, 2, str(tmp_path / "old"), init=False):
         assert message.startswith("UserError: ")
-        assert "holds what an earlier run left" in message
+        assert "contains data of an earlier run" in message
 
 
 def none_comes(init_method: str) -> None:

@@ -102,9 +102,12 @@ def test_refuses(override: str, words: str) -> None:
     [
         (
             [{"match": "haed"}],
-            r"optim\.groups\.0\.match=haed matches none of 4 parameters; there are 1\.bias",
+            r"optim\.groups\.0\.match=haed matches none of 4 parameters, such as 1\.bias",
         ),
-        ([{"match": "0"}, {"match": "1", "name": "0"}], "two of optim.groups are called 0; give each a name"),
+        (
+            [{"match": "0"}, {"match": "1", "name": "0"}],
+            "two of optim.groups have the name 0; give each its own name",
+        ),
     ],
 )
 def test_refuses_of_this_model(groups: list[dict[str, Any]], words: str) -> None:
@@ -131,7 +134,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
     model(torch.randn(4, 2) + 5)
     assert not model[1].running_mean.any() and model[2].running_mean.any()
     assert [module.training for module in model] == [True, False, True]
-    with pytest.raises(UserError, match="leaves none of 6 parameters to train"):
+    with pytest.raises(UserError, match="leaves no parameter of 6 to train"):
         freeze(model, {"freeze": "."})
 
 

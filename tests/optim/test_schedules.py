@@ -60,13 +60,13 @@ def _model(sparse: bool) -> nn.Module:
         (
             torch.optim.SparseAdam,
             True,
-            r"SparseAdam takes sparse gradients only, and 1\.weight has dense ones",
+            r"SparseAdam takes sparse gradients only, but 1\.weight has dense ones",
         ),
-        (torch.optim.AdamW, True, r"AdamW takes no sparse gradients, and 0\.weight has them"),
+        (torch.optim.AdamW, True, r"AdamW takes no sparse gradients, but 0\.weight has them"),
         (
             partial(torch.optim.AdamW, capturable=True),
             False,
-            r"capturable=true is for steps that a GPU records; 0\.weight is on the CPU",
+            r"capturable=true is for steps in a CUDA graph, but 0\.weight is on the CPU",
         ),
         (partial(torch.optim.SGD, differentiable=True), False, "differentiable=true is for gradients"),
         (partial(torch.optim.SGD, fused=True), False, None),
@@ -116,7 +116,7 @@ class Wraps(torch.optim.SGD):
 def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused() -> None:
     model = _model(sparse=False)
     for optimizer, name in ((Lookahead, "slow"), (Wraps, "inner")):
-        with pytest.raises(UserError, match=f"keeps tensors as its attribute {name}, which no checkpoint"):
+        with pytest.raises(UserError, match=f"keeps tensors in its attribute {name}, which no checkpoint"):
             check_optimizer(optimizer(model.parameters()), model)
     check_optimizer(Wraps(model.parameters(), shared=True), model)
 

@@ -62,7 +62,9 @@ def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: s
     (run_dir / trace).parent.mkdir(parents=True)
     (run_dir / trace).write_text("")
     (tmp_path / "run-2").mkdir()
-    with pytest.raises(UserError, match=f"holds another run .*resume=auto .*run_dir={run_dir}-3 starts anew"):
+    with pytest.raises(
+        UserError, match=f"holds another run .*resume=auto .*run_dir={run_dir}-3 starts a new"
+    ):
         claimed(run_dir)
     if not trace.startswith("checkpoints"):  # whose they are nobody knows, and there is nothing to go on from
         with pytest.raises(UserError, match=f"{trace.split('/')[0]}.* no checkpoint .*run_dir={run_dir}-3 "):
@@ -78,7 +80,7 @@ def test_a_directory_without_a_name_has_a_way_out_too(
     (tmp_path / "run" / "sub").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "run")
     (tmp_path / "run" / "result.json").touch()
-    with pytest.raises(UserError, match=f"run_dir={tmp_path}/run-2 starts anew"):
+    with pytest.raises(UserError, match=f"run_dir={tmp_path}/run-2 starts a new"):
         claimed(Path(name))
 
 
@@ -186,7 +188,7 @@ def test_a_file_system_without_locks_is_told_of_once(tmp_path: Path, monkeypatch
     assert claimed(tmp_path).path == tmp_path
     assert told == [
         f"the file system of run_dir={tmp_path} has no locks (No locks available): "
-        "nothing keeps a second run out of it"
+        "a second run in it is not noticed"
     ]
     assert (tmp_path / LOCK).exists()
 

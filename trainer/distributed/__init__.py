@@ -1,1 +1,1 @@
-"""The ranks of a run: their process group, and what they gather, sum and seed in common."""
+"""The ranks of a run: their process group, their random seeds, and what they gather and sum."""

@@ -1,4 +1,4 @@
-"""How exact fp32 is on a GPU and how cuDNN chooses: torch's own switches, set as the settings say."""
+"""torch's process-wide flags for fp32 precision on a GPU and for cuDNN's choice of algorithms."""
 
 import torch
 
@@ -6,19 +6,19 @@ from trainer.config import TrainConfig
 
 
 def set_backend_flags(train: TrainConfig, device: torch.device) -> None:
-    """Choose for this process how a GPU computes; a CPU's arithmetic stays as it is.
+    """Set torch's flags for the computation on a GPU; a CPU's arithmetic is not affected.
 
-    The switches are torch's, and hold for all that the process computes from now on.
+    The flags apply to everything that the process computes afterwards.
     """
     if device.type != "cuda":
         return
     torch.set_float32_matmul_precision(train.matmul_precision)
-    torch.backends.cudnn.allow_tf32 = train.matmul_precision != "highest"  # of convolutions
+    torch.backends.cudnn.allow_tf32 = train.matmul_precision != "highest"  # for convolutions
     torch.backends.cudnn.benchmark = train.cudnn_benchmark
 
 
 def described(train: TrainConfig, device: torch.device) -> str:
-    """How precisely, and by what means, a step is computed, for the table at the start."""
+    """The precision and the means of a step's computation, for the table at the start."""
     words = train.precision
     if device.type == "cuda":
         in_tf32 = train.precision == "fp32" and train.matmul_precision == "high"

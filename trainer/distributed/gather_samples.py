@@ -1,4 +1,4 @@
-"""Rows of samples, brought from all ranks to rank 0: each sample once, in the order of the dataset."""
+"""Gathers rows of samples from all ranks on rank 0: each sample once, in the order of the dataset."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,31 +14,31 @@ Rows = dict[str, Tensor]
 
 
 class SampleGather:
-    """Gathers a batch at a time, so that ranks other than 0 hold no more than that.
+    """Gathers one batch at a time, so that ranks other than 0 hold no more than that.
 
-    A row travels as bytes: its sample's index, then its columns; one collective for each batch.
+    A row is sent as bytes: its sample's index, then its columns; one collective for each batch.
 
     Args:
-        batch_size: the most samples that a rank has in a batch (EvalLoader.batch_size).
-        source: whose rows they are, for messages.
+        batch_size: the largest number of samples in a rank's batch (EvalLoader.batch_size).
+        source: what produced the rows, for messages.
     """
 
     def __init__(self, dist_: Dist, batch_size: int, source: str) -> None:
         self._dist, self._batch_size, self._source = dist_, batch_size, source
-        # gloo moves what lies in host memory, NCCL what lies on the GPU.
+        # gloo sends from host memory, NCCL from the GPU.
         self._device = torch.device("cpu") if "gloo" in dist_.backend else dist_.device
         self._layout: dict[str, str] = {}
 
     def __call__(self, rows: Mapping[str, Tensor], indices: Sequence[int]) -> tuple[list[int], Rows] | None:
-        """This batch of all ranks, indices and rows, on the CPU of rank 0; None elsewhere (a collective).
+        """Return this batch of all ranks, indices and rows, on rank 0's CPU; None elsewhere (a collective).
 
         Args:
-            rows: (B, ...) each. A rank without samples brings those of a filler.
+            rows: (B, ...) each. A rank without samples passes those of a filler.
             indices: of the samples; empty for a filler.
 
         Raises:
-            UserError: rows that are not one for each sample, or of another shape or dtype than before or
-                than on another rank.
+            UserError: the rows are not one for each sample, or differ in shape or dtype from the batch before
+                or from another rank.
         """
         self._check(rows, len(indices))
         own = torch.full((self._batch_size, 1), -1, dtype=torch.int64, device=self._device)
@@ -69,11 +69,11 @@ class SampleGather:
         if layout != self._layout:
             raise UserError(
                 f"{self._source} gives {layout}, but gave {self._layout} for the batch before; rows must "
-                "be of one shape and dtype: pad them"
+                "have the same shape and dtype: pad them"
             )
 
     def _padded(self, column: Tensor) -> Tensor:
-        """The bytes of a column, (batch_size, bytes of a row); of a filler none is kept."""
+        """The bytes of a column, padded to (batch_size, bytes of a row); for a filler, only padding."""
         flat = _as_bytes(column.detach().to(self._device).reshape(len(column), -1))[: self._batch_size]
         padded = flat.new_zeros(self._batch_size, flat.shape[1])
         padded[: len(flat)] = flat

@@ -1,4 +1,4 @@
-"""A tensor that is sharded over the ranks, brought to rank 0 piece by piece: no rank ever holds it whole."""
+"""Brings a tensor that is sharded over the ranks to rank 0, part by part: no rank ever holds it whole."""
 
 from collections.abc import Iterator
 
@@ -15,14 +15,14 @@ def gather_shards_to_rank0(
 ) -> Iterator[Tensor]:
     """Yield on rank 0 the parts of `tensor` along its first dimension, in order and on the CPU.
 
-    Collective over `group`, to the end: other ranks are given nothing, and must exhaust the iterator all the
-    same. A tensor that is not sharded is one piece, which rank 0 has already. Costs rank 0 the memory of the
+    A collective over `group`, to the end: other ranks get nothing, but must exhaust the iterator too. A
+    tensor that is not sharded is a single part, which rank 0 has already. Costs rank 0 the memory of the
     largest shard.
 
     Args:
-        tensor: a tensor, or a DTensor as fully_shard makes them: by its first dimension, over the last of the
-            mesh's dimensions.
-        device: where `group` can reach; None as group is all ranks.
+        tensor: a tensor, or a DTensor as created by fully_shard: sharded by its first dimension, over the
+            last dimension of the mesh.
+        device: a device on which `group` communicates; `group` None means all ranks.
     """
     local, rank = to_local(tensor), dist.get_rank()
     if not isinstance(tensor, DTensor) or all(placement == Replicate() for placement in tensor.placements):
@@ -31,14 +31,14 @@ def gather_shards_to_rank0(
         return
     *copies, placement = tensor.placements
     assert placement == Shard(0) and all(copy == Replicate() for copy in copies), tensor.placements
-    # Of the groups that hold a copy each, the first has rank 0 in it.
+    # Each group holds a copy; the first group includes rank 0.
     holders = tensor.device_mesh.mesh.flatten()[: tensor.device_mesh.size(-1)].tolist()
     if rank != 0:
         if rank in holders and local.numel():
             dist.send(local.to(device), dst=0, group=group)
         return
     shapes = [part.shape for part in torch.empty(tensor.shape, device="meta").chunk(len(holders))]
-    for holder, shape in zip(holders, shapes, strict=False):  # the last holders may have nothing
+    for holder, shape in zip(holders, shapes, strict=False):  # the last holders may have empty shards
         if holder == 0:
             yield local.cpu()
         elif shape.numel():
@@ -48,5 +48,5 @@ def gather_shards_to_rank0(
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a CPU tensor; a copy, should it not be contiguous."""
+    """The memory of a CPU tensor; a copy if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

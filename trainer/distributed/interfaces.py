@@ -1,7 +1,8 @@
-"""Which network interface other hosts reach this one by, where its name leads back to itself.
+"""The network interface by which other hosts reach this one, if its name resolves to loopback.
 
-gloo listens where the name of its host leads. Debian's /etc/hosts has it at 127.0.1.1, which no other host
-reaches, and a container's may not know it at all: then the way to the store of rank 0 shows the interface.
+gloo listens at the address of its host's name. Debian's /etc/hosts maps that to 127.0.1.1, which no other
+host reaches, and a container may not resolve it at all: then the route to the store of rank 0 shows the
+interface.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 
 
 def address_towards(host: str | None) -> str | None:
-    """This host's address on the way to `host`; None where there is no way. Nothing is sent."""
+    """This host's address on the route to `host`; None without a route. Sends nothing."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as way:
@@ -32,29 +33,29 @@ def address_towards(host: str | None) -> str | None:
 
 
 def store_host(init_method: str | None) -> str | None:
-    """The host of rank 0, as others find it; None where they meet in a file."""
+    """The host of rank 0, as other hosts find it; None if the ranks meet in a file."""
     url = urlsplit(init_method or "")
     return os.environ.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
 
 
 def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | None]) -> None:
-    """Have gloo listen where other hosts reach it, unless it does by itself or was told where to.
+    """Have gloo listen where other hosts reach it, unless it does already or the environment sets it.
 
     Args:
-        addresses: of each rank, what `address_towards` the store gave there.
+        addresses: the result of `address_towards` the store on each rank.
     """
     known = [address for address in addresses if address is not None and not _is_loopback(address)]
     if _VARIABLE in os.environ or len(set(hosts)) == 1 or not known or not _name_leads_to_itself():
-        return  # without an address but loopback's, the hosts are one machine
+        return  # with only loopback addresses, the hosts are one machine
     own = addresses[rank]
-    if own is None or _is_loopback(own):  # the store is here: towards any other host
+    if own is None or _is_loopback(own):  # the store is on this host: use the route to another
         own = address_towards(known[0])
     if name := _interface_of(own):
         os.environ[_VARIABLE] = name
         return
     log.warning(
-        "rank %s: the name of its host, %s, leads to no address that other hosts reach; name the interface "
-        "that they do: %s=eth0, say, in the environment of every rank",
+        "rank %s: the name of its host, %s, resolves to no address that other hosts reach; set the interface "
+        "that they reach: %s=eth0, for example, in the environment of every rank",
         rank,
         socket.gethostname(),
         _VARIABLE,
@@ -66,7 +67,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _name_leads_to_itself() -> bool:
-    """As gloo looks: whether the first of its addresses that is this host's is loopback's, or none is."""
+    """Whether gloo would take loopback: the first address of the name that is this host's, or none is."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(
             socket.gethostname(), 0, type=socket.SOCK_STREAM
@@ -78,7 +79,7 @@ def _name_leads_to_itself() -> bool:
 
 
 def _interface_of(address: str | None) -> str | None:
-    """The name of the interface that has this address, which must be its first."""
+    """The name of the interface with this address as its first."""
     for _, name in socket.if_nameindex() if address is not None else ():
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_:
             answer = fcntl.ioctl(any_, _SIOCGIFADDR, struct.pack("256s", name.encode()))

@@ -59,16 +59,16 @@ class Dist:
 
 @contextmanager
 def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterator[Dist]:
-    """Join the other processes, each with so many devices, and leave them again when all went well.
+    """Join the other processes, each with `devices_each` devices, and leave them after a success.
 
-    The group is the one that `place` finds; where there is no other process, one that needs no port. After an
-    exception among several nothing is torn down: the peers may be gone, and a collective would wait for them
-    while the exception waits to be seen.
+    The group is the one that `place` finds; a single process gets one without a port. After an exception
+    among several processes nothing is torn down: the peers may be gone, and a collective would wait for them
+    and delay the exception.
 
     Raises:
-        UserError: a device or backend that this machine or this torch does not have; ranks that contradict
+        UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
             each other or have no place to meet.
-        TimeoutError: ranks that did not arrive within `distributed.timeout_s`, named.
+        TimeoutError: ranks did not arrive within `distributed.timeout_s`; the message names them.
     """
     here = place(settings)
     rank, world_size = here.rank, here.world_size
@@ -95,10 +95,10 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
         backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         _check_backend(backend, device)
         if device.type == "cuda":
-            # Before anything touches a GPU: otherwise every rank opens a context on GPU 0.
+            # Before any use of a GPU: otherwise every rank opens a context on GPU 0.
             torch.cuda.set_device(device)
         choose_interface(rank, hosts, [member["address"] for member in members])
-        if backend == "mpi":  # mpirun starts the ranks and knows them; it takes no store
+        if backend == "mpi":  # MPI knows its ranks and uses no store
             dist.init_process_group("mpi")
             rank, world_size = dist.get_rank(), dist.get_world_size()
             hosts = [0] * world_size
@@ -119,7 +119,7 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
         raise
     except BaseException as caught:
         error = _in_mid_run(caught)
-        if world_size == 1 and dist.is_initialized():  # nobody to wait for; a notebook may want to go on
+        if world_size == 1 and dist.is_initialized():  # no peers; a notebook may continue
             dist.destroy_process_group()
         watch.failed(error, symptom=_is_of_communication(error))
         if error is not caught:
@@ -130,7 +130,7 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
 
 
 def _in_mid_run(error: BaseException) -> BaseException:
-    """A sys.exit() of somebody's code is a fault, with a traceback, while others wait for this rank."""
+    """Turn a sys.exit() of user code into a fault with a traceback: other ranks wait for this one."""
     if isinstance(error, SystemExit):
         fault = RuntimeError(f"sys.exit({error.code!r}) was called in the middle of the run")
         return fault.with_traceback(error.__traceback__)
@@ -142,7 +142,7 @@ def _another_connection(store: dist.Store) -> dist.Store:
 
 
 def _is_of_communication(error: BaseException) -> bool:
-    """Whether another rank may have caused `error`; gloo raises plain RuntimeErrors, told by their text."""
+    """Whether another rank may have caused `error`; gloo raises plain RuntimeErrors, known by their text."""
     seen: BaseException | None = error
     while seen is not None:
         in_words = any(words in str(seen) for words in _GLOO_WORDS)
@@ -157,7 +157,7 @@ def compare_across_ranks(
     dist_: Dist,
     way_out: str = "start every host with the same command, code and data",
 ) -> None:
-    """Refuse to go on when `facts` (name to printable value) differ between ranks (a collective).
+    """Raise if `facts` (name to printable value) differ between ranks (a collective).
 
     Raises:
         UserError: names the first rank that differs from rank 0, the key and both values; on every rank.
@@ -175,7 +175,7 @@ def compare_across_ranks(
 
 
 def on_main(action: Callable[[], _T], dist_: Dist) -> _T:
-    """Return what `action` returns on rank 0, which alone calls it, on every rank (a collective).
+    """Call `action` on rank 0 only, and return its result on every rank (a collective).
 
     Raises:
         UserError: the one that `action` raised, on every rank.
@@ -195,9 +195,9 @@ def on_main(action: Callable[[], _T], dist_: Dist) -> _T:
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
-    """Give every rank the values that `tensors` have on rank `src` (a collective).
+    """Copy the values of `tensors` from rank `src` to every rank (a collective).
 
-    They travel as bytes, since neither gloo nor NCCL broadcasts an int16, uint16 or float8; small ones
+    Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; small tensors are sent
     together.
     """
     tensors = list(tensors)
@@ -224,18 +224,18 @@ def _device(wanted: str, local_rank: int, here: Place, each: int) -> torch.devic
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
-        raise UserError("distributed.device=cuda, but torch sees no GPU here; take distributed.device=cpu")
+        raise UserError("distributed.device=cuda, but torch sees no GPU here; use distributed.device=cpu")
     if num_gpus == each and not here.under_torchrun:
-        return torch.device("cuda", 0)  # srun --gpus-per-task and the like show each process its own alone
+        return torch.device("cuda", 0)  # srun --gpus-per-task and the like show each process only its own
     if (local_rank + 1) * each > num_gpus:
-        if each == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # NCCL 2.30's word, to try out
+        if each == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # to try out NCCL 2.30
             return torch.device("cuda", local_rank % num_gpus)
-        own = "GPU of its own" if each == 1 else f"{each} GPUs of its own (strategy.devices_per_replica)"
+        own = "own GPU" if each == 1 else f"{each} own GPUs (strategy.devices_per_replica)"
         raise UserError(
             f"local rank {local_rank} has no {own}: this host has {num_gpus}; start with "
-            f"--nproc_per_node={num_gpus // each} or less, or take distributed.device=cpu"
+            f"--nproc_per_node={num_gpus // each} or less, or use distributed.device=cpu"
             if num_gpus >= each
-            else f"strategy.devices_per_replica={each}, but this host has {num_gpus} GPUs; take {num_gpus}"
+            else f"strategy.devices_per_replica={each}, but this host has {num_gpus} GPUs; set {num_gpus}"
         )
     return torch.device("cuda", local_rank * each)
 
@@ -244,9 +244,9 @@ def _check_backend(backend: str, device: torch.device) -> None:
     if backend == "mpi" and not dist.is_mpi_available():
         raise UserError(
             "distributed.backend=mpi, but this torch was built without MPI, as the wheels of the package "
-            "registry are; build torch from source beside an MPI library, or take distributed.backend=gloo"
+            "registry are; build torch from source with an MPI library, or use distributed.backend=gloo"
         )
     if "nccl" in backend and not (dist.is_nccl_available() and device.type == "cuda"):
-        raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; take gloo")
+        raise UserError(f"distributed.backend={backend} needs CUDA, but the device is {device}; use gloo")
     if "nccl" not in backend and device.type == "cuda" and backend != "mpi":
         log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: in torchrun's store, behind a port of rank 0's, or in a file."""
+"""How the ranks of a run find each other: in torchrun's store, at a port of rank 0, or in a file."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from trainer.errors import StoppedBySignal, UserError
 from trainer.launch.place import LISTENING, Place
 from trainer.launch.signals import stop_signals_to
 
-# Ranks load torch before they meet: on a busy machine, or from a cold disk, they come so far apart.
+# Ranks load torch before they meet: on a busy machine, or from a cold disk, they may arrive this far apart.
 AT_LEAST_S = 60.0
 _runs = itertools.count()
 _T = TypeVar("_T")
@@ -30,17 +30,17 @@ _T = TypeVar("_T")
 def meet(
     here: Place, introduction: Mapping[str, Any], timeout: timedelta
 ) -> tuple[dist.Store, list[int], list[dict[str, Any]]]:
-    """Return the store in which the ranks meet, once each has introduced itself, and by rank: the index of
-    its host, and its introduction (plain values).
+    """Return the store in which the ranks meet and, by rank, the index of its host and its `introduction`
+    (plain values).
 
-    Rank 0 counts the others in and then lets them go, so that nobody takes signatures from an earlier run
-    for its peers'.
+    Rank 0 counts the others and then releases them, so that no rank takes entries of an earlier run
+    for its peers.
 
     Raises:
-        UserError: a port that is taken, a file that cannot be written or that an earlier run left.
-        StoppedBySignal: by one that asks for a stop meanwhile.
-        TimeoutError: ranks that did not arrive within `timeout`, or AT_LEAST_S, named; or a store that does
-            not answer.
+        UserError: the port is taken, or the file cannot be written or is left from an earlier run.
+        StoppedBySignal: a signal asked for a stop in the meantime.
+        TimeoutError: ranks did not arrive within `timeout`, or AT_LEAST_S (the message names them); or the
+            store does not answer.
     """
     if here.init_method is None:
         return dist.HashStore(), [0], [dict(introduction)]
@@ -49,12 +49,12 @@ def meet(
         met = _in_time(lambda: _meet(here, introduction, patience, over), here, patience)
     finally:
         over.set()
-    met[0].set_timeout(timeout)  # from now on all are there
+    met[0].set_timeout(timeout)  # all ranks have arrived
     return met
 
 
 def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
-    """The result of `action`, which may hang in a store whose host is cut off."""
+    """The result of `action`, which may hang in a store whose host is unreachable."""
     results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
@@ -65,12 +65,12 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
 
     threading.Thread(target=run, name="rendezvous", daemon=True).start()
     try:
-        with stop_signals_to(_give_up):  # no step boundary comes at which a stop would be heard
+        with stop_signals_to(_give_up):  # there is no step boundary yet at which to stop
             value, error = results.get(timeout=timeout.total_seconds() + 2)
     except Empty:
         raise TimeoutError(
             f"the store at {here.init_method} (MASTER_ADDR={os.environ.get('MASTER_ADDR')}) has not answered "
-            f"for {_shown(timeout)}: the host of rank 0 is cut off"
+            f"for {_shown(timeout)}: the host of rank 0 cannot be reached"
         ) from None
     if error is not None:
         raise error
@@ -95,17 +95,17 @@ def _meet(
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise UserError(
-                f"the port of {here.init_method} is taken on this host, by another run perhaps; give another "
+                f"the port of {here.init_method} is taken on this host, perhaps by another run; set another "
                 "in MASTER_PORT or distributed.init_method"
             ) from error
         raise TimeoutError(
-            f"rank {here.rank} waited {shown} for rank 0 to open {here.init_method}; does it run on that "
-            "host, and can this one reach it?"
+            f"rank {here.rank} waited {shown} for rank 0 to open {here.init_method}; check that it runs on "
+            "that host, and that this host can reach it"
         ) from error
     if here.under_torchrun:
         store = _of_this_attempt(store, here, timeout, shown, over)
     else:
-        # A second run in the same processes meets in the same store, and must not read what the first left.
+        # A second run in the same processes uses the same store, and must not read the first run's entries.
         store = dist.PrefixStore(f"run_{next(_runs)}", store)
     if is_stale:
         store.set("met", "stale")
@@ -131,17 +131,17 @@ def _meet(
 def _of_this_attempt(
     store: dist.Store, here: Place, timeout: timedelta, shown: str, over: threading.Event
 ) -> dist.Store:
-    """The part of torchrun's store that this attempt has to itself.
+    """This attempt's own part of torchrun's store.
 
     The agent keeps one store across restarts, agents of several hosts may count restarts differently, and a
-    second run in the same processes meets there too. So rank 0 draws a name for the attempt and answers each
-    rank that asks, under a name which that rank has drawn: those of earlier attempts ask no more.
+    second run in the same processes uses it too. So rank 0 draws a name for the attempt and answers each
+    rank that asks, under a name which that rank has drawn: ranks of earlier attempts no longer ask.
     """
     name = secrets.token_hex(8)
     if here.rank == 0:
         threading.Thread(target=_answer, args=(store.clone(), name, over), daemon=True).start()
         return dist.PrefixStore(f"attempt/{name}", store)
-    store.append("attempt/asking", f"{name} ")  # type: ignore[attr-defined]  # torch's stub forgets it
+    store.append("attempt/asking", f"{name} ")  # type: ignore[attr-defined]  # missing in torch's stub
     try:
         store.wait([f"attempt/answer/{name}"], timeout)
     except RuntimeError as error:
@@ -150,8 +150,8 @@ def _of_this_attempt(
 
 
 def _answer(store: dist.Store, name: str, over: threading.Event) -> None:
-    """Tell `name` to all that ask, until all are there, or the run has given up: a thread that is within the
-    store when Python ends takes the process down with SIGABRT."""
+    """Send `name` to all ranks that ask, until all have arrived or the run has given up: a thread that is in
+    the store when Python ends takes the process down with SIGABRT."""
     answered: set[str] = set()
     with contextlib.suppress(RuntimeError):
         while not over.is_set() and not store.check([f"attempt/{name}/met"]):
@@ -164,7 +164,7 @@ def _answer(store: dist.Store, name: str, over: threading.Event) -> None:
 
 
 def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:
-    """Local rank and local world size: as told, or else counted in `hosts`, the host of every rank."""
+    """Local rank and local world size: as given, or else counted in `hosts`, the host of every rank."""
     if here.local_rank is not None and here.local_world_size is not None:
         return here.local_rank, here.local_world_size
     beside = [rank for rank, host in enumerate(hosts) if host == hosts[here.rank]] or [here.rank]
@@ -172,22 +172,22 @@ def on_this_host(here: Place, hosts: list[int]) -> tuple[int, int]:
 
 
 def leave(here: Place, let_go: Callable[[], None]) -> None:
-    """Before the ranks part, clear the file in which they met, for the next run to meet in (a collective).
+    """At the end, remove the file in which the ranks met, so that the next run can use it (a collective).
 
     Args:
-        let_go: ends whatever else of this process uses the store: writing to it would make the file anew.
+        let_go: ends all other use of the store in this process: writing to it would create the file again.
     """
     if here.init_method is not None and here.init_method.startswith("file:"):
         let_go()
-        dist.barrier()  # nobody needs it any more ...
+        dist.barrier()  # no rank needs it any more
         if here.rank == 0:
-            with contextlib.suppress(OSError):  # of which the next run tells: this one has ended well
+            with contextlib.suppress(OSError):  # this run has succeeded; the next one reports the file
                 _file(here.init_method).unlink(missing_ok=True)
-        dist.barrier()  # ... and nobody meets in it before it is gone
+        dist.barrier()  # no rank uses it again before it is removed
 
 
 def _open(init_method: str, here: Place, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """The store, and whether rank 0 found that an earlier run has left it."""
+    """The store, and whether rank 0 found entries of an earlier run in it."""
     url = urlsplit(init_method)
     if url.scheme == "file":
         return _open_file(_file(init_method), here, timeout)
@@ -200,7 +200,7 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> tuple[dist.Store
         here.world_size,
         is_master=here.rank == 0,
         timeout=timeout,
-        wait_for_workers=False,  # `meet` waits, and can name who is missing
+        wait_for_workers=False,  # `meet` waits, and can name missing ranks
         multi_tenant=True,
         master_listen_fd=None if listening is None else int(listening),
     )
@@ -208,9 +208,9 @@ def _open(init_method: str, here: Place, timeout: timedelta) -> tuple[dist.Store
 
 
 def _open_file(path: Path, here: Place, timeout: timedelta) -> tuple[dist.Store, bool]:
-    """Rank 0 alone makes the file, so that one which it finds there is an earlier run's.
+    """Rank 0 alone creates the file: if it exists already, it is an earlier run's.
 
-    The store is not told how many come: it would take the file away after as many had closed it.
+    The store does not get the number of ranks: it would delete the file after that many had closed it.
     """
     if here.rank == 0:
         try:
@@ -227,7 +227,7 @@ def _open_file(path: Path, here: Place, timeout: timedelta) -> tuple[dist.Store,
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"rank {here.rank} waited {_shown(timeout)} for rank 0 "
-                f"to write {path}; did it start, and is that a disk that all hosts share?"
+                f"to write {path}; check that it started, and that all hosts share that disk"
             )
         time.sleep(0.05)
     return dist.FileStore(str(path)), False
@@ -239,6 +239,6 @@ def _file(init_method: str) -> Path:
 
 def _stale(here: Place) -> UserError:
     return UserError(
-        f"distributed.init_method={here.init_method} holds what an earlier run left (or rank {here.rank} was "
-        "started twice); delete the file, or name one that does not exist"
+        f"distributed.init_method={here.init_method} contains data of an earlier run (or rank {here.rank} "
+        "was started twice); delete the file, or set one that does not exist"
     )

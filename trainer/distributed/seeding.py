@@ -1,4 +1,4 @@
-"""Random numbers: where they start on each rank, and how their state is kept and put back."""
+"""Random numbers: the seed of each rank, and how generators are saved and restored."""
 
 import random
 from typing import Any
@@ -10,8 +10,9 @@ import torch
 def seed_everything(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch (CPU and every CUDA device), differently on each ``rank``.
 
-    Ranks differ so that dropout and the like differ between data replicas; the order of the data never comes
-    from here. ``numpy.random.SeedSequence`` mixes the two numbers: neighbours in seed or rank share nothing.
+    Ranks differ so that dropout and the like differ between data replicas; the order of the data never
+    depends on this seed. ``numpy.random.SeedSequence`` mixes the two numbers: neighbouring seeds or ranks are
+    unrelated.
     """
     words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint32)
     random.seed(int(words[0]))
@@ -20,7 +21,7 @@ def seed_everything(seed: int, rank: int) -> None:
 
 
 def mixed_seed(seed: int, number: int) -> int:
-    """A seed of its own for the ``number``-th of many generators of a run, 64 bits."""
+    """A separate 64-bit seed for the ``number``-th of a run's many generators."""
     low, high = np.random.SeedSequence([seed, number]).generate_state(2, np.uint32)
     return (int(high) << 32) | int(low)
 
@@ -28,8 +29,7 @@ def mixed_seed(seed: int, number: int) -> int:
 def rng_state() -> dict[str, Any]:
     """The state of every generator of this process, in tensors, numbers and lists only.
 
-    CUDA states come with the current device first, so that they find their place again under another
-    numbering.
+    CUDA states start with the current device, so that they can be restored under another numbering.
     """
     version, words, gauss_next = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
@@ -49,15 +49,15 @@ def rng_state() -> dict[str, Any]:
 
 
 def check_rng_state(state: dict[str, Any]) -> None:
-    """Raise some exception unless ``set_rng_state`` can put ``state`` back; leaves all generators alone."""
+    """Raise an exception unless ``set_rng_state`` can restore ``state``; changes no generator."""
     python, numpy = state["python"], state["numpy"]
     random.Random().setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
     if not isinstance(python["gauss_next"], float | None):
         raise TypeError(f"gauss_next is {python['gauss_next']!r}")
-    # NumPy takes any position and any length, and reads there.
+    # NumPy accepts any position and any length, and reads there.
     key, pos = numpy["key"], numpy["pos"]
     if numpy["bit_generator"] != "MT19937" or key.shape != (624,) or not 0 <= pos <= 624:
-        raise ValueError(f"{numpy['bit_generator']!r} with {list(key.shape)} words, at {pos}, is no MT19937")
+        raise ValueError(f"{numpy['bit_generator']!r} with {list(key.shape)} words, at {pos}, is not MT19937")
     float(numpy["gauss"]), int(numpy["has_gauss"])
     torch.Generator().set_state(state["torch"])
     for device, cuda_state in zip(_cuda_devices_current_first(), state["cuda"], strict=False):
@@ -65,7 +65,7 @@ def check_rng_state(state: dict[str, Any]) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what ``rng_state`` gave. CUDA states beyond the devices present here are left out."""
+    """Restore the result of ``rng_state``. CUDA states beyond the devices present here are skipped."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss_next"]))
     np.random.set_state(
@@ -82,7 +82,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _cuda_devices_current_first() -> list[int]:
-    # A process that never touched CUDA has no state there, and asking would make a context on GPU 0.
+    # A process that never used CUDA has no state there, and asking would create a context on GPU 0.
     if not torch.cuda.is_initialized():
         return []
     count, current = torch.cuda.device_count(), torch.cuda.current_device()

@@ -1,1 +1,1 @@
-"""A trained model at work: evaluation, predictions, text. Imports no torch."""
+"""Uses of a trained model: evaluation, predictions, text. Does not import torch."""

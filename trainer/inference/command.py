@@ -1,6 +1,6 @@
-"""The command line of what comes after training: `python -m trainer.COMMAND RUN [OPTIONS] [OVERRIDES]`.
+"""The command line of commands after training: `python -m trainer.COMMAND RUN [OPTIONS] [OVERRIDES]`.
 
-Imports no torch, so that a mistake is reported before torch has loaded.
+Does not import torch, so that a user error is reported before torch has loaded.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from trainer.launch.place import place, publish, told_rank
 
 
 class Ended(KeyboardInterrupt):
-    """An end from outside, by a signal or by who read what was printed; as of Ctrl-C no fault of a rank."""
+    """An end by a signal or a closed output pipe; like Ctrl-C, not a fault of a rank."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Ended(KeyboardInterrupt):
 
 
 def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of what all the commands take; add options to it."""
+    """A parser with the arguments of all commands; add options to it."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=description,
@@ -41,22 +41,22 @@ def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
         "--checkpoint",
         default="newest",
         metavar="newest|best|PATH",
-        help="best: by the run's checkpoint.keep_best; PATH: of a checkpoint, or its name in the run",
+        help="best: by the run's checkpoint.keep_best; PATH: a checkpoint's path, or its name in the run",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="OVERRIDES",
-        help=f"other settings than the run's: strategy=fsdp launch=local; of {', '.join(MAY_CHANGE)}",
+        help=f"settings that replace the run's: strategy=fsdp launch=local; allowed: {', '.join(MAY_CHANGE)}",
     )
     return parser
 
 
 @ends_in_time()
 def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
-    """Call `do` with the options and the run's settings; or have it called in processes of launch=local.
+    """Call `do` with the options and the run's settings; with launch=local, in processes of its own.
 
-    Ends with status 2 for a mistake, 130 for a Ctrl-C, and 143 for a SIGTERM, what was written in part gone.
+    Exits with status 2 for a user error, 130 for Ctrl-C, and 143 for SIGTERM; partial output is removed.
     """
     die_with_parent()
     extend_path()
@@ -66,14 +66,14 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
             config = saved_settings(options.run, options.overrides)
             if config.launch.name == "slurm":
                 raise UserError(
-                    f"launch=slurm is for training; in a job of your own, srun python -m {module} "
-                    f"{options.run}; or take launch=local"
+                    f"launch=slurm is for training; in your own job, use srun python -m {module} "
+                    f"{options.run}; or use launch=local"
                 )
             if config.launch.name == "local" and launched_by() is None:
                 sys.exit(local.launch_module(config, module, sys.argv[1:]))
             here = place(config.distributed)
             publish(here)
-            if here.rank == 0:  # which writes files: what there is in part goes
+            if here.rank == 0:  # it writes files: remove partial ones
                 signal.signal(signal.SIGTERM, _end)
             do(options, config)
     except Ended as ended:

@@ -1,4 +1,4 @@
-"""What held-out data says of a model: figures that count each sample once, and what the task has to show."""
+"""Evaluation of a model on held-out data: metrics that count each sample once, and the task's figures."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from trainer.tasks import Evaluation, Task, offers
 
 @dataclass(frozen=True)
 class ModelContext:
-    """What the outputs of a model are computed with; evaluation needs no more."""
+    """What is needed to compute a model's outputs, for evaluation."""
 
     dist: Dist
     strategy: Strategy
     task: Task
-    model: nn.Module  # as the strategy wrapped it
+    model: nn.Module  # wrapped by the strategy
     to_device: ToDevice
 
 
@@ -33,10 +33,10 @@ class ModelContext:
 def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
     """Evaluate the model on the held-out data (a collective).
 
-    A rank that has run out of samples still takes part in each forward pass, for FSDP's gathers.
+    A rank without samples left still takes part in each forward pass, for FSDP's gathers.
 
     Raises:
-        UserError: rows that are not one for each sample, or differ in shape; figures that are no numbers.
+        UserError: the rows are not one for each sample, or differ in shape; or metrics are not numbers.
     """
     context.dist.heartbeat.enter("evaluate")
     context.strategy.sync_buffers(context.model)
@@ -74,12 +74,12 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
 
 @torch.no_grad()
 def predict(context: ModelContext, loader: EvalLoader) -> Iterator[tuple[list[int], Rows] | None]:
-    """Yield, batch after batch, indices and what the task predicts of those samples (a collective).
+    """Yield, batch after batch, indices and the task's predictions for those samples (a collective).
 
-    On rank 0 each sample comes once, in the dataset's order, whatever the world size; on others None.
+    On rank 0 each sample comes once, in the dataset's order, at any world size; other ranks get None.
 
     Raises:
-        UserError: rows that are not one for each sample, or differ in shape.
+        UserError: the rows are not one for each sample, or differ in shape.
     """
     context.dist.heartbeat.enter("evaluate")
     context.strategy.sync_buffers(context.model)
@@ -94,7 +94,7 @@ def predict(context: ModelContext, loader: EvalLoader) -> Iterator[tuple[list[in
 
 @torch.no_grad()
 def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: int, at_end: bool) -> None:
-    """Log what the task has to show (a collective): at the end, and before for at most 1 % of the time."""
+    """Log what the task shows (a collective): at the end, and before for at most 1 % of the time."""
     if not offers(context.task, "show") or not on_main(
         lambda: at_end or run_log.shows.is_due(), context.dist
     ):
@@ -109,7 +109,7 @@ def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: i
 
 
 def _floats(figures: dict[str, Any], source: str) -> dict[str, float]:
-    """Metrics of other libraries come as scalars of NumPy or torch."""
+    """Convert metrics, which other libraries return as scalars of NumPy or torch."""
     if not isinstance(figures, Mapping):
         raise UserError(f"{source} gives a {type(figures).__name__}, but must give numbers by name")
     floats: dict[str, float] = {}
@@ -117,5 +117,5 @@ def _floats(figures: dict[str, Any], source: str) -> dict[str, float]:
         try:
             floats[name] = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"{source} gives no number as {name}: {error}") from error
+            raise UserError(f"{source} must give a number as {name}: {error}") from error
     return floats

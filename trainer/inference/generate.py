@@ -21,19 +21,19 @@ def generate(
     top_k: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
-    """Yield tokens that go on where `prompt` ends, each drawn by what the model says of those before it.
+    """Yield tokens that continue `prompt`, each drawn from the model's prediction.
 
-    A model that sees no more than `block_size` tokens is shown, once they are that many, the last half of
-    them and what follows: with a cache it computes them anew at that point alone, not at each token.
+    A model whose context is `block_size` tokens gets, once they are that many, the last half of
+    them and what follows: a cache is then recomputed once, not at each token.
 
     Args:
         model: tokens (1, T) -> logits (1, T, vocabulary); in evaluation mode.
         prompt: 1 to block_size tokens.
-        vocab_size: of the tokenizer; the model may know more, to fill a multiple of 64.
-        generator: of the CPU; the same seed gives the same tokens on every device, but for rounding.
+        vocab_size: of the tokenizer; the model's may be larger, to reach a multiple of 64.
+        generator: of the CPU; the same seed gives the same tokens on every device, except for rounding.
         temperature: below 1 likely tokens become likelier; 0 takes the likeliest.
-        top_k: draw from so many of the likeliest; None: from all.
-        use_cache: by the model's `empty_cache()`, as in models.gpt.
+        top_k: draw from this many of the likeliest; None: from all.
+        use_cache: with the model's `empty_cache()`, as in models.gpt.
     """
     assert 0 < len(prompt) <= block_size
     window, cached = list(prompt), 0
@@ -51,7 +51,7 @@ def generate(
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """A token by its logits (vocabulary,)."""
+    """Draw a token from its logits (vocabulary,)."""
     scores = logits.double().cpu()
     if temperature == 0:
         return int(scores.argmax())

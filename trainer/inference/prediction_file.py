@@ -1,4 +1,4 @@
-"""Rows of samples in a file that other programs read: CSV, JSON lines, or tensors."""
+"""Writes rows of samples to a file for other programs: CSV, JSON lines, or tensors."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from trainer.errors import UserError
 
 
 class PredictionFile(Protocol):
-    """Takes rows a batch at a time; ``names`` holds what is known of each sample beside its tensors."""
+    """Takes rows a batch at a time; ``names`` holds what else is known of each sample."""
 
     def write(self, names: Mapping[str, Sequence[Any]], rows: Mapping[str, Tensor]) -> None: ...
 
@@ -23,7 +23,7 @@ class PredictionFile(Protocol):
 
 
 class Csv:
-    """A header, then a line for each row; a column of tensors with more than one number is one for each."""
+    """A header, then a line for each row; tensors with several numbers take one column for each."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape", newline="")
@@ -45,7 +45,7 @@ class Csv:
 
 
 class Jsonl:
-    """An object for each row; no header, which would be no row to those who read such files."""
+    """An object for each row; no header, since readers of such files take it for a row."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -60,7 +60,7 @@ class Jsonl:
 
 
 class Pt:
-    """One dict of columns, tensors and lists, for ``torch.load(FILE)``; held in memory up to the end."""
+    """One dict of columns, tensors and lists, for ``torch.load(FILE)``; held in memory until the end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -80,7 +80,7 @@ class Pt:
         columns = names | {name: torch.cat(parts) for name, parts in self._rows.items()}
         try:
             torch.save(columns, self._file)
-        except RuntimeError as error:  # torch's own, about a file that the disk has cut short
+        except RuntimeError as error:  # torch's, for a file that the disk has cut short
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -90,19 +90,19 @@ KINDS: dict[str, Callable[[BinaryIO], PredictionFile]] = {".csv": Csv, ".jsonl":
 
 
 def kind_of(path: Path) -> Callable[[BinaryIO], PredictionFile]:
-    """Raises UserError for an ending that is none of `KINDS`."""
+    """Raises UserError for an ending that is not in `KINDS`."""
     if path.suffix not in KINDS:
         raise UserError(f"{path}: the name must end in .csv, .jsonl or .pt")
     return KINDS[path.suffix]
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:
-    """Scalars of NumPy know the shortest text that is read back as the same number."""
+    """NumPy's scalars print the shortest text that reads back as the same number."""
     return tensor.float().numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 def _plain(numbers: np.ndarray) -> list[Any]:
-    """Floats of 32 bits become those of 64 that are written alike: 0.1, not 0.10000000149011612."""
+    """Convert 32-bit floats to the 64-bit ones that print the same: 0.1, not 0.10000000149011612."""
     is_short = numbers.dtype in (np.float16, np.float32)
     plain: list[Any] = (numbers.astype(str).astype(np.float64) if is_short else numbers).tolist()
     return plain

@@ -1,4 +1,4 @@
-"""A trained model at work again: built by its run's settings, with a checkpoint's weights, spread anyhow."""
+"""A trained model restored for use: built by its run's settings, with the weights of a checkpoint."""
 
 import functools
 import logging
@@ -35,7 +35,7 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class RestoredRun(ModelContext):
-    """What `ModelContext` needs, by a run's settings, and whence the weights came."""
+    """A `ModelContext` from a run's settings, and the checkpoint of its weights."""
 
     config: Config
     source: Source  # the checkpoint
@@ -48,25 +48,25 @@ class RestoredRun(ModelContext):
         return self.strategy.unwrap(self.model).eval()
 
     def take_averages(self) -> None:
-        """From now on, compute with the moving averages of the weights (a collective)."""
+        """Replace the weights by their moving averages (a collective)."""
         read_averages(self.strategy.owned(self.model), self.source, self.agreement)
         self.strategy.weights_changed(self.model)
 
 
 @contextmanager
 def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
-    """Join the other ranks, if there are any, and build what `config` says with the weights of `checkpoint`.
+    """Join the other ranks, if any, and build the model of `config` with the weights of `checkpoint`.
 
-    Where the run evaluates moving averages in their stead (`ema.evaluate=instead`), with those.
+    If the run evaluates moving averages instead (`ema.evaluate=instead`), with those.
 
-    In the run directory nothing is locked, made or changed: the run may still train.
+    Nothing in the run directory is locked, created or changed: the run may still train.
 
     Args:
         checkpoint: newest, best, or the path of one.
 
     Raises:
-        UserError: no such checkpoint, a broken one or one of another model; or settings that do not fit this
-            machine, the data or the other ranks.
+        UserError: the checkpoint does not exist, is broken or is of another model; or settings do not fit
+            this machine, the data or the other ranks.
     """
     with process_group(config.distributed) as dist, _messages(dist):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
@@ -75,7 +75,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         agreement = Agreement(dist, config.checkpoint.timeout_s)
         train_set = _training_data(config)
         model = _built(config, train_set)
-        freeze(model.module, config.model)  # what strategies may spread depends on it
+        freeze(model.module, config.model)  # how strategies shard depends on it
         wrapped = strategy.wrap(model.module, model.fill)
         source = _read(strategy.owned(wrapped), config, checkpoint, agreement)
         strategy.weights_changed(wrapped)
@@ -98,10 +98,10 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
 
 
 def restored_model(config: Config, checkpoint: str) -> nn.Module:
-    """The model with the weights of `checkpoint`, on the CPU; random generators stay as they are.
+    """The model with the weights of `checkpoint`, on the CPU; random generators do not change.
 
     Raises:
-        UserError: as of `trained`.
+        UserError: see `restored_run`.
     """
     generators = rng_state()
     try:
@@ -129,22 +129,22 @@ def _read(model: nn.Module, config: Config, checkpoint: str, agreement: Agreemen
     best = config.checkpoint.keep_best
     source = read_model(model, run_dir, run_id, checkpoint, best, agreement)
     if agreement.rank == 0 and source.manifest.run_id not in (run_id, None):
-        log.warning("%s was saved by another run than that in %s", source.directory, run_dir)
+        log.warning("%s was saved by a different run than the one in %s", source.directory, run_dir)
     if evaluates_ema(config):
         read_averages(model, source, agreement)
     return source
 
 
 def evaluates_ema(config: Config) -> bool:
-    """Whether it is the moving averages that the run evaluates as its weights."""
+    """Whether the run evaluates its moving averages in place of the weights."""
     return config.ema.decay is not None and config.ema.evaluate == "instead"
 
 
 def held_out(at_work: RestoredRun) -> tuple[Any, EvalLoader]:
-    """The held-out data and the loader of this process's share.
+    """The held-out data and the loader of this process's part.
 
     Raises:
-        UserError: the dataset has none.
+        UserError: there is no held-out data.
     """
     config, dist, strategy = at_work.config, at_work.dist, at_work.strategy
     dataset, loader = load_held_out(config, _batch(config, strategy), strategy, dist)
@@ -153,7 +153,7 @@ def held_out(at_work: RestoredRun) -> tuple[Any, EvalLoader]:
 
 
 def _batch(config: Config, strategy: Strategy) -> BatchSplit:
-    """As in training, so that sums are the same to the bit; where that does not divide, about as many."""
+    """The batch split of training, for bit-identical sums; if it does not divide, a similar one."""
     size, micro = config.train.global_batch_size, config.train.micro_batch_size
     try:
         return split_batch(size, micro, strategy.num_replicas)
@@ -163,7 +163,7 @@ def _batch(config: Config, strategy: Strategy) -> BatchSplit:
 
 
 class _WithProgress:
-    """A loader that shows how far it is, on standard error: a bar on a terminal, else a line every 10 s."""
+    """A loader that shows its progress on standard error: a bar on a terminal, else a line every 10 s."""
 
     def __init__(self, loader: EvalLoader, num_replicas: int, enabled: bool) -> None:
         self._loader, self._enabled = loader, enabled
@@ -197,9 +197,9 @@ class _WithProgress:
 
 @contextmanager
 def _messages(dist: Dist) -> Iterator[None]:
-    """Send the trainer's messages to standard error: what was asked for is output, and the log is the run's.
+    """Send messages to standard error: standard output is for results, and the log belongs to the run.
 
-    Ranks other than 0 speak only to warn, and say who they are.
+    Ranks other than 0 print only warnings, with their rank.
     """
     root, to_stderr = logging.getLogger("trainer"), _ToStderr()
     to_stderr.setFormatter(
@@ -216,4 +216,4 @@ def _messages(dist: Dist) -> Iterator[None]:
 
 class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)  # above the bar, where there is one
+        tqdm.write(self.format(record), file=sys.stderr)  # above the bar, if there is one

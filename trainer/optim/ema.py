@@ -1,4 +1,4 @@
-"""A moving average of the weights: kept beside them while they train, put in their place to be evaluated."""
+"""A moving average of the weights: kept during training, and put in their place for evaluation."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,19 +12,19 @@ from trainer.local_shard import to_local
 
 
 class MovingAverage:
-    """An exponential moving average of what training changes in a model, each part where its own lies.
+    """An exponential moving average of what training changes in a model, on the device of each tensor.
 
-    Sharded parameters have sharded averages. Buffers have theirs because running statistics belong to the
-    weights with which they were taken. Costs the memory of the weights once more, and a pass over both for
-    each step.
+    Sharded parameters have sharded averages. Buffers are averaged too, because running statistics belong to
+    the weights with which they were computed. Costs the memory of the weights once more, and a pass over both
+    for each step.
 
         average(0) = weights(0)        average(t) = d average(t - 1) + (1 - d) weights(t)
 
     Args:
-        parameters: by their names in a checkpoint; one that has two names is there under both.
-        buffers: the module and the attribute of each, since a module may put another tensor there.
+        parameters: by their names in a checkpoint; a tied one under each of its names.
+        buffers: the module and the attribute of each, since a module may replace the tensor.
         decay: d, from 0 to below 1.
-        warmup: d is at most (1 + t) / (10 + t), so that the first weights do not weigh for long.
+        warmup: d is at most (1 + t) / (10 + t), so that the first weights are soon forgotten.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Count the weights as they are now in."""
+        """Add the present weights to the average."""
         self._num_updates += 1
         begin = (1 + self._num_updates) / (10 + self._num_updates)
         decay = min(self._decay, begin) if self._warmup else self._decay
@@ -51,9 +51,10 @@ class MovingAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model's weights are the averages; after it, to the bit, what they were.
+        """Within, the model's weights are the averages; afterwards they are restored to the bit.
 
-        The averages hold the weights meanwhile: this takes the memory of the largest tensor, not of all.
+        The averages hold the weights in the meantime: this takes the memory of the largest tensor, not of
+        all.
         """
         self._exchange()
         try:
@@ -62,7 +63,7 @@ class MovingAverage:
             self._exchange()
 
     def restart(self) -> None:
-        """Begin anew from the weights as they are now."""
+        """Restart from the present weights."""
         self._num_updates = 0
         with torch.no_grad():
             for average, weight in self._pairs():
@@ -77,7 +78,7 @@ class MovingAverage:
         return {"num_updates": self._num_updates, "weights": dict(self._averages)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Tensors must come sharded as they are here."""
+        """Tensors must be sharded as they are here."""
         self._num_updates = saved["num_updates"]
         with torch.no_grad():
             for name, value in saved["weights"].items():
@@ -88,7 +89,7 @@ class MovingAverage:
         return {**self._parameters, **buffers}
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each average and what it is of, once, and of sharded ones this rank's part."""
+        """Pairs of an average and its tensor, each once; of sharded ones this rank's shard."""
         weights = self._weights()
         distinct = {average: weights[name] for name, average in self._averages.items()}
         return [(to_local(average), to_local(weight)) for average, weight in distinct.items()]

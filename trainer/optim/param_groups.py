@@ -1,4 +1,4 @@
-"""Which parameters the optimizer treats in a way of their own, by regular expressions of their names."""
+"""Parameters with their own optimizer settings, selected by regular expressions of their names."""
 
 import difflib
 import re
@@ -16,29 +16,29 @@ from trainer.errors import UserError
 from trainer.optim.schedules import check_optimizer, sparse_weights
 from trainer.optim.train_state import parameter_names
 
-_FUSED = (Adam, AdamW, SGD)  # those of torch that have one kernel for a step on a GPU
-_FUSED_SHARDED = (Adam, AdamW)  # of them, those for which torch knows how shards take part
-_FUSED_ON = ("cuda",)  # on a CPU, where it gives other last bits, the settings must ask for it
+_FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step on a GPU
+_FUSED_SHARDED = (Adam, AdamW)  # those of them that support sharded parameters
+_FUSED_ON = ("cuda",)  # on a CPU, where the last bits differ, it must be set explicitly
 
 
 def freeze(model: nn.Module, node: dict[str, Any]) -> None:
-    """Take the parameters that `model.freeze` matches out of training.
+    """Exclude the parameters that `model.freeze` matches from training.
 
     Raises:
-        UserError: an expression that matches nothing, or nothing left to train.
+        UserError: an expression matches nothing, or no parameter is left to train.
     """
     parameters = dict(parameter_names(model))
     for pattern in patterns("model.freeze", node.get("freeze")):
         for name in _matched("model.freeze", pattern, parameters):
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError(f"model.freeze={node['freeze']} leaves none of {len(parameters)} parameters to train")
+        raise UserError(f"model.freeze={node['freeze']} leaves no parameter of {len(parameters)} to train")
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:
-    """Leave a batch norm whose weights are all frozen in evaluation mode, whatever `model.train()` says.
+    """Keep a batch norm whose weights are all frozen in evaluation mode, even after `model.train()`.
 
-    It then keeps its running statistics, and computes with them. Other layers, dropout among them, behave as
+    It then keeps its running statistics, and uses them. Other layers, such as dropout, behave as
     in training.
     """
     for module in model.modules():
@@ -53,10 +53,10 @@ def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module, optim: dict[str, Any]) -> Optimizer:
-    """The optimizer of what is trained of `model`, which is unwrapped.
+    """The optimizer of the trained parameters of `model`, which is unwrapped.
 
     Raises:
-        UserError: it cannot be built, or does not fit the model; or as of `parameter_sets`.
+        UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
     sets = parameter_sets(model, optim)
     own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
@@ -68,22 +68,22 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any]) -> Optimizer:
     if asked and "weight_decay" not in optimizer.defaults:
         raise UserError(
             f"optim.groups sets a weight_decay, but {type(optimizer).__name__} has none; leave it out, or "
-            "take optim=adamw"
+            "use optim=adamw"
         )
     return optimizer
 
 
 def _built(optim: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
-    named = [dict(each) for each in sets]  # copies, in which an optimizer may note its defaults
+    named = [dict(each) for each in sets]  # copies, to which an optimizer may add its defaults
     return instantiate("optim", optim, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
 
 
 def _at_once(optimizer: Optimizer, optim: dict[str, Any]) -> dict[str, bool]:
-    """How a step is made of all parameters at once, where they are and unless `optim` chooses otherwise.
+    """The option to update all parameters at once, if they allow it and unless `optim` chooses itself.
 
-    `fused` reads each tensor once, and under fp16 learns on the device that it is to be skipped: the others
-    ask for that number, and the host waits for it. What FSDP keeps on the host for a GPU counts, too: there
-    torch by itself loops in Python.
+    `fused` reads each tensor once, and under fp16 reads on the device whether to skip the step: the others
+    make the host wait for that flag. Parameters that FSDP offloads from a GPU get `foreach`: by default
+    torch would loop over them in Python.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable", "differentiable"))
@@ -102,16 +102,16 @@ def _computed_on(parameter: Tensor) -> str:
 
 
 def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is trained, as the groups that a torch optimizer takes; one without a name if all is alike.
+    """The trained parameters as groups for a torch optimizer; one without a name if all are alike.
 
-    First those that no entry of `optim.groups` matches, then entry by entry; of each first those that decay.
+    First those that no entry of `optim.groups` matches, then entry by entry; in each first those that decay.
 
     Args:
-        model: unwrapped; its parameters as the optimizer is to see them, sharded where they are.
+        model: unwrapped; its parameters as the optimizer sees them, sharded if they are.
 
     Raises:
-        UserError: an entry matches nothing, scales a learning rate that `optim` does not have, or bears
-            the name of another.
+        UserError: an entry matches nothing, scales a learning rate that `optim` does not have, or has
+            the same name as another.
     """
     entries, undecayed = parameter_groups(optim)
     trained = {name: parameter for name, parameter in parameter_names(model) if parameter.requires_grad}
@@ -130,14 +130,14 @@ def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> list[dict[str, An
                 sets.append({"params": [trained[name] for name in names], **options})
     titles = [each.get("name") for each in sets]
     if doubled := [title for title in titles if titles.count(title) > 1]:
-        raise UserError(f"two of optim.groups are called {doubled[0]}; give each a name: of its own")
+        raise UserError(f"two of optim.groups have the name {doubled[0]}; give each its own name")
     return sets
 
 
 def _halves(
     parameters: Mapping[str, Tensor], entry: ParameterGroup, optim: dict[str, Any], undecayed: Undecayed
 ) -> Iterator[tuple[list[str], bool]]:
-    """Names of those that decay as `optim` has it, and of those that have no decay."""
+    """Yield the names of parameters that decay as in `optim`, and of those without decay."""
     splits = entry.weight_decay is None and optim.get("weight_decay") != 0
 
     def is_spared(name: str) -> bool:
@@ -149,7 +149,7 @@ def _halves(
 
 
 def _title(entry: ParameterGroup, decays: bool) -> str:
-    """Empty for all the rest."""
+    """The name of a group; empty for all other parameters."""
     title = entry.name or re.sub(r"[^\w.-]+", "_", entry.match).strip("_.")
     return title if decays else f"{title}/undecayed".lstrip("/")
 
@@ -168,14 +168,14 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
 
 
 def learning_rates(optimizer: Optimizer, rates: Sequence[Any]) -> dict[str, float]:
-    """`rates`, one for each parameter group, by the names of their curves: train/lr, and train/lr/<group>."""
+    """`rates`, one for each parameter group, by their names in the log: train/lr, and train/lr/<group>."""
     both = list(zip(optimizer.param_groups, map(float, rates), strict=True))
     named = {f"train/lr/{group['name']}": rate for group, rate in both if "name" in group}
     return {"train/lr": both[0][1], **named}
 
 
 def described(optimizer: Optimizer) -> dict[str, str]:
-    """For a person: what is in each group of several, and its weight decay and learning rate."""
+    """The size of each of several groups, its weight decay and its learning rate, for people."""
     groups = optimizer.param_groups
     return {
         f"  {group.get('name', 'base')}": f"{len(group['params'])} tensors, "
@@ -192,6 +192,6 @@ def _matched(setting: str, pattern: str, names: Iterable[str]) -> list[str]:
     if not found:
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names
         raise UserError(
-            f"{setting}={pattern} matches none of {len(names)} parameters; there are {', '.join(near)}, ..."
+            f"{setting}={pattern} matches none of {len(names)} parameters, such as {', '.join(near)}, ..."
         )
     return found

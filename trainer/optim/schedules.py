@@ -1,7 +1,7 @@
-"""Learning-rate schedules, each a factor on `optim.lr` as a function of the step; and which of torch's fit.
+"""Learning-rate schedules, each a factor of `optim.lr` by step; and which of torch's schedules are supported.
 
-Every schedule here warms up linearly over its first `warmup_steps` steps; step 0 already moves the weights.
-Optimizers are torch's own, named in conf/optim.
+Every schedule here warms up linearly over its first `warmup_steps` steps; step 0 already changes the weights.
+Optimizers are torch's own, set in conf/optim.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 
-WATCHED = "eval/loss"  # what ReduceLROnPlateau is told
+WATCHED = "eval/loss"  # the metric for ReduceLROnPlateau
 
 
 def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
@@ -47,11 +47,11 @@ def wsd(
 ) -> LambdaLR:
     """Warm-up, stable, decay: 1 up to the last `decay_fraction` of the run, then straight down.
 
-    What lies before the decay does not depend on `total_steps`: a run made longer goes on from there as if it
-    had been so from the beginning (S. Hu et al., "MiniCPM", 2024, section 4).
+    The part before the decay does not depend on `total_steps`: a run that is extended continues as if it
+    had had that length from the start (S. Hu et al., "MiniCPM", 2024, section 4).
     """
     if not 0 < decay_fraction <= 1:
-        raise ValueError(f"decay_fraction is {decay_fraction}, but must lie above 0, up to 1")
+        raise ValueError(f"decay_fraction is {decay_fraction}, but must be above 0 and at most 1")
     return _decay(
         optimizer,
         total_steps,
@@ -70,13 +70,13 @@ def one_cycle(
 ) -> LambdaLR:
     """Half a cosine up from `initial_fraction` to 1 in the first `rise_fraction` of the run, and one down.
 
-    The numbers are those of torch's OneCycleLR, which also moves the momentum, and ends with an error where a
-    run is made longer. Source: L. Smith and N. Topin, "Super-Convergence", 2018.
+    The factors are those of torch's OneCycleLR, which also changes the momentum, and ends with an error if a
+    run is extended. Source: L. Smith and N. Topin, "Super-Convergence", 2018.
     """
     fractions = {"initial_fraction": initial_fraction, "final_fraction": final_fraction}
     for name, value in {**fractions, "rise_fraction": rise_fraction}.items():
         if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}, but must lie in 0..1")
+            raise ValueError(f"{name} is {value}, but must be from 0 to 1")
     last, peak = total_steps - 1, rise_fraction * total_steps - 1
 
     def factor(step: int) -> float:
@@ -111,7 +111,7 @@ def _decay(
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps is {warmup_steps}, but must be at least 0")
     if not 0 <= final_fraction <= 1:
-        raise ValueError(f"final_fraction is {final_fraction}, but must lie in 0..1")
+        raise ValueError(f"final_fraction is {final_fraction}, but must be from 0 to 1")
 
     def factor(step: int) -> float:
         done = min(1.0, max(0, step - warmup_steps) / (total_steps - warmup_steps))
@@ -122,10 +122,10 @@ def _decay(
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What `auto` can stand for in a schedule's settings, by the names that schedules have for it."""
+    """The values for `auto` in a schedule's settings, by the names that schedules use."""
 
     total_steps: int
-    steps_per_epoch: int | None  # None: a stream's, which nobody knows
+    steps_per_epoch: int | None  # None: a stream of unknown length
 
     @property
     def T_max(self) -> int:  # noqa: N802, CosineAnnealingLR's
@@ -137,37 +137,37 @@ class ScheduleFacts:
 
 
 def build_schedule(node: dict[str, Any], optimizer: Optimizer, facts: ScheduleFacts) -> LRScheduler:
-    """The schedule that `node` names, and those that it consists of (SequentialLR, ChainedScheduler)."""
+    """The schedule of `node`, with its nested ones (SequentialLR, ChainedScheduler)."""
     if not isinstance(nodes := node.get("schedulers"), list):
         return instantiate("schedule", node, optimizer, facts=facts)
     parts = [build_schedule(part, optimizer, facts) for part in nodes]
     if any(isinstance(part, ReduceLROnPlateau) for part in parts):
         raise UserError(
-            "schedule.schedulers: ReduceLROnPlateau counts evaluations, and can be no part of another"
+            "schedule.schedulers: ReduceLROnPlateau counts evaluations, and cannot be part of another"
         )
     rest = {key: value for key, value in node.items() if key != "schedulers"}
     return instantiate("schedule", rest, facts=facts, optimizer=optimizer, schedulers=parts)
 
 
 def after_step(schedule: LRScheduler) -> None:
-    """Move `schedule` on by an optimizer step; ReduceLROnPlateau counts evaluations instead.
+    """Advance `schedule` by an optimizer step; ReduceLROnPlateau counts evaluations instead.
 
     Raises:
-        UserError: it has no further step, as torch's OneCycleLR after its total_steps.
+        UserError: it has no further step, such as torch's OneCycleLR after its total_steps.
     """
     if isinstance(schedule, ReduceLROnPlateau):
         return
     try:
         schedule.step()
     except ValueError as error:
-        raise UserError(f"schedule: {type(schedule).__name__} cannot go on: {error}") from error
+        raise UserError(f"schedule: {type(schedule).__name__} has no further step: {error}") from error
 
 
 def after_evaluation(schedule: LRScheduler, figures: Mapping[str, float]) -> None:
-    """Tell ReduceLROnPlateau how the evaluation went; `figures` are the same on every rank.
+    """Pass the metrics of an evaluation to ReduceLROnPlateau; `figures` are the same on every rank.
 
     Raises:
-        UserError: the task's evaluation gives no loss.
+        UserError: the task's evaluation returns no loss.
     """
     if isinstance(schedule, ReduceLROnPlateau):
         if WATCHED not in figures:
@@ -176,7 +176,7 @@ def after_evaluation(schedule: LRScheduler, figures: Mapping[str, float]) -> Non
 
 
 def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
-    """Raise UserError for a schedule that this run cannot serve."""
+    """Raise UserError for a schedule that this run does not support."""
     if not isinstance(schedule, LRScheduler):
         raise UserError(f"schedule is a {type(schedule).__name__}; it must be a torch.optim.lr_scheduler")
     if not isinstance(schedule, ReduceLROnPlateau):
@@ -187,13 +187,12 @@ def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
             "train.eval_every_epochs=0 never evaluates; set it to 1"
         )
     if schedule.mode != "min":
-        raise UserError(f"schedule.mode is {schedule.mode}, but {WATCHED} is to fall; set it to min")
+        raise UserError(f"schedule.mode is {schedule.mode}, but {WATCHED} should fall; set it to min")
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise UserError, naming the way out, for an optimizer that would fail at its first step of `model`.
-
-    Or would go on otherwise than it stopped.
+    """Raise UserError, with the way out, for an optimizer that would fail at its first step of `model`, or
+    would not resume in the state in which it stopped.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -201,66 +200,66 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UserError(
-            f"optim: {name} evaluates the loss several times within a step, and this trainer once; take "
+            f"optim: {name} evaluates the loss several times within a step, but this trainer only once; use "
             "optim=adamw, or any optimizer whose step() needs no closure"
         )
     optimized: set[Tensor] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if (kept := _outside_of_state(optimizer, optimized)) is not None:
         raise UserError(
-            f"optim: {name} keeps tensors as its attribute {kept}, which no checkpoint holds; let it keep "
+            f"optim: {name} keeps tensors in its attribute {kept}, which no checkpoint holds; let it keep "
             "them in self.state, under a parameter or a name"
         )
     sparse = sparse_weights(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     if isinstance(optimizer, SparseAdam) and (dense := [names[p] for p in names if p in optimized - sparse]):
         raise UserError(
-            f"optim: SparseAdam takes sparse gradients only, and {dense[0]} has dense ones ({len(dense)} of "
-            f"{len(names)} parameters have); take optim=adamw and embeddings with sparse=False, or optim=sgd"
+            f"optim: SparseAdam takes sparse gradients only, but {dense[0]} has dense ones ({len(dense)} of "
+            f"{len(names)} parameters); use optim=adamw and embeddings with sparse=False, or optim=sgd"
         )
     takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
     if isinstance(optimizer, SGD | Adagrad) and any(
         group["weight_decay"] for group in optimizer.param_groups
     ):
-        takes_sparse, name = False, f"{name} with weight_decay"  # the decay of all rows is dense
+        takes_sparse, name = False, f"{name} with weight_decay"  # weight decay of all rows is dense
     if not takes_sparse and (found := [names[p] for p in names if p in optimized & sparse]):
         raise UserError(
-            f"optim: {name} takes no sparse gradients, and {found[0]} has them; build its embedding with "
-            "sparse=False, or take optim=sgd optim.momentum=0 optim.weight_decay=0"
+            f"optim: {name} takes no sparse gradients, but {found[0]} has them; build its embedding with "
+            "sparse=False, or use optim=sgd optim.momentum=0 optim.weight_decay=0"
         )
     _check_choices(optimizer, names, optimized)
 
 
 def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], optimized: set[Tensor]) -> None:
-    """Raise UserError for what `optimizer` is to keep or how it is to step, where torch cannot do so."""
+    """Raise UserError for options or state of `optimizer` that torch does not support here."""
     name, sharded = type(optimizer).__name__, [p for p in optimized if isinstance(p, DTensor)]
     chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
     on_cpu = [names[parameter] for parameter in names if parameter in optimized and parameter.is_cpu]
     if sharded and isinstance(optimizer, Adafactor):
         raise UserError(
-            "optim: Adafactor keeps sums over rows and columns, which torch cannot compute of sharded "
-            "parameters; take strategy=ddp, or optim=adamw"
+            "optim: Adafactor keeps sums over rows and columns, which torch cannot compute for sharded "
+            "parameters; use strategy=ddp, or optim=adamw"
         )
     if isinstance(optimizer, Muon) and any(parameter.device_mesh.size(-1) > 1 for parameter in sharded):
         raise UserError(
             "optim: Muon multiplies whole matrices in bf16, and shards of them round so differently that its "
-            "updates are percents off those of one process; take strategy=ddp, or optim=adamw"
+            "updates differ by percents from those of one process; use strategy=ddp, or optim=adamw"
         )
     unsharded = {"fused": isinstance(optimizer, SGD | Adagrad), "foreach": isinstance(optimizer, Rprop)}
     if found := [key for key in unsharded if sharded and unsharded[key] and key in chosen]:
         raise UserError(
             f"optim.{found[0]}=true: torch has no such step of {name} for sharded parameters; leave it out, "
-            "or take strategy=ddp, or optim=adamw"
+            "or use strategy=ddp, or optim=adamw"
         )
     if "capturable" in chosen and on_cpu:
         raise UserError(
-            f"optim.capturable=true is for steps that a GPU records; {on_cpu[0]} is on the CPU: leave it out"
+            f"optim.capturable=true is for steps in a CUDA graph, but {on_cpu[0]} is on the CPU: leave it out"
         )
     if "differentiable" in chosen:
         raise UserError("optim.differentiable=true is for gradients through a step; leave it out")
 
 
 def sparse_weights(model: nn.Module) -> set[Tensor]:
-    """The parameters whose gradients come as rows."""
+    """The parameters with sparse gradients."""
     return {
         module.weight
         for module in model.modules()
@@ -269,7 +268,7 @@ def sparse_weights(model: nn.Module) -> set[Tensor]:
 
 
 def _outside_of_state(optimizer: Optimizer, optimized: set[Tensor]) -> str | None:
-    """The attribute with tensors, or with an optimizer and its state, that `state_dict` knows nothing of."""
+    """The name of an attribute with tensors, or with a stateful optimizer, that is not in `state_dict`."""
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return None
 

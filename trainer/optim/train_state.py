@@ -1,4 +1,4 @@
-"""What a run is at a step boundary: its progress, and everything that training changes."""
+"""The state of a run at a step boundary: its progress, and everything that training changes."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from trainer.optim.ema import MovingAverage
 from trainer.optim.schedules import after_step
 
-# What torch.compile and activation checkpointing put into parameter names.
+# Prefixes that torch.compile and activation checkpointing add to parameter names.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
@@ -19,8 +19,8 @@ _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 class Progress:
     """How far a run has come. All counts are global, so that they mean the same at any world size.
 
-    ``samples_in_epoch`` samples of epoch ``epoch`` are done; the next one follows in the order that (seed,
-    epoch) gives. Samples, unlike steps, say where a run is whatever its batch size was and will be.
+    ``samples_in_epoch`` samples of epoch ``epoch`` are done; the next one follows in the order drawn from
+    (seed, epoch). Samples, unlike steps, define the position of a run for any batch size.
     """
 
     step: int = 0
@@ -37,15 +37,15 @@ class Progress:
             self.end_epoch()
 
     def leaves_a_step(self, global_batch_size: int, num_samples: int) -> bool:
-        """Whether data is left for another step after the one to be made."""
+        """Whether data is left for another step after the next one."""
         return num_samples - self.samples_in_epoch >= 2 * global_batch_size
 
     def end_epoch(self) -> None:
-        """Go on to the next epoch; what remains of this one, less than a batch, is not trained on."""
+        """Move to the next epoch; the rest of this one, less than a batch, is not trained on."""
         self.epoch, self.samples_in_epoch = self.epoch + 1, 0
 
     def settle(self, global_batch_size: int, num_samples: int) -> None:
-        """End the epoch where less than a batch is left of it, after steps of another batch size."""
+        """End the epoch if less than a batch is left of it, after steps of another batch size."""
         if num_samples - self.samples_in_epoch < global_batch_size:
             self.end_epoch()
 
@@ -63,11 +63,11 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """Everything that training changes, but for the random generators.
+    """Everything that training changes, except the random generators.
 
-    ``model`` is the plain module, without a wrapper; its parameters are tensors or, sharded, DTensors. All
-    names in a state dict are those of the plain module, so that any strategy reads what any other wrote.
-    ``average`` is the moving average of the model's weights, where one is kept.
+    ``model`` is the plain module, without a wrapper; its parameters are tensors or, if sharded, DTensors. All
+    names in a state dict are those of the plain module, so that any strategy can read it.
+    ``average`` is the moving average of the model's weights, if there is one.
     """
 
     model: nn.Module
@@ -79,7 +79,7 @@ class TrainState:
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
 
     def keep_average(self, decay: float, warmup: bool) -> None:
-        """Begin a moving average of the parameters that are trained, and of floating-point buffers."""
+        """Start a moving average of the trained parameters, and of floating-point buffers."""
         parameters = {name: p for name, p in every_parameter(self.model) if p.requires_grad}
         in_state = get_model_state_dict(self.model).keys()
         buffers = {
@@ -94,13 +94,13 @@ class TrainState:
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
     def end_update(self) -> None:
-        """Count an update: note the rates that it used, move the schedule on, and count the weights in."""
-        self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # a tensor's own will change
+        """Count an update: record its learning rates, advance the schedule, and update the average."""
+        self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
         after_step(self.schedule)
         self.update_average()
 
     def update_average(self) -> None:
-        """Count the weights in, if an average is kept."""
+        """Add the present weights to the average, if there is one."""
         if self.average is not None:
             self.average.update()
 
@@ -118,9 +118,9 @@ class TrainState:
         }
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
-        """What replicas of a model have in common, live: parameters, the optimizer's tensors, averages.
+        """What replicas of a model share, live: parameters, the optimizer's tensors, averages.
 
-        Sharded ones are DTensors. Buffers are not among them: running statistics are each rank's own.
+        Sharded ones are DTensors. Buffers are not included: running statistics differ between ranks.
         """
         yield from parameter_names(self.model)
         for name, parameter in parameter_names(self.model):
@@ -131,15 +131,15 @@ class TrainState:
             yield from ((f"average of {name}", value) for name, value in self.average.named_parameters())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Make this state the saved one; sharded tensors must come sharded as they are here."""
+        """Load a saved state; sharded tensors must be sharded as they are here."""
         set_model_state_dict(self.model, saved["model"])
         buffers = buffers_outside(self.model, set(saved["model"]))
         with torch.no_grad():
-            for name, value in saved.get("buffers", {}).items():  # of which there may be fewer, or none
+            for name, value in saved.get("buffers", {}).items():  # there may be fewer, or none
                 buffers[name].copy_(value)
         self._load_optimizer_state(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        # An idle scaler saves nothing; one that starts to work with this run keeps its own beginning.
+        # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         for name, value in saved["progress"].items():
@@ -152,13 +152,13 @@ class TrainState:
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state_dict with parameter names in place of their numbers.
 
-        torch.distributed.checkpoint.state_dict has this too, but takes a step with zero gradients to learn
+        torch.distributed.checkpoint.state_dict has this too, but takes a step with zero gradients to find
         the layout, refuses SGD without momentum, and refuses a parameter that never had a gradient.
         """
         names = self._optimizer_names()
         packed = self.optimizer.state_dict()
         return {
-            # A key that is no parameter's number is the optimizer's own, for what all parameters share.
+            # A key other than a parameter's number is the optimizer's own, for state of all parameters.
             "state": {_name(key, names): _dense(state) for key, state in packed["state"].items()},
             "param_groups": [
                 group | {"params": [names[index] for index in group["params"]]}
@@ -184,12 +184,12 @@ class TrainState:
 
 
 def _how(group: dict[str, Any]) -> dict[str, Any]:
-    """In how many kernels a step of the group is made: a matter of this run, not of the one before."""
+    """The options of a group that choose its kernels: those of this run, not of the saved one."""
     return {key: group[key] for key in ("fused", "foreach") if key in group}
 
 
 def _dense(state: Any) -> Any:
-    """A parameter's `state` as a checkpoint can hold it: SGD's momentum of sparse gradients is sparse."""
+    """A parameter's `state` without sparse tensors, for a checkpoint: SGD's momentum may be sparse."""
     if not isinstance(state, dict):
         return state
     return {
@@ -212,13 +212,13 @@ def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def every_parameter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As `parameter_names`; what is tied comes under each of its names."""
+    """As `parameter_names`; a tied parameter comes under each of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield _plain_name(name), parameter
 
 
 def buffers_outside(model: nn.Module, in_model_state: set[str]) -> dict[str, Tensor]:
-    """Buffers that are no part of the model's own state, though forward may use and change them."""
+    """Buffers outside the model's state dict, which forward may use and change."""
     named = ((_plain_name(name), buffer) for name, buffer in model.named_buffers())
     return {name: buffer for name, buffer in named if name not in in_model_state}
 
@@ -230,7 +230,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def buffer_names(model: nn.Module) -> set[str]:
-    """The dotted paths in a state dict at which buffers may stand."""
+    """The dotted paths of buffers in a state dict."""
     names = [name for name, _ in named_buffers(model)]
     return {f"{part}.{name}" for part in ("model", "buffers", "ema.weights") for name in names}
 

@@ -1,1 +1,1 @@
-"""What a run leaves in its directory. Imports no torch: a sweep reads these files."""
+"""The files of a run in its directory. Does not import torch: a sweep reads these files."""

@@ -1,4 +1,4 @@
-"""The directory of a run: chosen by one mkdir, locked while the run lives, marked with the run's id."""
+"""The directory of a run: created by one mkdir, locked while the run lives, marked with the run's id."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ from trainer.files.untrusted import Fields, load_json, printable
 log = logging.getLogger(__name__)
 
 RUN, LOCK = "run.json", ".lock"
-# An NFS server keeps the locks of a host that died until its lease runs out: 90 s by default.
+# An NFS server keeps the locks of a dead host until its lease expires: 90 s by default.
 _LEASE_S = 120.0
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -33,20 +33,20 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 class RunDir:
     path: Path
     run_id: str
-    """Random, kept by a resumed run, and written into each of its checkpoints: whose they are."""
+    """Random, kept by a resumed run, and written into its checkpoints to identify their run."""
     used: bool
-    """Whether a run has left something here, which stays as it is until this one really goes on."""
+    """Whether the directory has files of a run; they do not change until this run resumes for certain."""
 
 
 def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wait_s: float) -> RunDir:
-    """Make the run directory, or take the one that is there, and hold it until `held` closes; rank 0 alone.
+    """Create the run directory, or take an existing one, and lock it until `held` closes; rank 0 only.
 
     Args:
         wanted: None chooses a new one under runs/.
-        wait_s: at most how long to wait for the lock of an owner on another host, who may be dead.
+        wait_s: the longest wait for the lock of an owner on another host, which may be dead.
 
     Raises:
-        UserError: another run lives in it, or has left there what this one does not resume; or it cannot be
+        UserError: another run lives in it, or this run does not resume the one in it; or it cannot be
             written.
     """
     with writing(wanted or "null"):
@@ -58,23 +58,23 @@ def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wa
 
 
 def _identified(path: Path, resume: str | None) -> RunDir:
-    """The directory with the id of the run that goes on here, or begins."""
+    """The directory with the id of the run that resumes or begins here."""
     known = run_id_of(path)
     if used := _traces(path):
         if resume is None:
             raise UserError(
-                f"run_dir={path} holds another run ({', '.join(used)}); resume=auto goes on with it, "
-                f"run_dir={_unused_beside(path)} starts anew"
+                f"run_dir={path} holds another run ({', '.join(used)}); resume=auto continues it, "
+                f"run_dir={_unused_beside(path)} starts a new one"
             )
         if resume == "auto" and known is None and not used[0].startswith("checkpoints"):
             raise UserError(
-                f"run_dir={path} holds what another run left ({', '.join(used)}), but no checkpoint that "
-                f"resume=auto could go on from; run_dir={_unused_beside(path)} starts anew"
+                f"run_dir={path} holds files of another run ({', '.join(used)}), but no checkpoint for "
+                f"resume=auto; run_dir={_unused_beside(path)} starts a new run"
             )
         if not _is_of(path, known, resume):
             raise UserError(
-                f"run_dir={path} holds another run ({', '.join(used)}) than resume={resume}, which it would "
-                f"mix with; run_dir={_unused_beside(path)} goes on from there"
+                f"run_dir={path} holds another run ({', '.join(used)}) than resume={resume}, and would "
+                f"mix the two; run_dir={_unused_beside(path)} resumes it in a new directory"
             )
     goes_on = resume is not None and (resume == "auto" or bool(used))
     run_id = known if goes_on and known is not None else secrets.token_hex(8)
@@ -92,7 +92,7 @@ def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
 
 
 def run_id_of(path: Path) -> str | None:
-    """As recorded; where that is lost, that of the newest checkpoint; None before runs had ids."""
+    """The recorded id, or else that of the newest checkpoint; None for runs older than ids."""
     with contextlib.suppress(OSError, UserError):
         run_id = Fields(str(path / RUN), load_json(path / RUN)).text("run_id")
         if is_run_id(run_id):
@@ -101,13 +101,13 @@ def run_id_of(path: Path) -> str | None:
 
 
 def _traces(path: Path) -> list[str]:
-    """What a run leaves that another must not be mixed with; its log and its settings are none."""
+    """Files of a run that another must not be mixed with; not its log and settings."""
     patterns = ("checkpoints/step_*", "result.json", "tensorboard/events.*", "metrics.jsonl")
     return [str(found[-1].relative_to(path)) for pattern in patterns if (found := sorted(path.glob(pattern)))]
 
 
 def _unused_beside(path: Path) -> Path:
-    named = path if path.name not in ("", "..") else path.resolve()  # `.` and `..` bear no name
+    named = path if path.name not in ("", "..") else path.resolve()  # `.` and `..` have no name
     at = named.parent / (named.name or "run")
     beside = (at.with_name(f"{at.name}-{n}") for n in itertools.count(2))
     return next(candidate for candidate in beside if not candidate.exists())
@@ -115,10 +115,10 @@ def _unused_beside(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold the lock of `path`, a record lock (fcntl) on a file that names who holds it.
+    """Hold the lock of `path`, a record lock (fcntl) on a file that names its owner.
 
-    It goes with the process, however that ends, and, unlike flock's, is not inherited by forked data workers,
-    one of which might outlive it. NFS knows it too.
+    It ends with the process, in any way and, unlike flock's, is not inherited by forked data workers,
+    which might outlive it. NFS supports it too.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -132,7 +132,7 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
 
 
 def _lock(descriptor: int, path: Path, wait_s: float) -> bool:
-    """False where the file system has no locks."""
+    """False if the file system has no locks."""
     begin, told = time.monotonic(), False
     while True:
         try:
@@ -141,7 +141,7 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> bool:
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 log.warning(
-                    "the file system of run_dir=%s has no locks (%s): nothing keeps a second run out of it",
+                    "the file system of run_dir=%s has no locks (%s): a second run in it is not noticed",
                     path,
                     error.strerror,
                 )
@@ -150,10 +150,10 @@ def _lock(descriptor: int, path: Path, wait_s: float) -> bool:
                 raise
         owner = _owner(descriptor)
         patience_s = wait_s if owner.get("host") != socket.gethostname() else 0.0
-        if time.monotonic() - begin >= (patience_s if owner else 3.0):  # it may be about to sign
+        if time.monotonic() - begin >= (patience_s if owner else 3.0):  # it may be about to write its name
             raise UserError(
                 f"another run is alive in run_dir={path}: pid {owner.get('pid')} on {owner.get('host')}, "
-                f"since {owner.get('since')}; wait for its end, stop it, or take "
+                f"since {owner.get('since')}; wait for its end, stop it, or use "
                 f"run_dir={_unused_beside(path)}"
             )
         if owner and not told:

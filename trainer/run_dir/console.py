@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: lines that scroll above a bar, and train.log."""
+"""Output for people while a run goes: lines that scroll above a progress bar, and train.log."""
 
 import contextlib
 import logging
@@ -29,8 +29,8 @@ _STANDS_OUT = {"stands_out": True}
 class ProgressBar:
     """The bar at the foot of a terminal (steps, rate, time left), and the lines that scroll above it.
 
-    Where there is no terminal the lines carry the time left, and step lines come at most every ten seconds;
-    train.log has them all. Both figures are means since this process began, evaluation and saves included.
+    Without a terminal, lines contain the time left, and step lines come at most every ten seconds;
+    train.log has them all. Both figures are means since this process began, including evaluation and saves.
     """
 
     def __init__(self, total_steps: int, first_step: int) -> None:
@@ -53,7 +53,7 @@ class ProgressBar:
         self._bar.update()
 
     def step_line(self, text: str) -> None:
-        """Say how the steps go; the first line and the last are never left out."""
+        """Print a line about the steps; the first and the last are always printed."""
         if not self._bar.disable:
             log.info("%s", text)
             return
@@ -64,12 +64,12 @@ class ProgressBar:
         log.log(logging.INFO if due else logging.DEBUG, "%s%s", text, "" if last else self._time_left(now))
 
     def line(self, text: str) -> None:
-        """Say what happens seldom, such as an evaluation."""
+        """Print a line about a rare event, such as an evaluation."""
         left = self._bar.disable and self._step < self._total
         log.info("%s%s", text, self._time_left(time.perf_counter()) if left else "", extra=_STANDS_OUT)
 
     def close(self) -> None:
-        """Leave the bar as it is, and the cursor on a line of its own."""
+        """End the bar with the cursor on a new line."""
         self._bar.close()
 
     def _time_left(self, now: float) -> str:
@@ -86,9 +86,9 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 def folded(line: str, columns: int) -> str:
-    """`line` in rows of at most `columns`, no number apart from its name or unit.
+    """Fold `line` into rows of at most `columns`, without separating a number from its name or unit.
 
-    A word that is longer than a row, such as a path, is left whole.
+    A word longer than a row, such as a path, is not split.
     """
     glued = re.sub(r"(?<=[^\s,]) (?=[-+.\d])|(?<=\d) (?=\S)", _NO_BREAK, line)
     rows = textwrap.wrap(
@@ -103,9 +103,9 @@ def folded(line: str, columns: int) -> str:
 
 
 class _Console(logging.StreamHandler):
-    """Writes above the bar, where there is one; on a terminal in rows that fit, and some in bold.
+    """Writes above the bar, if there is one; on a terminal in rows that fit, and some in bold.
 
-    What the stream's encoding lacks is spelt out: é is \\xe9 in ASCII, and the name of a file may be no text.
+    Characters outside the stream's encoding are escaped: é is \\xe9 in ASCII; a file's name may not be text.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -117,12 +117,12 @@ class _Console(logging.StreamHandler):
             plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
             if hasattr(record, "stands_out") and not plain:
                 text = f"\033[1m{text}\033[0m"
-        with contextlib.suppress(OSError):  # the launcher that read what we print may have died
+        with contextlib.suppress(OSError):  # the launcher that reads the output may have died
             tqdm.write(text, file=self.stream)
 
 
 class _LogFile(logging.FileHandler):
-    """Says once that the disk is full, where logging prints a traceback for every line; the run goes on."""
+    """Reports a full disk once, where logging prints a traceback for each line; the run continues."""
 
     failed = False
 
@@ -143,11 +143,12 @@ class _LogFile(logging.FileHandler):
 def messages(dist: Dist, run_dir: Path) -> Iterator[Callable[[], None]]:
     """Send the trainer's messages to the terminal and, on rank 0, to run_dir/train.log.
 
-    Other ranks speak only to warn, and say who they are.
+    Other ranks print only warnings, with their rank.
 
     Yields:
-        Opens train.log, for what was said before, too; does nothing on other ranks, or when called again. It
-        raises UserError where run_dir cannot be written. A fault opens train.log by itself.
+        A function that opens train.log, with the earlier messages, too; it does nothing on other ranks, or
+        when called again. It raises UserError if run_dir cannot be written. A fault opens train.log by
+        itself.
     """
     log.setLevel(logging.DEBUG)
     log.propagate = False

@@ -1,4 +1,4 @@
-"""metrics.jsonl: every scalar of a run, one JSON object a log step, for who looks from outside."""
+"""metrics.jsonl: every scalar of a run, one JSON object for each log step, for other programs."""
 
 import json
 import math
@@ -16,7 +16,7 @@ class MetricsFile:
     """Written by rank 0: one write a step, so that a killed run leaves at most one torn line, the last."""
 
     def __init__(self, run_dir: Path, first_step: int) -> None:
-        """Open the file of `run_dir`; a run that goes on writes again what came after `first_step`.
+        """Open the file of `run_dir`; a resumed run writes the lines after `first_step` again.
 
         Raises:
             OSError: it cannot be written.
@@ -31,7 +31,7 @@ class MetricsFile:
         self._last_at = self._end
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Add `values` to the line of `step`, which is the last one or comes after it; NaN and Inf are null.
+        """Add `values` to the line of `step`, which must be the last one or later; NaN and Inf become null.
 
         Raises:
             OSError: it cannot be written.
@@ -42,7 +42,7 @@ class MetricsFile:
         self._last |= finite
         line = json.dumps(self._last).encode() + b"\n"
         written = os.pwrite(self._descriptor, line, self._last_at)
-        if written < len(line):  # a full disk takes a part, and says so when asked for the rest
+        if written < len(line):  # a full disk takes a part, and fails for the rest
             os.pwrite(self._descriptor, line[written:], self._last_at + written)
         self._end = self._last_at + len(line)
 
@@ -51,7 +51,7 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
-    """Every scalar of a run, which may be alive: name to values by step; {} where there is no file."""
+    """Every scalar of a run, which may be running: name to values by step; {} without a file."""
     found: dict[str, dict[int, float]] = {}
     for line in _lines(run_dir / FILE):
         for name, value in line.items():
@@ -61,7 +61,7 @@ def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file whose last one may be torn."""
+    """The complete lines of a file whose last line may be torn."""
     lines = []
     try:
         text = path.read_text(errors="replace")
@@ -78,4 +78,4 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and abs(value) < 1 << 63  # more is no float
+    return isinstance(value, int) and abs(value) < 1 << 63  # larger ones do not fit a float

@@ -1,4 +1,4 @@
-"""result.json: the figures of a run that got to its last step."""
+"""result.json: the figures of a run that reached its last step."""
 
 import contextlib
 import json
@@ -13,10 +13,10 @@ NAME = "result.json"
 
 
 def write(run_dir: Path, result: dict[str, Any], made_steps: bool) -> None:
-    """Write `result`, whole or not at all; where no step was made, what the run left at this step stands.
+    """Write `result`, whole or not at all; without new steps, keep the file of this run at this step.
 
     Raises:
-        UserError: the disk takes no more.
+        UserError: the disk is full.
     """
     if not made_steps and _steps(run_dir) == result["steps"]:
         return

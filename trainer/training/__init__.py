@@ -1,1 +1,1 @@
-"""What a step works with: its context, what ranks agree on and check, what is measured and logged."""
+"""The parts of a step: its context, what ranks agree on and check, what is measured and logged."""

@@ -1,4 +1,4 @@
-"""The parts of a run: what `run` puts together and the loop works with."""
+"""The parts of a run: created by `run`, used by the loop."""
 
 from dataclasses import dataclass
 
@@ -26,13 +26,13 @@ class TrainingContext(ModelContext):
 
     settings: TrainConfig
     ema: EmaConfig
-    state: TrainState  # of what the strategy says is owned of `model`
+    state: TrainState  # of the module that the strategy owns
     train_loader: TrainLoader
     eval_loader: EvalLoader | None  # None: never evaluate
     batch: BatchSplit
     num_parameters: int  # of the whole model
-    first_step: int  # where a resumed run goes on
-    total_steps: int  # at most: a stream may end train.epochs before
+    first_step: int  # where a resumed run continues
+    total_steps: int  # an upper limit: a stream may end before
     checkpointer: Checkpointer
     replica_check: ReplicaCheck
     run_log: RunLog
@@ -44,7 +44,7 @@ class TrainingContext(ModelContext):
     stop_request: StopRequest
 
     def count_step(self, loss: Tensor, data_left: bool) -> None:
-        """Count a step that was made, with this rank's `loss`; without `data_left` the epoch ends with it."""
+        """Count a step, with this rank's `loss`; without `data_left` the epoch ends with it."""
         self.state.progress.advance(self.settings.global_batch_size, data_left)
         self.meter.count_step(loss)
         self.run_log.advance()

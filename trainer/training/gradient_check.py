@@ -1,4 +1,4 @@
-"""Whether all gradients are finite, on every rank, before an update is made of them."""
+"""Checks that all gradients are finite, on every rank, before an update."""
 
 import cmath
 import math
@@ -17,14 +17,14 @@ from trainer.optim.train_state import TrainState, parameter_names
 
 
 class GradientCheck:
-    """Stands around each update: no rank makes one whose gradients are NaN or Inf on any.
+    """Guards each update: no rank makes one if gradients are NaN or Inf on any rank.
 
-    Replicas hold the same gradients when they have met, so what one finds is found by all. Ranks that hold
-    different ones send each other a number.
+    Replicas hold the same gradients after the all-reduce, so each finds the same. Ranks that hold
+    different ones exchange a number.
 
     Args:
         differ: whether ranks hold different gradients: shards, or none.
-        is_to_blame: whether this rank made such a gradient; called on every rank once there is one.
+        is_to_blame: whether this rank made such a gradient; called on every rank when there is one.
     """
 
     def __init__(self, dist_: Dist, differ: bool, is_to_blame: Callable[[], bool]) -> None:
@@ -38,20 +38,20 @@ class GradientCheck:
     def all_finite(self, step: int, state: TrainState, norm: Tensor | None) -> Iterator[None]:
         """Around the update of `step` (a collective).
 
-        On a GPU, optimizers that take the flag as GradScaler hands it to them leave the update out there, and
-        the host reads the flag when it has launched it: the queue does not run dry.
+        On a GPU, optimizers that accept GradScaler's flag skip the update on the device, and the host reads
+        the flag after launching it, so that the GPU's queue does not run dry.
 
         Args:
-            norm: of all gradients, the same on every rank, where they are scaled by it: it must be finite.
+            norm: of all gradients, the same on every rank, if they are scaled by it: it must be finite.
 
         Raises:
-            NonFiniteLossError: on every rank alike; no parameter has changed.
+            NonFiniteLossError: on every rank; no parameter has changed.
         """
-        if state.scaler.is_enabled():  # fp16: it leaves such an update out itself, and lowers its scale
+        if state.scaler.is_enabled():  # fp16: the scaler skips such an update itself, and lowers its scale
             yield
             return
         optimizer: Any = state.optimizer
-        groups = optimizer.param_groups  # gradients are held for after the update, which lets go of them
+        groups = optimizer.param_groups  # keep the gradients, which the update frees
         held = [(p, g) for group in groups for p in group["params"] if (g := p.grad) is not None]
         gradients = [to_local(gradient) if self._differ else gradient for _, gradient in held]
         flag = self._flag(gradients, norm)
@@ -68,7 +68,7 @@ class GradientCheck:
                 self._refuse(step, state, held, norm)
 
     def _flag(self, gradients: Sequence[Tensor], norm: Tensor | None) -> bool | Tensor:
-        """Whether a gradient of any rank is not finite, or a sum of them on CPUs; on a GPU as 1.0 or 0.0."""
+        """Whether a gradient of any rank, or on CPUs their sum, is not finite; on a GPU as 1.0 or 0.0."""
         number = _overall(gradients) if norm is None else norm
         flag: bool | Tensor = _as_flag(number) if self._on_cuda else not cmath.isfinite(number)
         if self._differ and norm is None:
@@ -78,7 +78,7 @@ class GradientCheck:
         return flag
 
     def _reader(self, flag: bool | Tensor) -> Callable[[], bool]:
-        """What tells the host, and waits for nothing that a GPU is given to do from now on."""
+        """A function that reads the flag on the host, without waiting for later work of a GPU."""
         if not isinstance(flag, Tensor) or not flag.is_cuda:
             return lambda: bool(flag)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -100,7 +100,7 @@ class GradientCheck:
         held: Sequence[tuple[nn.Parameter, Tensor]],
         norm: Tensor | None,
     ) -> None:
-        """Raise if a gradient is not finite, and say whose (a collective where ranks hold different ones)."""
+        """Raise if a gradient is not finite, and name it (a collective if ranks hold different gradients)."""
         names = {parameter: name for name, parameter in parameter_names(state.model)}
         bad = [names[parameter] for parameter, gradient in held if not _is_finite(gradient)]
         everyones = [(bad, self._is_to_blame())]
@@ -123,7 +123,7 @@ class GradientCheck:
 
 def _overall(gradients: Sequence[Tensor]) -> complex | Tensor:
     """A number that is not finite if any element is not; or on CPUs, if a sum overflows."""
-    if all(gradient.is_cpu for gradient in gradients):  # a third of the time that a norm takes
+    if all(gradient.is_cpu for gradient in gradients):  # takes a third of the time of a norm
         return sum([gradient.sum().item() for gradient in gradients])
     return nn.utils.get_total_norm(gradients, math.inf)
 
@@ -133,7 +133,7 @@ def _as_flag(number: complex | Tensor) -> Tensor:
 
 
 def _is_read_by(optimizer: Any, flag: bool | Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Whether its fused step reads the flag where it lies; torch has no public name for the question."""
+    """Whether its fused step reads the flag on the device; torch has no public check."""
     if not isinstance(flag, Tensor) or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return bool(gradients) and all(gradient.device == flag.device for gradient in gradients)

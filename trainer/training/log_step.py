@@ -1,4 +1,4 @@
-"""What is logged of the steps since the last time: figures, histograms, pictures and a line."""
+"""Logs the steps since the last time: figures, histograms and a line."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Where the time of the steps went, and what the loss was over them."""
+"""Measures the time of steps by parts, and their mean loss."""
 
 import resource
 import time
@@ -26,10 +26,10 @@ class Mark:
 
 
 class Meter:
-    """Running totals over steps; what lies between two moments is the difference of two marks.
+    """Running totals over steps; the figures between two moments are the difference of two marks.
 
-    Only `mean_loss` waits for the device. The clock stands still while paused, so that evaluation and
-    checkpoints do not count. Seconds are the host's: on CUDA they equal the device's over any stretch
+    Only `mean_loss` waits for the device. The clock stops while paused, so that evaluation and
+    checkpoints do not count. Seconds are the host's: on CUDA they equal the device's over any interval
     whose loss was read at its end.
     """
 
@@ -57,7 +57,7 @@ class Meter:
         self._running_since = None
 
     def count_batch(self, task: Task, batch: Any, divisor: Divisor) -> None:
-        """Add what the task says of a micro-batch whose loss, over `divisor`, it has just computed."""
+        """Add the task's figures of a micro-batch, after its loss, over `divisor`, was computed."""
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
@@ -101,7 +101,7 @@ class Meter:
         return [value / steps if steps else float("nan") for value in total]
 
     def ms_per_step(self, since: Mark) -> dict[str, float]:
-        """Milliseconds per step, and the parts they are made of; NaN when no step was made."""
+        """Milliseconds per step, and its parts; NaN when no step was made."""
         steps = self.steps - since.steps
         scale = 1e3 / steps if steps else float("nan")
         step = (self._now_s() - since.total_s) * scale

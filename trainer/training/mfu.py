@@ -1,7 +1,7 @@
-"""How much of what a device can do goes into the model: model FLOPs utilisation (MFU).
+"""Model FLOPs utilisation (MFU): the fraction of a device's peak FLOP/s that the model uses.
 
-Source of the measure: A. Chowdhery et al., "PaLM", 2022, appendix B. The model's FLOPs are those of a forward
-and a backward pass, without what activation checkpointing computes again.
+Source: A. Chowdhery et al., "PaLM", 2022, appendix B. The model's FLOPs are those of a forward
+and a backward pass, without recomputation for activation checkpointing.
 """
 
 import copy
@@ -22,8 +22,8 @@ from trainer.tasks import Task
 
 log = logging.getLogger(__name__)
 
-# TFLOP/s of dense matrix products by the vendors' data sheets: (fp16 and bf16, fp32 without TF32). The first
-# name that is part of the device's own counts.
+# TFLOP/s of dense matrix products from the vendors' data sheets: (fp16 and bf16, fp32 without TF32). The
+# first name that is contained in the device's name counts.
 _PEAKS = {
     "B200": (2250.0, 75.0),
     "H100 PCIe": (756.0, 51.0),
@@ -45,7 +45,7 @@ _PEAKS = {
 
 
 def peak_tflops(device: torch.device, precision: str) -> float | None:
-    """What the table knows of the device; None for a CPU and an unknown GPU."""
+    """The device's peak from the table; None for a CPU and an unknown GPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -53,7 +53,7 @@ def peak_tflops(device: torch.device, precision: str) -> float | None:
     if half is None or precision != "fp32":
         return half
     in_tf32 = torch.backends.cuda.matmul.allow_tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
-    return half / 2 if in_tf32 else single  # each GPU since Ampere makes half as many in TF32 as in bf16
+    return half / 2 if in_tf32 else single  # since Ampere, TF32 has half the peak of bf16
 
 
 def model_flops(
@@ -64,7 +64,7 @@ def model_flops(
     devices: Sequence[torch.device],
     dist: Dist,
 ) -> "ModelFlops | None":
-    """For rank 0, which logs; None where nobody knows what a device can do."""
+    """A counter for rank 0, which logs; None if the peak of the device is unknown."""
     tflops = train.peak_tflops or peak_tflops(devices[0], train.precision)
     if tflops is None or not dist.is_main:
         return None
@@ -73,14 +73,14 @@ def model_flops(
 
 
 class ModelFlops:
-    """Counts the FLOPs of a micro-batch once, as torch's FlopCounterMode does: nothing is computed.
+    """Counts the FLOPs of a micro-batch once, with torch's FlopCounterMode: nothing is computed.
 
-    Tensors are fake and seem to be on `device`, so that attention is by the kernel that is chosen there: a
-    fused one computes its scores again for the gradient, and that counts.
+    Tensors are fake and appear to be on `device`, so that attention uses the kernel chosen there: a
+    fused one recomputes its scores for the gradient, which counts.
 
     Args:
         model: before it is wrapped, on the CPU or the meta device; copied without its data.
-        micro_batches: of how many a step consists, over all ranks.
+        micro_batches: the number in a step, over all ranks.
         peak: FLOP/s of all devices together.
     """
 
@@ -102,24 +102,24 @@ class ModelFlops:
         self._per_step: float | None = None
 
     def see(self, batch: Any) -> None:
-        """Count the FLOPs of a micro-batch, if it is the first; others are taken to be of its size."""
+        """Count the FLOPs of the first micro-batch; later ones are taken to have its size."""
         if self._model is None:
             return
         model, self._model = self._model, None
-        from torch.utils.flop_counter import FlopCounterMode  # 0.3 s, and seldom wanted
+        from torch.utils.flop_counter import FlopCounterMode  # takes 0.3 s, and is rarely needed
 
         generators = rng_state()
         try:
             with self._fakes, FlopCounterMode(display=False) as counter:
                 self._task.loss(model.train(), _faked(batch, self._device)).backward()
             self._per_step = counter.get_total_flops() * self._micro_batches
-        except Exception as error:  # whatever a forward pass may do that needs values
+        except Exception as error:  # a forward pass may need values in any way
             reason = first_line(error)
             log.info("no speed/mfu: the model's FLOPs cannot be counted without its values (%s)", reason)
         set_rng_state(generators)
 
     def utilisation(self, step_s: float) -> float | None:
-        """The share of the peak that a step of `step_s` seconds makes use of."""
+        """The fraction of the peak that a step of `step_s` seconds uses."""
         return None if self._per_step is None else self._per_step / step_s / self._peak
 
 

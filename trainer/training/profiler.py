@@ -1,4 +1,4 @@
-"""`train.profile`: what some steps were made of, for ui.perfetto.dev or chrome://tracing, by rank."""
+"""`train.profile`: traces of some steps, for ui.perfetto.dev or chrome://tracing, by rank."""
 
 import contextlib
 import gzip
@@ -20,13 +20,13 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Records steps `start` to `start + steps - 1` into run_dir/profile; without settings, nothing.
+    """Records steps `start` to `start + steps - 1` to run_dir/profile; without settings, nothing.
 
-    On CUDA the memory's history goes beside, for https://docs.pytorch.org/memory_viz. The profiler is started
-    a step before, where there is one: its first step is slower than others.
+    On CUDA it also records the memory's history, for https://docs.pytorch.org/memory_viz. The profiler starts
+    one step early if possible: its first step is slower than others.
 
     Raises:
-        UserError: the run ends before.
+        UserError: the run ends before these steps.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Profile:
                 f"train.profile asks for steps {begin} to {end - 1}, but step {last_step} is the run's last; "
                 "lower train.profile.start or train.profile.steps, or train longer"
             )
-        if begin <= first_step:  # a restart must not end on it
-            log.info("train.profile: step %d lies behind; this run goes on after step %d", begin, first_step)
+        if begin <= first_step:  # it must not end a restarted run
+            log.info("train.profile: step %d has passed; this run resumes after step %d", begin, first_step)
             return
         self._begin = begin
         self._turns = range(max(begin - 1, first_step + 1), end + 1)
 
     def before(self, step: int, meter: Meter) -> None:
-        """Begin to record before `step`, go on to it, or write what was recorded; the meter stands meanwhile.
+        """Before `step`, start recording, continue, or write the trace; the meter is paused meanwhile.
 
         Raises:
             UserError: run_dir cannot be written.
@@ -67,18 +67,18 @@ class Profile:
         meter.start()
 
     def close(self) -> None:
-        """Write what the last step has recorded, if that was the run's last."""
+        """Write the trace of the last steps, if the run ends with them."""
         if self._profile is not None:
             self._write()
 
     def _start(self, step: int) -> None:
         on_cuda = self._dist.device.type == "cuda"
-        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it talks, also of an absent GPU
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # otherwise it logs, even about an absent GPU
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
         self._profile = profile(activities=activities, schedule=self._action, record_shapes=True)
-        self._profile.step_num = step  # what it calls its steps
+        self._profile.step_num = step  # its number of the step
         self._profile.start()
-        if on_cuda:  # torch has documented it so, underscore and all
+        if on_cuda:  # documented by torch, in spite of the underscore
             torch.cuda.memory._record_memory_history(max_entries=200_000)
 
     def _action(self, step: int) -> ProfilerAction:
@@ -103,7 +103,7 @@ class Profile:
 
 
 def _name_processes(trace: Path, name: str) -> None:
-    """Pack `trace`, with `name` before the names of its processes, so that ranks side by side can be told."""
+    """Compress `trace`, with `name` added to its processes, so that several ranks can be shown together."""
     content = json.loads(trace.read_text())
     for event in content["traceEvents"]:
         if event.get("name") == "process_name":

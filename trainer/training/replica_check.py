@@ -1,11 +1,11 @@
-"""Whether ranks that must hold the same bits still do: parameters and optimizer state, compared by hash.
+"""Compares, by hash, the parameters and optimizer state of ranks that must hold the same bits.
 
-Gradients are averaged, so a rank whose memory or arithmetic went wrong once goes on from other parameters
-than its peers for ever, and nobody sees it: losses differ between ranks anyway, and a checkpoint is one
-rank's word.
+Gradients are averaged, so a rank whose memory or arithmetic failed once continues with other parameters
+than its peers forever, unnoticed: losses differ between ranks anyway, and a checkpoint holds one
+rank's values.
 
-Buffers are left out. Running statistics follow each rank's own data by design, and those of rank 0 stand for
-the model wherever it is evaluated or saved.
+Buffers are not compared. Running statistics follow each rank's own data by design, and rank 0's are
+used wherever the model is evaluated or saved.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from trainer.optim.train_state import TrainState
 
 # Words of 32 bits hashed at a time: 512 KiB of int64 stay in a core's cache, 32 MiB keep a GPU busy.
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
-_CHAIN = 0x2545F4914F6CDD1D  # odd; ties a chunk's hash to its place
+_CHAIN = 0x2545F4914F6CDD1D  # odd; makes a chunk's hash depend on its place
 _LANES = {1: torch.int8, 2: torch.int16}
 
 
 class ReplicaCheck:
     """Compares the ranks of each group of equal ones every so many steps, and before each save.
 
-    A check reads each parameter and each tensor of the optimizer's once, where it lies, and gathers 8 bytes
-    from each rank. What differs is looked for only once something does.
+    A check reads each parameter and each tensor of the optimizer once, on its device, and gathers 8 bytes
+    from each rank. The differing tensor is looked for only if hashes differ.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class ReplicaCheck:
     ) -> None:
         """
         Args:
-            groups: ranks that hold the same, group by group; no two groups share a rank.
-            every: steps from one check to the next; None never checks.
-            replicated: what it is that they hold the same of, by name.
+            groups: groups of ranks that hold the same; no two groups share a rank.
+            every: steps between checks; None never checks.
+            replicated: yields the tensors that they share, by name.
         """
         self._dist, self._every, self._replicated = dist_, every, replicated
         self._groups = groups
@@ -65,7 +65,7 @@ class ReplicaCheck:
         """Compare now, unless this step was compared already (a collective; waits for the device).
 
         Raises:
-            ReplicasDifferError: on every rank alike, when some rank holds other bits than its replicas.
+            ReplicasDifferError: on every rank, if some rank holds other bits than its replicas.
         """
         step = state.progress.step
         if not self.is_on or self._checked_at == step:
@@ -83,7 +83,7 @@ class ReplicaCheck:
         self._checked_at = step
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
-        """The hash of each tensor that this rank holds in common with others, by name."""
+        """The hash of each tensor that this rank shares with others, by name."""
         tensors = {name: to_local(tensor) for name, tensor in self._replicated(state)}
         hashes = {name: self._hash(tensor) for name, tensor in tensors.items()}
         values: dict[str, int] = {}
@@ -95,11 +95,11 @@ class ReplicaCheck:
         return {name: values[name] for name in tensors}
 
     def _hash(self, tensor: Tensor) -> Tensor:
-        """64 bits (a scalar on the tensor's device) that follow from its bits in the order of its memory.
+        """64 bits (a scalar on the tensor's device) computed from its bits in memory order.
 
         Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2012): the sum mod
         2^64 of 32-bit words, each times a random 64-bit weight. Weights are odd, so a change of a single word
-        is never missed; any other change is with a chance of 2^-32.
+        is always found; any other change is missed with a probability of 2^-32.
         """
         words = _words(tensor)
         weights, products = self._weights_on(tensor.device)
@@ -110,7 +110,7 @@ class ReplicaCheck:
         return total
 
     def _weights_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Weights, the same on every rank whatever its seed, and as much room to multiply in."""
+        """Weights, the same on every rank for any seed, and a buffer of the same size for the products."""
         if device not in self._weights:
             generator = torch.Generator().manual_seed(0)
             size = (_CHUNK.get(device.type, _CHUNK["cuda"]),)
@@ -121,7 +121,7 @@ class ReplicaCheck:
     def _verdict(
         self, step: int, by_rank: Sequence[int], everyones: Sequence[Mapping[str, int]]
     ) -> ReplicasDifferError:
-        """Who is odd, by majority within each group; where there is none, who differs from whom."""
+        """Name the odd ranks, by majority within each group; without a majority, say which ranks differ."""
         place, blamed, sentences = self._dist.place, [], []
         for group in self._groups:
             ranked = Counter(by_rank[rank] for rank in group).most_common()
@@ -136,14 +136,14 @@ class ReplicaCheck:
                 else:
                     sentences.append(
                         f"{named}, unlike {' and '.join(map(place, majority))}, first in {where}; "
-                        "no majority says which is right"
+                        "without a majority it is unknown which is right"
                     )
-        equal_at = "" if self._checked_at is None else f" (they held the same at step {self._checked_at})"
+        equal_at = "" if self._checked_at is None else f" (they were equal at step {self._checked_at})"
         return ReplicasDifferError(
-            f"replicas hold other bits than each other after step {step}{equal_at}: {'; '.join(sentences)}. "
-            "Nothing was saved since; resume=auto goes on from the last checkpoint. Suspect the memory or "
-            "the processor there, or code that treats ranks differently; where unlike processors must train "
-            "together, take train.check_replicas_every=null",
+            f"replicas differ after step {step}{equal_at}: {'; '.join(sentences)}. "
+            "Nothing was saved since; resume=auto continues from the last checkpoint. Suspect the memory or "
+            "the processor there, or code that treats ranks differently; to train on different processors "
+            "together, set train.check_replicas_every=null",
             tuple(sorted(blamed)),
         )
 
@@ -156,7 +156,7 @@ def _first_difference(theirs: Mapping[str, int], right: Mapping[str, int]) -> st
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of `tensor` as one row of integers, in the order of its memory: no copy where it is dense."""
+    """The bits of `tensor` as one row of integers, in memory order: no copy if it is dense."""
     if tensor.is_sparse:  # SGD's momentum of an embedding with sparse gradients
         tensor = tensor.to_dense()
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)

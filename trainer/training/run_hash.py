@@ -1,4 +1,4 @@
-"""What identifies a run: the inputs on which all ranks must agree, and the model that came out."""
+"""Hashes of a run: of the inputs on which all ranks must agree, and of the final model."""
 
 import hashlib
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.faults.heartbeat import progress
 
 
 def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
-    """Name to value of all that the ranks must have in common besides the settings."""
+    """Name to value of everything besides the settings that must be equal on all ranks."""
     tensors: dict[str, Tensor] = {f"parameter {name}": value for name, value in model.named_parameters()}
     tensors |= {f"buffer {name}": value for name, value in model.named_buffers()}
     return {
@@ -35,9 +35,8 @@ def _described(tensor: Tensor) -> str:
 def parameters_sha256(model: nn.Module) -> str:
     """Hash the whole, unsharded parameters and buffers in name order (a collective for a sharded model).
 
-    Equal hashes mean models that are equal to the last bit, but for what modules keep as extra state in plain
-    values. What is sharded comes to rank 0 piece by piece;
-    on other ranks the hash is that of nothing.
+    Equal hashes mean models that are equal to the last bit, except modules' extra state in plain
+    values. Shards are brought to rank 0 one by one; on other ranks the hash is that of nothing.
 
     Args:
         model: unwrapped; its state dict carries no prefix.
@@ -51,7 +50,7 @@ def parameters_sha256(model: nn.Module) -> str:
         tensor = tensors[name]
         if rank == 0:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        # CPU offload leaves shards where the mesh's backend does not reach.
+        # CPU offload leaves shards where the mesh's backend cannot send.
         for piece in gather_shards_to_rank0(
             tensor, tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
         ):

@@ -1,4 +1,4 @@
-"""What all ranks agree on before each update: a finite loss, whether to stop, what data comes next."""
+"""What all ranks agree on before each update: a finite loss, whether to stop, which data comes next."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from trainer.tasks.label_weights import Divisor, divisors
 class StepAgreement:
     """One all-reduce of five numbers per step, hidden behind the backward pass.
 
-    `start` goes out after the last forward pass of a step and `finish` comes back before its update, so
-    that every rank leaves the loop at the same step. On CUDA the numbers travel on a stream of their own:
+    `start` is called after the last forward pass of a step and `finish` before its update, so
+    that every rank leaves the loop at the same step. On CUDA the numbers are sent on a separate stream:
     the host then waits for the end of the forward pass while the backward pass keeps the device busy, and
     no kernel queue runs dry.
     """
@@ -36,16 +36,16 @@ class StepAgreement:
             self._done = torch.cuda.Event()
             self._on_host = torch.zeros(5, pin_memory=True)
         self._weights: Sequence[float] | None = None  # of this rank's micro-batches of the next step
-        self._even = True  # whether those of all ranks weigh the same
+        self._even = True  # whether those of all ranks are equal
 
     def start(
         self, loss: Tensor, stop_requested: bool, data_left: bool, weights: Sequence[float] = ()
     ) -> None:
-        """Send this rank's word.
+        """Send this rank's values.
 
         Args:
             loss: a detached scalar on the rank's device.
-            weights: of its micro-batches of the next step; none where it has none to compute.
+            weights: of its micro-batches of the next step; empty if it has none to compute.
         """
         self._weights = weights
         if self._on_cuda:
@@ -66,11 +66,11 @@ class StepAgreement:
         """Return whether any rank asked to stop, and whether all have data for another step of this epoch.
 
         Args:
-            where: whose loss it was, such as `step 3`.
-            then: what became of the gradients of a loss that is not finite.
+            where: where the loss was computed, such as `step 3`.
+            then: what happened to the gradients of a loss that is not finite.
 
         Raises:
-            NonFiniteLossError: on every rank alike, when the loss of any was NaN or Inf.
+            NonFiniteLossError: on every rank, if the loss of any was NaN or Inf.
         """
         if self._on_cuda:
             self._done.synchronize()
@@ -82,7 +82,7 @@ class StepAgreement:
         if bad:
             raise NonFiniteLossError(
                 f"the loss of {where} is NaN or Inf on {self._dist.place(int(bad) - 1)}; {then}. Lower "
-                "optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+                "optim.lr, set train.clip_grad_norm, or check the data of that rank",
                 ranks=(int(bad) - 1,),
             )
         self._even = most == -minus_least
@@ -98,7 +98,7 @@ class StepAgreement:
 
     @property
     def knows_weights(self) -> bool:
-        """Whether `start` told of the next step's; not so before the first step of an epoch."""
+        """Whether `start` sent the next step's weights; not so before the first step of an epoch."""
         return self._weights is not None
 
     def weigh(self, weights: Sequence[float]) -> None:
@@ -110,10 +110,10 @@ class StepAgreement:
         self._weights, self._even = weights, most == -minus_least
 
     def divisors(self, num_replicas: int) -> list[Divisor]:
-        """By what to divide the mean loss of each micro-batch of the next step, whose losses add up.
+        """The divisor of each micro-batch's mean loss in the next step, so that the losses add up.
 
-        The mean over ranks is then that over all labels that count, and 0 where none does. A collective where
-        micro-batches differ in how many count, and free where they do not.
+        The mean over ranks is then the mean over all counted labels, and 0 without any. A collective if
+        micro-batches differ in how many labels count, and free otherwise.
         """
         assert self._weights is not None
         if self._even:
@@ -126,7 +126,7 @@ class StepAgreement:
 
     def _write(self, loss: Tensor, stop_requested: bool, data_left: bool, weights: Sequence[float]) -> None:
         torch.where(torch.isfinite(loss), self._good, self._bad, out=self._not_finite)
-        # fill_ takes the number along with the launch. By `flags[1] = number` torch before 2.15 copies it
+        # fill_ passes the number with the launch. `flags[1] = number` in torch before 2.15 copies it
         # from the host and waits, on a stream that waits for the forward pass: the queue runs dry.
         self._stop.fill_(stop_requested)
         self._ended.fill_(not data_left)
@@ -140,5 +140,5 @@ class StepAgreement:
 
 
 def _extremes(weights: Sequence[float]) -> tuple[float, float]:
-    """The largest and, negative, the smallest; MAX over ranks is then that of all."""
+    """The largest and the negated smallest; MAX over ranks then gives those of all."""
     return max(weights, default=-math.inf), -min(weights, default=math.inf)

@@ -1,4 +1,4 @@
-"""What a step does to the model: how far it moves the weights, and histograms of weights and gradients."""
+"""The effect of a step on the model: the size of the update, and histograms of weights and gradients."""
 
 import math
 from collections.abc import Iterable
@@ -11,19 +11,19 @@ from trainer.distributed.process_group import Dist, sum_over_ranks
 from trainer.local_shard import to_local
 from trainer.optim.train_state import parameter_names
 
-_SAMPLED = 4096  # elements of a tensor: what is kept of all weights over a step is small beside them
+_SAMPLED = 4096  # elements of a tensor: the copy of weights over a step is small
 _BINS = 64
 
 Histogram = tuple[Tensor, Tensor]
-"""How many values lie between one edge and the next: (bins,) and (bins + 1,), float64 on the CPU."""
+"""The number of values between consecutive edges: (bins,) and (bins + 1,), float64 on the CPU."""
 
 
 class WeightStatistics:
-    """Looks at a step when it is told to; the same calls on every rank, sharded models are seen whole.
+    """Examines chosen steps; the same calls on every rank. Sharded models are seen whole.
 
     Args:
         model: without a wrapper; its parameters are tensors or DTensors.
-        histograms_every: steps; of those looked at, the ones at which to take histograms; None: never.
+        histograms_every: steps between histograms, among the examined steps; None: never.
     """
 
     def __init__(self, model: nn.Module, dist_: Dist, histograms_every: int | None) -> None:
@@ -34,7 +34,7 @@ class WeightStatistics:
         self.histograms: dict[str, Histogram] = {}
 
     def before_update(self, step: int) -> None:
-        """Between the backward pass, its gradients unscaled, and the update (a collective, if due)."""
+        """Between the backward pass, with unscaled gradients, and the update (a collective, if due)."""
         self._before = self._weights()
         self.histograms = {}
         if self._every is not None and step % self._every == 0:
@@ -53,16 +53,16 @@ class WeightStatistics:
         self._before = torch.empty(0)
 
     def update_to_weight(self) -> float:
-        """Norm of the step over the norm of the weights it began from (a collective); 0.001 is usual.
+        """Norm of the step over the norm of the weights before it (a collective); 0.001 is usual.
 
-        Of a tensor with more than 4,096 elements on this rank, so many of them stand for all.
+        A tensor with more than 4,096 elements on this rank is sampled.
         """
         moved, weights = sum_over_ranks(self._moved.to(self._dist.device)).tolist()
         return math.sqrt(moved / weights) if weights else 0.0
 
     @torch.no_grad()
     def _weights(self) -> Tensor:
-        """A copy of this rank's trained weights; of large tensors a sample, scaled up to their norm."""
+        """A copy of this rank's trained weights; large tensors are sampled, and scaled to their norm."""
         parts = [torch.empty(0, device=self._dist.device)]
         for parameter in self._trained:
             flat = to_local(parameter).reshape(-1)
@@ -74,10 +74,10 @@ class WeightStatistics:
 
 @torch.no_grad()
 def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device) -> dict[str, Histogram]:
-    """The finite values of each tensor, over all ranks that hold a part of it (a collective).
+    """Histograms of the finite values of each tensor, over all ranks that hold a part of it (a collective).
 
-    Every rank names the same tensors, in the same order; None is one without values. What several ranks hold
-    counts once.
+    Every rank passes the same names, in the same order; None is a tensor without values. Values that several
+    ranks hold count once.
     """
     names, parts, held, sizes = [], [], [], []
     for name, tensor in named:
