@@ -18,7 +18,6 @@ Running statistics are not compared: those of rank 0 follow its half of the data
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -27,8 +26,9 @@ import tempfile
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import zoo_models
-from tests.ranks import RankFailure, run_ranks
+from benchmarks.visits import Answers, Refused, read, visit_each
 from tests.runs import job_as, settings
-from trainer.errors import first_line
 
 STEPS, RANKS = 2, 2
 WORDS = (
@@ -175,39 +174,9 @@ def alone() -> Iterator[None]:
         os.environ.update(told)
 
 
-class _Refused(Exception):  # noqa: N818
-    """Some rank has an answer that ends the runs of a model; the ranks are started again."""
-
-
-def visit(names: Sequence[str], out: Path) -> None:
-    """Try one model after the other, and write down each answer.
-
-    Rank 0 trains it alone, while rank 1 looks at how it is built.
-    """
-    shared = out.parent / f"{out.name}-runs"
-    for name in names:
-        with tempfile.TemporaryDirectory(prefix="zoo-") as own:
-            _visit(name, int(os.environ["RANK"]), Path(own), shared, out)
-        shutil.rmtree(shared, ignore_errors=True)
-
-
-def _visit(name: str, rank: int, own: Path, shared: Path, out: Path) -> None:
-    def answer(question: str, value: str) -> None:
-        with out.with_suffix(f".{rank}").open("a") as file:
-            print(json.dumps([name, question, value]), file=file, flush=True)
-
-    def asked(question: str, ask: Callable[[], Any]) -> Any:
-        from trainer.errors import UserError
-
-        try:
-            return ask()
-        except UserError as error:
-            value = f"refused: {error}"
-        except Exception as error:
-            value = f"WRONG: {type(error).__name__}: {first_line(error)}"
-        answer("ended", question)
-        answer(question, value)
-        raise _Refused
+def visit(out: Path, answers: Answers, name: str) -> None:
+    """Rank 0 trains a model alone, while rank 1 looks at how it is built; then both train it."""
+    rank, shared = int(os.environ["RANK"]), out.parent / f"{out.name}-runs"
 
     def resumed(strategy: str, run_dir: Path) -> str:
         source = f"{run_dir}/checkpoints/step_00000001"
@@ -215,24 +184,26 @@ def _visit(name: str, rank: int, own: Path, shared: Path, out: Path) -> None:
 
     compared: dict[str, Any] = {}
     if rank == 1:
-        answer("built", asked("built", lambda: built(name)))
+        answers.give("built", answers.asked("built", lambda: built(name)))
     else:
-        with alone():
-            sha, compared = asked("alone", lambda: trained(configured(name, "single", own)))
-            same = sha == asked("alone", lambda: resumed("single", own))
-        answer("alone", "yes" if same else "WRONG: resumed to other bits")
-    while not (other := _answers(out).get(name, {})).keys() >= {"built", "alone"}:
+        with alone(), tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+            own = Path(folder)
+            sha, compared = answers.asked("alone", lambda: trained(configured(name, "single", own)))
+            same = sha == answers.asked("alone", lambda: resumed("single", own))
+        answers.give("alone", "yes" if same else "WRONG: resumed to other bits")
+    while not (so_far := read(out).get(name, {})).keys() >= {"built", "alone"}:
         time.sleep(0.05)
-    if "ended" in other:
-        raise _Refused
-    sha, far = asked("equal", lambda: trained(configured(name, "fsdp", shared), compared))
+    if "ended" in so_far:
+        raise Refused
+    sha, far = answers.asked("equal", lambda: trained(configured(name, "fsdp", shared), compared))
     if rank == 0:
         worst = max(far, key=far.__getitem__)
         right = far[worst] <= 1
-        answer("equal", f"yes ({far[worst]:.2g})" if right else f"WRONG: {far[worst]:.3g} in {worst}")
-    same = sha == asked("resumed", lambda: resumed("fsdp", shared))
+        answers.give("equal", f"yes ({far[worst]:.2g})" if right else f"WRONG: {far[worst]:.3g} in {worst}")
+    same = sha == answers.asked("resumed", lambda: resumed("fsdp", shared))
     if rank == 0:
-        answer("resumed", "yes" if same else "WRONG: other bits")
+        answers.give("resumed", "yes" if same else "WRONG: other bits")
+        shutil.rmtree(shared, ignore_errors=True)
 
 
 def main() -> None:
@@ -240,41 +211,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
-    parser.add_argument("--out", type=Path, help="a file of answers, to which more are added")
+    parser.add_argument("--out", type=Path, help="where answers are added: FILE.0 and so on, by rank")
     arguments = parser.parse_args()
-    left = [name for name in zoo_models.names() if name.startswith(tuple(arguments.only))]
+    names = [name for name in zoo_models.names() if name.startswith(tuple(arguments.only))]
+    given: list[tuple[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         out = (arguments.out or Path(folder) / "answers").resolve()
-        table: dict[str, dict[str, str]] = {}
-        while left:
-            try:
-                run_ranks(visit, RANKS, left, out, init=False, timeout_s=600.0 * len(left))
-            except RankFailure as failure:
-                if not all("_Refused" in report for report in failure.reports.values()):
-                    print(failure, file=sys.stderr, flush=True)
-            before, table = len(left), _answers(out)
-            done = [name for name in left if name in table]
-            for name in done or left[:1]:
-                table.setdefault(name, {"equal": "WRONG: the ranks ended without a word"})
-                row = "  ".join(f"{key}: {value}" for key, value in table[name].items() if key != "ended")
-                print(f"{name:34}", row, flush=True)
-                left.remove(name)
-            assert len(left) < before
-    given = [(key, value) for row in table.values() for key, value in row.items() if key != "ended"]
+        known = read(out)
+        for name in visit_each(
+            partial(visit, out), RANKS, [each for each in names if each not in known], out
+        ):
+            row = {key: value for key, value in read(out)[name].items() if key != "ended"}
+            print(f"{name:34}", "  ".join(f"{key}: {value}" for key, value in row.items()), flush=True)
+        given = [pair for name in names for pair in read(out)[name].items() if pair[0] != "ended"]
     counts = Counter((key, re.split(":| ", value)[0]) for key, value in given)
     for (question, value), count in sorted(counts.items()):
         print(f"{question:10} {value:10} {count:4}")
     sys.exit(any(value.startswith("WRONG") for _, value in given))
-
-
-def _answers(out: Path) -> dict[str, dict[str, str]]:
-    table: dict[str, dict[str, str]] = {}
-    for rank in range(RANKS):
-        file = out.with_suffix(f".{rank}")
-        for line in file.read_text().splitlines() if file.exists() else ():
-            name, question, value = json.loads(line)
-            table.setdefault(name, {})[question] = value
-    return table
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ CLASSES, NUM_SAMPLES, GLOBAL_BATCH = 4, 16, 8
 # One small member of each family, and the size of its images where 64 pixels are too few.
 TIMM = {
     "beit_base_patch16_224": 64,
-    "halonet26t": 64,
+    "halonet26t": 256,
     "gernet_s": 64,
     "cait_xxs24_224": 64,
     "coat_lite_tiny": 64,
@@ -100,6 +100,8 @@ _ENCODER_DECODER = {
     "decoder_start_token_id": 2,
 }
 _PICTURES = {"image_size": 32, "patch_size": 8, "num_labels": CLASSES}
+_XLNET = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}
+_SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "num_attention_heads": None}
 _SOUND = {
     "conv_dim": [32, 32],
     "conv_kernel": [10, 3],
@@ -141,7 +143,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert": ("MaskedLM", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}),
     "electra": ("MaskedLM", {"embedding_size": 16}),
     "deberta-v2": ("MaskedLM", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
-    "xlnet": ("SequenceClassification", {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}),
+    "xlnet": ("SequenceClassification", {**_XLNET, "max_position_embeddings": None}),
     "t5": (
         "Seq2SeqLM",
         {"decoder_start_token_id": 0, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2},
@@ -150,11 +152,20 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "marian": ("Seq2SeqLM", _ENCODER_DECODER),
     "pegasus": ("Seq2SeqLM", _ENCODER_DECODER),
     "vit": ("ImageClassification", _PICTURES),
-    "deit": ("ImageClassification", _PICTURES),
+    "deit": ("ImageClassification", {**_PICTURES, "architectures": ["DeiTForImageClassification"]}),
     "beit": ("ImageClassification", _PICTURES),
     "dinov2": ("ImageClassification", _PICTURES),
-    "swin": ("ImageClassification", {**_PICTURES, "patch_size": 2, "embed_dim": 16, "depths": [1, 1]}),
-    "convnext": ("ImageClassification", {**_PICTURES, "hidden_sizes": [16, 16, 32, 32], "depths": [1] * 4}),
+    "swin": ("ImageClassification", {**_PICTURES, "patch_size": 2, **_SWIN}),
+    "convnext": (
+        "ImageClassification",
+        {
+            **_PICTURES,
+            "patch_size": 4,
+            "hidden_sizes": [8, 16, 24, 32],
+            "depths": [1] * 4,
+            "num_hidden_layers": None,
+        },
+    ),
     "wav2vec2": ("AudioClassification", _SOUND),
     "hubert": ("AudioClassification", _SOUND),
     "whisper": ("SpeechSeq2Seq", {**_ENCODER_DECODER, "num_mel_bins": 8, "max_source_positions": 16}),
@@ -216,7 +227,8 @@ def _hugging_faces(name: str) -> nn.Module:
     import transformers
 
     head, told = TRANSFORMERS[name]
-    config = transformers.AutoConfig.for_model(name, **{**_TINY, **told})
+    settings = {key: value for key, value in {**_TINY, **told}.items() if value is not None}
+    config = transformers.AutoConfig.for_model(name, **settings)
     for key, value in vars(config).items():
         if ("drop" in key or key == "mask_time_prob") and isinstance(value, float):
             setattr(config, key, 0.0)

@@ -1,0 +1,118 @@
+"""Modules as people write them, under each strategy: trained, stopped as by a kill, and gone on with.
+
+Each kind of benchmarks/module_kinds.py makes six steps: alone, and on two ranks under ddp, fsdp and parameter
+servers. Others go on from its checkpoint of step 3. They must end with the same bits, or the run must
+be refused before its first step. APART: strategies that make the same steps, on two ranks, ended with other
+bits than each other. The exit status is 1 if any is WRONG.
+
+    python -m benchmarks.modules [--only Tied Lstm] [--strategies fsdp] [--out FOLDER]
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+from benchmarks.module_kinds import KINDS
+from benchmarks.visits import Answers, Table, read, visit_each
+from tests.runs import job_as, settings
+
+STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2, "parameter_server": 2}
+STEPS, STOPPED_AT = 6, 3
+WORDS = (
+    "model._target_=benchmarks.module_kinds.build",
+    "~model.input_shape",
+    "~model.num_classes",
+    "~model.hidden",
+    "data.dataset._target_=tests.user_parts.Stripes",
+    "optim.lr=0.1",
+    "schedule=constant",
+    "train.global_batch_size=16",
+    f"train.max_steps={STEPS}",
+    "train.log_every_steps=2",
+    f"checkpoint.every_steps={STOPPED_AT}",
+    "checkpoint.every_epochs=null",
+    "distributed.timeout_s=60",
+    "logger=jsonl",
+)
+
+
+def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str) -> None:
+    from trainer.fingerprint import parameters_sha256
+    from trainer.loop import fit
+
+    words = ["strategy.servers=all"] * (strategy == "parameter_server")
+    source = folder / kind / "checkpoints" / f"step_{STOPPED_AT:08}"
+    if resume and not source.exists():  # the run was refused
+        return
+    run_dir = folder / (f"{kind}-resumed" if resume else kind)
+    words += [f"run_dir={run_dir}", f"resume={source if resume else 'null'}"]
+    at = [0]
+
+    def trained() -> str:
+        with job_as(settings(f"strategy={strategy}", *WORDS, f"+model.kind={kind}", *words)) as job:
+            at[0] = job.first_step + 1
+            fit(job)
+            return parameters_sha256(job.state.model)
+
+    question = "resumed" if resume else "trained"
+    sha = answers.asked(question, trained)
+    if int(os.environ["RANK"]) == 0:
+        answers.give(question, sha)
+
+
+def verdict(row: dict[str, str]) -> str:
+    trained, resumed = row.get("trained", "WRONG: no answer"), row.get("resumed", "")
+    if trained.startswith(("refused", "WRONG")):
+        return trained
+    if resumed.startswith("refused"):
+        return f"WRONG: resume {resumed}"
+    if resumed.startswith("WRONG"):
+        return resumed
+    return f"equal {trained[:8]}" if trained == resumed else "WRONG: resumed to other bits"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND")
+    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    parser.add_argument("--out", type=Path, help="a folder for the answers")
+    arguments = parser.parse_args()
+    found: dict[str, Table] = {}
+    with tempfile.TemporaryDirectory(prefix="modules-") as scratch:
+        for strategy in arguments.strategies:
+            folder = (arguments.out or Path(scratch)).resolve() / strategy
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            for resume in (False, True):
+                ask = partial(visit, strategy, resume, folder)
+                for kind in visit_each(
+                    ask, STRATEGIES[strategy], arguments.only, folder / f"answers{resume:d}"
+                ):
+                    row = read(folder / f"answers{resume:d}").get(kind, {})
+                    print(f"{strategy:17}{kind:22}", row, flush=True)
+            found[strategy] = {
+                kind: read(folder / "answers0").get(kind, {}) | read(folder / "answers1").get(kind, {})
+                for kind in arguments.only
+            }
+    counts: Counter[str] = Counter()
+    print()
+    for kind in arguments.only:
+        verdicts = {strategy: verdict(table[kind]) for strategy, table in found.items()}
+        counts.update(each.split()[0].rstrip(":") for each in verdicts.values())
+        of_two = {v for s, v in verdicts.items() if STRATEGIES[s] == 2 and v.startswith("equal")}
+        print(f"{kind:22}{'  APART' * (len(of_two) > 1)}")
+        for strategy, each in verdicts.items():
+            print(f"    {strategy:17}{each}")
+    print("  ".join(f"{word} {count}" for word, count in sorted(counts.items())))
+    sys.exit("WRONG" in counts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Many models one after another in ranks that are started once: each answers questions about each."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import RankFailure, run_ranks
+from trainer.errors import UserError, first_line
+
+Table = dict[str, dict[str, str]]
+
+
+class Refused(Exception):  # noqa: N818
+    """A rank has an answer that ends the runs of a model: the ranks are started again for the next."""
+
+
+class Answers:
+    """What this rank says of a model: yes, refused (in the line that a person gets) or WRONG, by question."""
+
+    def __init__(self, out: Path, name: str) -> None:
+        self._file, self._name = out.with_suffix(f".{os.environ['RANK']}"), name
+
+    def give(self, question: str, value: str) -> None:
+        with self._file.open("a") as file:
+            print(json.dumps([self._name, question, value]), file=file, flush=True)
+
+    def asked(self, question: str, ask: Callable[[], Any]) -> Any:
+        """What `ask` returns; what it raises is the answer."""
+        try:
+            return ask()
+        except UserError as error:
+            value = f"refused: {error}"
+        except Exception as error:
+            value = f"WRONG: {type(error).__name__}: {first_line(error)}"
+        self.give("ended", question)
+        self.give(question, value)
+        raise Refused
+
+
+def visit_each(
+    visit: Callable[[Answers, str], None], ranks: int, names: Sequence[str], out: Path
+) -> Iterator[str]:
+    """Call `visit` with each name on each rank; yields the names as they are done."""
+    left = list(names)
+    while left:
+        try:
+            run_ranks(_visit, ranks, visit, left, out, init=False, timeout_s=600.0 * len(left))
+        except RankFailure as failure:
+            if not all("Refused" in report for report in failure.reports.values()):
+                print(failure, file=sys.stderr, flush=True)
+        table = read(out)
+        done = [name for name in left if name in table]
+        if not done:
+            _give_up(out, left[0])
+        for name in done or left[:1]:
+            left.remove(name)
+            yield name
+
+
+def _visit(visit: Callable[[Answers, str], None], names: Sequence[str], out: Path) -> None:
+    for name in names:
+        visit(Answers(out, name), name)
+
+
+def _give_up(out: Path, name: str) -> None:
+    with out.with_suffix(".none").open("a") as file:
+        print(json.dumps([name, "ranks", "WRONG: they ended without a word"]), file=file)
+
+
+def read(out: Path) -> Table:
+    """All answers so far, by name and question."""
+    table: Table = {}
+    for file in sorted(out.parent.glob(f"{out.stem}.*")):
+        for line in file.read_text().splitlines():
+            name, question, value = json.loads(line)
+            table.setdefault(name, {})[question] = value
+    return table
