@@ -42,8 +42,9 @@ WORDS = (
 
 
 def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str) -> None:
-    from trainer.fingerprint import parameters_sha256
+    from trainer.errors import UserError
     from trainer.loop import fit
+    from trainer.training.run_hash import parameters_sha256
 
     words = ["strategy.servers=all"] * (strategy == "parameter_server")
     source = folder / kind / "checkpoints" / f"step_{STOPPED_AT:08}"
@@ -51,13 +52,16 @@ def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str
         return
     run_dir = folder / (f"{kind}-resumed" if resume else kind)
     words += [f"run_dir={run_dir}", f"resume={source if resume else 'null'}"]
-    at = [0]
 
     def trained() -> str:
-        with job_as(settings(f"strategy={strategy}", *WORDS, f"+model.kind={kind}", *words)) as job:
-            at[0] = job.first_step + 1
-            fit(job)
-            return parameters_sha256(job.state.model)
+        with job_as(settings(f"strategy={strategy}", *WORDS, f"+model.kind={kind}", *words)) as context:
+            try:
+                fit(context)
+            except UserError as error:
+                if (step := context.state.progress.step) > 0:
+                    raise RuntimeError(f"refused after step {step}: {error}") from error
+                raise
+            return parameters_sha256(context.state.model)
 
     question = "resumed" if resume else "trained"
     sha = answers.asked(question, trained)
