@@ -66,14 +66,14 @@ def _visit(visit: Callable[[Answers, str], None], names: Sequence[str], out: Pat
 
 
 def _give_up(out: Path, name: str) -> None:
-    with out.with_suffix(".none").open("a") as file:
+    with out.with_suffix(".0").open("a") as file:
         print(json.dumps([name, "ranks", "WRONG: they ended without a word"]), file=file)
 
 
 def read(out: Path) -> Table:
     """All answers so far, by name and question."""
     table: Table = {}
-    for file in sorted(out.parent.glob(f"{out.stem}.*")):
+    for file in sorted(out.parent.glob(f"{out.stem}.[0-9]")):
         for line in file.read_text().splitlines():
             name, question, value = json.loads(line)
             table.setdefault(name, {})[question] = value

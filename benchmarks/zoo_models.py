@@ -170,7 +170,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hubert": ("AudioClassification", _SOUND),
     "whisper": ("SpeechSeq2Seq", {**_ENCODER_DECODER, "num_mel_bins": 8, "max_source_positions": 16}),
 }
-_CHANCE = {"p", "drop_prob", "dropout", "dropout_p", "attn_drop", "layerdrop", "dropout_prob"}
+_CHANCE = {"p", "drop_prob", "drop_rate", "dropout", "dropout_p", "attn_drop", "layerdrop", "dropout_prob"}
 
 
 def names() -> list[str]:
@@ -192,8 +192,10 @@ def build(name: str) -> nn.Module:
 
 def task(name: str) -> dict[str, Any]:
     """The task of a model, as a setting."""
-    of_class = "OwnLoss" if name.startswith("hf:") else "Classification"
-    return {"_target_": f"trainer.tasks.{of_class}"}
+    kind, _, architecture = name.partition(":")
+    if kind != "hf":
+        return {"_target_": "trainer.tasks.Classification"}
+    return {"_target_": "trainer.tasks.OwnLoss", "shifted": TRANSFORMERS[architecture][0] == "CausalLM"}
 
 
 def pixels(name: str) -> int:
