@@ -1,9 +1,10 @@
 """Modules as people write them, under each strategy: trained, stopped as by a kill, and gone on with.
 
 Each kind of benchmarks/module_kinds.py makes six steps: alone, and on two ranks under ddp, fsdp and parameter
-servers. Others go on from its checkpoint of step 3. They must end with the same bits, or the run must
-be refused before its first step. APART: strategies that make the same steps, on two ranks, ended with other
-bits than each other. The exit status is 1 if any is WRONG.
+servers. Others go on from its checkpoint of step 3. They must end with the same bits, or the run must be
+refused: before its first step, or after it where only a forward pass makes what cannot be saved. APART:
+strategies that make the same steps, on two ranks, ended with other bits than each other. The exit status is 1
+if any is WRONG.
 
     python -m benchmarks.modules [--only Tied Lstm] [--strategies fsdp] [--out FOLDER]
 """
@@ -58,7 +59,7 @@ def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str
             try:
                 fit(context)
             except UserError as error:
-                if (step := context.state.progress.step) > 0:
+                if (step := context.state.progress.step) > 1:
                     raise RuntimeError(f"refused after step {step}: {error}") from error
                 raise
             return parameters_sha256(context.state.model)

@@ -17,8 +17,9 @@ WAY_OUT = r"DDP waits for the gradient of each parameter; set strategy\.find_unu
 class Idle(nn.Module):
     """From its fourth pass on, on the ranks of `ranks`, a layer is left out; another is in no pass."""
 
-    def __init__(self, ranks: str = "01", spare: bool = False) -> None:
+    def __init__(self, ranks: str = "01", spare: bool = False, max_norm: float | None = None) -> None:
         super().__init__()
+        self.table = None if max_norm is None else nn.Embedding(2, 6, max_norm=max_norm)
         self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 2)
         self.ranks, self.spare = ranks, nn.Linear(6, 6) if spare else None
         self.passes = 0
@@ -45,6 +46,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
         idle("train.micro_batch_size=6"): layer,
         idle("train.micro_batch_size=6", "strategy.gradient_as_bucket_view=false"): layer,
         idle("train.micro_batch_size=6", "strategy.static_graph=true"): "a step has several micro-batches",
+        idle("+model.max_norm=1"): "table has max_norm=1, .* changes the weight: on each rank",
         idle("+model.spare=true", "strategy.find_unused_parameters=true"): "accepted",
     }
     mistakes = [(*options, f"run_dir={tmp_path}/{number}") for number, options in enumerate(expected)]

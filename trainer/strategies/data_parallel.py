@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trainer.errors import UserError
 from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.shardable import refuse_max_norm
 
 
 class DataParallel(Strategy):
@@ -30,6 +31,7 @@ class DataParallel(Strategy):
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         if len(self.devices) == 1:
             return super().wrap(model, fill)
+        refuse_max_norm(model, "strategy=dp")
         fill(model)
         call = torch.compile(_call, mode=self.computing.compile_mode) if self.computing.compile else _call
         replica = GpuReplica(self.place(model), self.autocast, call)

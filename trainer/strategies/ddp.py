@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.meta_init.module_tensors import without_gradient_hooks
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
+from trainer.strategies.shardable import refuse_max_norm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,6 +70,7 @@ class Ddp(Strategy):
             # The graph is cut at the bucket borders all the same, since torch compiles it when DDP calls.
             model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # alone there is nobody to average with
+            refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
             self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             sends: dict[str, Any] = _FORWARD_SENDS_NO_BUFFERS if are_statistics(model) else {}
             tensors = [*model.parameters(), *model.buffers()]

@@ -68,14 +68,15 @@ def batch_norms(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, _BATCH_NORMS) and module.affine]
 
 
-def refuse_max_norm(model: nn.Module, strategy: str) -> None:
+def refuse_max_norm(
+    model: nn.Module, strategy: str, changed: str = "here a copy, which is thrown away"
+) -> None:
     """Raise UserError, by name, for an embedding that changes its weight in the forward pass."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UserError(
                 f"{strategy}: {name or 'the model'} has max_norm={module.max_norm}, by which its forward "
-                "pass changes the weight: here a copy, which is thrown away. Leave max_norm out, or take "
-                "strategy=single"
+                f"pass changes the weight: {changed}. Leave max_norm out, or take strategy=single"
             )
 
 
