@@ -1,10 +1,10 @@
-"""All-reduce of one bucket between hosts on slow links, each algorithm beside gloo's own in the same seconds.
+"""All-reduce of one bucket between hosts on slow links: each algorithm compared with gloo's own.
 
     python -m benchmarks.allreduce_two_hosts [--hosts 2] [--per-host 2] [--megabytes 25] [--rate 1gbit]
 
 Hosts are network namespaces, so this needs root; `--hosts 1` does not. Prints the median time of each
-algorithm, how many times faster than gloo's all-reduce it is (the median over runs that each have a run of
-gloo before and after: the machine's mood cancels out), and the processor time that all ranks spend on it.
+algorithm, its speed relative to gloo's all-reduce (the median over runs, each between two runs of
+gloo, so that other load cancels out), and the processor time of all ranks.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def measure(
             times["gloo"] += [before[0], after[0]]
             busy["gloo"] += [before[1], after[1]]
     ratios["gloo"] = [1.0, 1.0]
-    # The first round opens connections and touches memory for the first time.
+    # The first round opens connections and first touches memory.
     columns = (times, ratios, busy)
     return {name: tuple(statistics.median(column[name][1:]) for column in columns) for name in times}
 

@@ -1,12 +1,12 @@
-"""Models that fit no single process: what starting one takes, and what hashing and saving one adds.
+"""Models too large for a single process: the cost of starting one, and of hashing and saving it.
 
     python -m benchmarks.big_model --part start     7 B parameters as rank 0 of a fake world of 64
     python -m benchmarks.big_model --part train     400 M under fsdp on 4 real ranks (12 GB), as predicted
 
-`start` builds a GPT on the meta device, and fills and shards it unit by unit, with the numbers that a whole
-model would have; only the other 63 ranks are not there. `train` makes two steps, hashes the model and saves
-it in full: for these rank 0 is to need a shard of one tensor, not the model. It ends with the hash of the
-model at its start, under fsdp and whole.
+`start` builds a GPT on the meta device, and fills and shards it unit by unit, with the values of a whole
+model; only the other 63 ranks are simulated. `train` makes two steps, hashes the model and saves
+it in full: rank 0 should need a shard of one tensor for that, not the model. It ends with the hash of the
+initial model, under fsdp and whole.
 """
 
 import argparse
@@ -30,7 +30,7 @@ RANKS, WORLD = 4, 64
 
 
 def start_seven_billion() -> dict[str, float]:
-    """Seconds, and the peak of the resident set in GB, of one rank of 64; and before there was a model."""
+    """Seconds, and the peak of the resident set in GB, of one rank of 64; and the set before the model."""
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg
 
@@ -65,7 +65,7 @@ def start_seven_billion() -> dict[str, float]:
 
 
 def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict[str, Any]:
-    """GB above rest, of this rank: of two steps, then what hashing and saving add to what is held."""
+    """GB above rest on this rank: of two steps, then of hashing and of saving."""
     from trainer.loop import fit, save
     from trainer.training.run_hash import parameters_sha256
 
@@ -81,7 +81,7 @@ def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict
     with context_of(*large, f"run_dir={run_dir / 'large'}") as context:
         found["start"] = status("VmHWM") - base
         found["hash at start"] = parameters_sha256(context.state.model)
-        resident_at_rest()  # the peak begins anew
+        resident_at_rest()  # restarts the peak
         fit(context)
         found["steps"] = status("VmHWM") - base
         held = resident_at_rest()

@@ -1,10 +1,10 @@
-"""What a checkpoint costs, beside plain `torch.save` + fsync and plain DCP of the same state.
+"""The cost of a checkpoint, compared with plain `torch.save` + fsync and plain DCP of the same state.
 
     python benchmarks/checkpoint.py [--gigabytes 1.0] [--rounds 5] [--directory DIR]
 
-Each round times every way once; the ratios are those of the fastest rounds, for what else a machine does only
-slows it: with no core to spare, hashing adds to the time to write.
-"first" is the round before the others, which also has memory to allocate.
+Each round times every way once; the ratios are those of the fastest rounds, since other load on the machine
+only slows it: without a free core, hashing adds to the time to write.
+"first" is the round before the others, which also allocates memory.
 """
 
 import argparse
@@ -74,13 +74,13 @@ def compute(state: TrainState) -> None:
 
 
 def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way in each round; those of a first round, which allocates memory, are kept apart."""
+    """Seconds of each way in each round; those of a first round, which allocates memory, are separate."""
     full, sharded = (checkpointer(root / name, name, async_=False) for name in ("full", "sharded"))
     in_background = checkpointer(root / "async", "full", async_=True)
     torch_file, dcp_directory = root / "torch.pt", root / "dcp"
 
     def async_stall() -> float:
-        """What training waits for: the call itself, and before the update what is still being copied."""
+        """The time that training waits: for the call, and before the update for the rest of the copy."""
         seconds = timed(lambda: in_background.save(state))
         compute(state)
         return seconds + timed(in_background.wait_until_copied)
@@ -100,7 +100,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
     for number in range(rounds + 1):
         state.progress.step = number + 1
         for name, action in ways.items():
-            os.sync()  # nobody pays for what another left behind
+            os.sync()  # no way pays for another's writes
             times.setdefault(name if number else f"{name} (first)", []).append(action())
         torch_file.unlink()
         shutil.rmtree(dcp_directory)

@@ -1,11 +1,11 @@
-"""Step time of ResNet-18 under DDP between hosts on slow links, by all-reduce, beside plain DDP.
+"""Step time of ResNet-18 under DDP between hosts on slow links, by all-reduce, compared with plain DDP.
 
     python -m benchmarks.ddp_overlap [--hosts 2] [--per-host 4] [--rate 1gbit] [--batch 4] [--steps 4]
 
-Hosts are network namespaces, so this needs root. The variants take turns, a few steps each, several times;
-a ratio is the median over turns of a variant's time to plain DDP's in the same turn. `one bucket` puts all
-gradients into one bucket, which is complete only when the backward pass is over: nothing can overlap. `alone`
-is the step without any all-reduce.
+Hosts are network namespaces, so this needs root. The variants run in rotation, a few steps each, several
+times; a ratio is the median over rounds of a variant's time to plain DDP's in the same round. `one bucket`
+puts all gradients into one bucket, which is complete only after the backward pass, so nothing overlaps.
+`alone` is the step without any all-reduce.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def measure(hosts: list[int], batch_size: int, steps: int, turns: int) -> dict[s
     variants = {name: make(name, hosts) for name in VARIANTS}
     batch = torch.randn(batch_size, 3, 32, 32), torch.randint(0, 10, (batch_size,))
     for variant in variants.values():
-        variant.seconds(2, batch)  # buckets are laid out anew after the first step
+        variant.seconds(2, batch)  # DDP rebuilds its buckets after the first step
         if variant.hook is not None:
             variant.hook.timeline.metrics()
     times: dict[str, list[float]] = {name: [] for name in variants}

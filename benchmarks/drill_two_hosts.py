@@ -2,8 +2,8 @@
 
     python -m benchmarks.drill_two_hosts [--strategies ddp,fsdp] [--comm native,ring] [--faults kill,cut]
 
-Hosts are network namespaces, so this needs root. `fault.host=1` is cut off at the switch: packets vanish, and
-no error tells of it.
+Hosts are network namespaces, so this needs root. `fault.host=1` is cut off at the switch: packets vanish
+without an error.
 """
 
 import subprocess
@@ -23,10 +23,10 @@ FAULTS = (*drill.FAULTS, "cut")
 def on(
     members: Sequence[Host], per_host: int, *options: str, conf: str = ""
 ) -> Callable[..., list[subprocess.Popen[Any]]]:
-    """A launch by torchrun on each host, with `options` of torchrun's, the links mended before.
+    """Launch by torchrun on each host, with `options` of torchrun, after the links are restored.
 
     Args:
-        conf: more of --rdzv-conf.
+        conf: further --rdzv-conf.
     """
 
     def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Step time of a GPT and an MLP under FSDP between hosts on slow links, by comm=, beside torch's own.
+"""Step time of a GPT and an MLP under FSDP between hosts on slow links, by comm=, compared with torch's own.
 
     python -m benchmarks.fsdp_two_hosts [--hosts 2] [--per-host 4] [--rate 1gbit] [--steps 2] [--turns 5]
 
-Hosts are network namespaces, so this needs root. The variants take turns, a few steps each, several times;
-a ratio is the median over turns of a variant's time to native's in the same turn. `ahead` gathers one unit
-ahead, as strategy.prefetch_units=1 does. Communication is rank 0's, per step: hidden, while something was
-computed, and exposed. On CPUs torch's own holds up the computation, so all of it is exposed. `MB` is what the
+Hosts are network namespaces, so this needs root. The variants run in rotation, a few steps each, several
+times; a ratio is the median over rounds of a variant's time to native's in the same round. `ahead` gathers
+one unit ahead, as strategy.prefetch_units=1 does. Communication is rank 0's, per step: hidden behind
+computation, or exposed. On CPUs torch's own blocks the computation, so all of it is exposed. `MB` is what the
 first host sent per step, by the counter of its interface.
 """
 
@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Timed:
-    """Torch's own collective, and how long it has held up the computation."""
+    """torch's own collective, and how long it has blocked the computation."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run, self.seconds = run, 0.0
@@ -107,7 +107,7 @@ class Variant:
 
 
 def _sent(interface: str) -> int:
-    """Bytes that this process's host has sent so far, while nobody sends."""
+    """Bytes that this process's host has sent so far; call it while no rank sends."""
     dist.barrier()
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     fields = next(line.split() for line in lines if line.strip().startswith(f"{interface}:"))
@@ -116,7 +116,7 @@ def _sent(interface: str) -> int:
 
 
 def model_and_batch(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
-    """About 4 million parameters, 16 MB, in units of 3 to 4 MB; a batch as long as moving them, about."""
+    """About 4 million parameters, 16 MB, in units of 3 to 4 MB; a batch takes about as long as they do."""
     torch.manual_seed(0)
     if kind == "mlp":
         model = MLP((784,), 10, hidden=[1024] * 4)
@@ -162,7 +162,7 @@ def measure(
     kind: str, hosts: list[int], interface: str, steps: int, turns: int
 ) -> dict[str, dict[str, float]]:
     """Milliseconds per step, ratio to native, and milliseconds of communication, by variant."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # logits are a view, and left alone
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # logits are a view, but not changed
     variants = {name: make(name, kind, hosts) for name in VARIANTS}
     for variant in variants.values():
         variant.seconds(2, interface)  # opens connections, compares layouts
@@ -205,7 +205,7 @@ def main() -> None:
             keys = ("total", "hidden", "exposed", "all_gather_exposed", "reduce_scatter_exposed")
             comm = " ".join(f"{row[f'comm/{key}_ms']:8.1f}" for key in keys)
             print(f"{name:32} {row['ms']:8.1f} {row['ratio']:8.2f} {comm} {row['MB']:8.1f}")
-        print("gathers, scatters: what of the two is exposed")
+        print("gathers, scatters: the exposed part of each")
 
 
 if __name__ == "__main__":

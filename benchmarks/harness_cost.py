@@ -1,7 +1,7 @@
-"""What the harness costs over a bare loop: milliseconds per step, and seconds to the first step.
+"""The cost of the harness compared with a bare loop: milliseconds per step, and seconds to the first step.
 
-Runs the same work in turn as a bare PyTorch loop (this file with --bare) and as train.py, each in processes
-of its own: the MLP on the digits, batch 64 per process, SGD with momentum, the loss logged every 50 steps.
+Alternates the same work as a bare PyTorch loop (this file with --bare) and as train.py, each in separate
+processes: the MLP on the digits, batch 64 per process, SGD with momentum, the loss logged every 50 steps.
 Prints each pair and the medians of their ratios. Start-up is from the start of the launcher to the end of the
 first step.
 
@@ -25,7 +25,7 @@ BATCH, EPOCHS, LOG_EVERY = 64, 20, 50
 
 
 def bare(out: Path) -> None:
-    """The loop a person would write at first: no checkpoint, no evaluation, no check of anything."""
+    """The loop of a first draft: no checkpoints, no evaluation, no checks."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -74,7 +74,7 @@ def bare(out: Path) -> None:
 
 
 def launch(processes: int, *arguments: str) -> float:
-    """Run to the end; return when it was started."""
+    """Run to the end; return the time of its start."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -113,7 +113,7 @@ def measure_ours(processes: int, scratch: Path) -> tuple[float, float]:
     )
     ms_per_step = json.loads((scratch / "whole" / "result.json").read_text())["ms_per_step"]
 
-    # The log says when each step was done, so a run that logs its first tells how long that took.
+    # The log has the time of each step, so a run that logs its first step shows its duration.
     begin = launch(
         processes,
         "train.py",

@@ -1,12 +1,12 @@
-"""How many photographs a second are decoded and brought into batches, and which part of the way bounds it.
+"""How many photographs per second are decoded into batches, and which stage is the bottleneck.
 
     python -m benchmarks.image_loading [--images 256] [--rounds 5] [--workers 0,1,2]
 
-Makes JPEG files of 500 x 375 pixels, about 90 kB each, and reads them as data=imagefolder
-does in training: a random crop resized to 224 pixels, handed on as bytes. First the parts of the way for one
-image in one process; then whole loaders in turn: ours, and torch's DataLoader round torchvision's ImageFolder
-with the usual transforms, which normalises on the host and hands on floats. Times are those of the fastest
-round, for what else a machine does only slows it. The files lie in the page cache: a disk may be slower.
+Creates JPEG files of 500 x 375 pixels, about 90 kB each, and reads them as data=imagefolder does in training:
+a random crop resized to 224 pixels, as uint8. First the stages for one image in one process; then whole
+loaders in rotation: ours, and torch's DataLoader around torchvision's ImageFolder with the usual transforms,
+which normalises on the host and returns floats. Times are those of the fastest round, since other load on the
+machine only slows it. The files are in the page cache: a disk may be slower.
 """
 
 import argparse
@@ -35,7 +35,7 @@ WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
 
 @dataclass
 class Reading:
-    """The settings of data.* that a loader asks for."""
+    """The settings of data.* that a loader uses."""
 
     num_workers: int
     prefetch_factor: int = 2
@@ -45,7 +45,7 @@ class Reading:
 
 
 def write_photographs(root: Path, count: int) -> None:
-    """Smooth colours with some noise on top, which compress about as photographs do."""
+    """Smooth colours with some noise on top, which compress about like photographs."""
     generator = np.random.default_rng(0)
     for split in ("train", "val"):
         folder = root / split / "things"
@@ -58,7 +58,7 @@ def write_photographs(root: Path, count: int) -> None:
 
 
 def parts_of_the_way(files: list[Path], rounds: int) -> dict[str, float]:
-    """Milliseconds for one image, part by part."""
+    """Milliseconds for one image, by stage."""
     crop = v2.RandomResizedCrop(SIZE)
     to_bytes = v2.PILToTensor()
     to_floats = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
@@ -145,7 +145,7 @@ def main() -> None:
         most = max((name for name in parts if not name.startswith("(")), key=lambda name: parts[name])
         print(f"one core: at most {1e3 / whole:.0f} images/s, bounded by: {most}")
         print(
-            f"{'workers':>8}{'ours':>14}{'torchvision':>14}{'ratio':>8}    images/s; an epoch is decoded anew"
+            f"{'workers':>8}{'ours':>14}{'torchvision':>14}{'ratio':>8}    images/s; each epoch decodes again"
         )
         for workers in map(int, arguments.workers.split(",")):
             both = loaders(root, workers)

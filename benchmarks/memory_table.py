@@ -1,10 +1,10 @@
-"""What each strategy takes of memory on real ranks, beside what `trainer.memory` says of it.
+"""The memory of each strategy on real ranks, compared with the prediction of `trainer.memory`.
 
     python -m benchmarks.memory_table [--ranks 4] [--width 512] [--depth 8] [--only fsdp,ddp]
 
-A GPT with AdamW makes three steps. Memory is a rank's resident set at its largest, above what it was once a
-small model had loaded all code; freed memory goes back to the system at once (mallopt), so that what is
-compared is what tensors take, not what the C library keeps. CPU offload needs a GPU, and is not here.
+A GPT with AdamW makes three steps. Memory is the peak of a rank's resident set, above its size after a
+small model has loaded all code; freed memory goes back to the system at once (mallopt), so that the
+figures count tensors, not what the C library keeps. CPU offload needs a GPU, and is not included.
 """
 
 import argparse
@@ -41,18 +41,18 @@ CASES: dict[str, tuple[str, ...]] = {
     "servers=all": ("strategy=parameter_server", "strategy.servers=all"),
     "servers=1, asynchronous": ("strategy=parameter_server", "strategy.max_staleness=inf"),
 }
-DEDICATED = {"servers=1": 1, "servers=1, asynchronous": 1, "servers=2": 2}  # ranks that only serve
+DEDICATED = {"servers=1": 1, "servers=1, asynchronous": 1, "servers=2": 2}  # ranks that are only servers
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 
 def status(key: str) -> int:
-    """Bytes that /proc says of this process."""
+    """A value in bytes from /proc for this process."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def resident_at_rest() -> int:
-    """The resident set with nothing kept that could be given back; the peak begins anew from here."""
+    """The resident set after returning all free memory to the system; restarts the peak."""
     libc = ctypes.CDLL(None)
     gc.collect()
     libc.malloc_trim(0)
@@ -61,7 +61,7 @@ def resident_at_rest() -> int:
 
 
 def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> int:
-    """By how many bytes the peak of a rank's resident set lies above its rest, for `large`."""
+    """Bytes by which the peak of a rank's resident set exceeds its rest, for `large`."""
     from trainer.loop import fit
 
     libc = ctypes.CDLL(None)
@@ -77,7 +77,7 @@ def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> in
 
 
 def predict(case: tuple[str, ...], ranks: int, micro: int) -> list[int]:
-    """Of each rank, in a process of its own: no model is made in this one. The host is the device, too."""
+    """The prediction for each rank, in another process, so that none is built here. The host is the device."""
     from trainer.memory.dry_run import DryRun, DryRunWorld
 
     config = settings(*case)

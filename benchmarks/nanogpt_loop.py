@@ -1,9 +1,9 @@
-"""What a step of a small GPT costs here over a loop written out as nanoGPT has it, in one process, in turns.
+"""The cost of a step of a small GPT here compared with a loop in nanoGPT's style, in one process.
 
-Three ways take turns, some steps each: that loop with a model of its own kind (separate heads' views, exact
-GELU), the same loop with our model, and our training loop with our model. All have 842,496 parameters, block
-128, batch 16, AdamW, a cosine with warm-up, clipping at 1, decay of matrices alone, and read the same bytes.
-Prints milliseconds per step and the median, over the turns, of each ratio.
+Three ways run in rotation, some steps each: that loop with a model in the same style (separate views of
+heads, exact GELU), the same loop with our model, and our training loop with our model. All have 842,496
+parameters, block 128, batch 16, AdamW, a cosine with warm-up, clipping at 1, decay of matrices only, and read
+the same bytes. Prints milliseconds per step and the median, over the rounds, of each ratio.
 
     python -m benchmarks.nanogpt_loop [--turns 20] [--steps 5] [--switch ema.decay=0.999 ...]
 """
@@ -70,7 +70,7 @@ class PlainGPT(nn.Module):
 
 
 def plain_loop(model: nn.Module) -> Iterator[None]:
-    """The body of the loop as one writes it first, in nanoGPT's manner; yields after each step."""
+    """The body of a simple loop in nanoGPT's style; yields after each step."""
     data = python_reference()
     generator = torch.Generator().manual_seed(0)
 
@@ -115,7 +115,7 @@ def our_loop(context: Any) -> Iterator[None]:
 
 
 def in_turns(ways: dict[str, Iterator[None]], turns: int, steps: int) -> dict[str, list[float]]:
-    """Milliseconds per step of each way in each turn; the order of the ways moves on by one each turn."""
+    """Milliseconds per step of each way in each round; the order of the ways rotates."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         for _ in range(steps):
@@ -136,7 +136,7 @@ def main() -> None:
     )
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--switch", nargs="*", default=[], help="overrides, each to be measured by itself")
+    parser.add_argument("--switch", nargs="*", default=[], help="overrides, each measured separately")
     arguments = parser.parse_args()
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest

@@ -1,10 +1,10 @@
-"""Pull and push between hosts on slow links, with more and more servers, beside all-reduces; as predicted.
+"""Pull and push between hosts on slow links, by number of servers, compared with all-reduces and predictions.
 
     python -m benchmarks.parameter_server [--workers 4] [--megabytes 25] [--rate 1gbit] [--hosts 2]
 
-Every rank is a host of its own, or ranks are shared out to `--hosts`: network namespaces, so this needs root.
-Predictions are those of `trainer.comm.plan`, from what the preflight measures between as many ranks on those
-hosts. Times are medians; the ratio is measured : predicted.
+Every rank is on its own host, or ranks are distributed over `--hosts`: network namespaces, so this needs
+root. Predictions are those of `trainer.comm.plan`, from a preflight between as many ranks on those hosts.
+Times are medians; the ratio is measured : predicted.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def machine_of(places: Sequence[Host]) -> Machine:
-    """What as many ranks can do that work at the same time, at the same places."""
+    """The capacities measured with as many ranks at work, on the same hosts."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         run_ranks(preflight.main, len(places), ["--json", file.name], init=False, hosts=places, timeout_s=200)
         return Machine(**measured(entries.read(Path(file.name))))

@@ -1,12 +1,12 @@
-"""Steps of training between two hosts, predicted from a run on one host and measured: within 15 %.
+"""Training steps between two hosts, predicted from a run on one host and measured: within 15 %.
 
     python -m benchmarks.predicted_steps [--per-host 2,4] [--rate 1gbit] [--models waiting,gpt] [--steps 40]
 
-For each number of processes a run on one host tells what its steps and buckets are like; a preflight what the
-two hosts and the link between them can do; `trainer.comm.plan --train` says how long a step takes there; and
-then it is measured, once before the preflight and once after. Hosts are network namespaces, so this needs
-root, and share one machine: a run on one host has as many processes, for as much of a processor each.
-`waiting` computes nothing and takes its time, as an accelerator does; `gpt` computes on the processors.
+For each number of processes, a run on one host provides steps and buckets, and a preflight the capacities of
+the two hosts and their link; `trainer.comm.plan --train` predicts the step there; then it is measured, once
+before the preflight and once after. Hosts are network namespaces, so this needs root, and share one machine:
+a run on one host has as many processes, each with the same share of a processor. `waiting` computes nothing
+and only takes time, like an accelerator; `gpt` computes on the processors.
 """
 
 import argparse

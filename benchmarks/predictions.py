@@ -1,9 +1,9 @@
-"""All-reduces between two hosts on slow links: what `trainer.comm.plan` predicts, and what is measured.
+"""All-reduces between two hosts on slow links: predicted by `trainer.comm.plan`, and measured.
 
     python -m benchmarks.predictions [--per-host 2,4] [--megabytes 25] [--rate 1gbit] [--attempts 3]
 
-Each within 20 %. Hosts are network namespaces: root. What else the machine does only slows things down: so
-the fastest round counts, and of several attempts the one that comes nearest. Parameter servers:
+Each within 20 %. Hosts are network namespaces: root. Other load on the machine only slows things down, so
+the fastest round counts, and of several attempts the closest. Parameter servers:
 benchmarks.parameter_server.
 """
 
@@ -44,7 +44,7 @@ def attempt(per_host: int, num_bytes: int, rate: str) -> dict[str, tuple[float, 
 
 
 def error(pair: tuple[float, float]) -> float:
-    """By which factor they differ, 1 or more."""
+    """The factor by which they differ, 1 or more."""
     return max(pair[0] / pair[1], pair[1] / pair[0])
 
 

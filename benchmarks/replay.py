@@ -1,8 +1,8 @@
-"""Repeat an asynchronous run in the order in which it came, and compare the models to the bit.
+"""Repeats an asynchronous run in its recorded order, and compares the models to the bit.
 
     python -m benchmarks.replay [--steps 200] [--times 5] [--workers 3] [--servers 1] [--max-staleness inf]
 
-Prints the hash of the recorded run, of each replay, and of a second run that came in its own order.
+Prints the hash of the recorded run, of each replay, and of a second run with its own order.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Ranks killed at random steps under `torchrun --max-restarts`: does the run end as one never disturbed?
+"""Ranks killed at random steps under `torchrun --max-restarts`: does the run end like an undisturbed one?
 
-Trains the MLP on the digits with a checkpoint every 20 steps, once undisturbed and then again and again with
-up to three kills a run, each of a random rank at a random step, from outside. Prints a row for each kill (the
-seconds from it to the next step that was made) and for each run whether its hash is that of the undisturbed
-one and whether TensorBoard and metrics.jsonl have every step once. With --hosts 2, hosts are network
-namespaces, which needs root; --lose a host takes one of them away for good under --nnodes=1:2.
+Trains the MLP on the digits with a checkpoint every 20 steps, once undisturbed and then repeatedly with up to
+three kills in a run, each of a random rank at a random step, from outside. Prints a row for each kill (the
+seconds until the next step) and for each run whether its hash is that of the undisturbed one and whether
+TensorBoard and metrics.jsonl have every step once. With --hosts 2, hosts are network namespaces, which needs
+root; --lose removes one of the hosts for good under --nnodes=1:2.
 
     python -m benchmarks.restarts [--kills 10] [--hosts 2] [--lose kill|cut]
 """
@@ -58,10 +58,10 @@ def run(
     more: Sequence[str] = (),
     kill: Callable[[], str] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """A run in which a rank is killed once each of the steps `kills` is logged: result, a line for each.
+    """A run in which a rank is killed when each of the steps `kills` is logged: result, a line for each.
 
     Args:
-        kill: called instead; returns what it did, in words.
+        kill: called instead; returns a description of what it did.
     """
     run_dir, mark = folder / "run", f"{os.getpid()}-{folder.parent.name}-{folder.name}"
     folder.mkdir(parents=True)
@@ -72,7 +72,7 @@ def run(
         _wait(launchers, folder, lambda: True)
         for number, step in enumerate(kills):
             _wait(launchers, folder, lambda n=number, s=step: _step(run_dir, n) >= s)  # type: ignore[misc]
-            ranks = sorted(drilled_run.ranks_of(mark))  # of this attempt: those before are gone
+            ranks = sorted(drilled_run.ranks_of(mark))  # of this attempt: earlier ones have ended
             at, begin = _step(run_dir, number), time.monotonic()
             if kill is None:
                 pid = draw.choice(ranks)
@@ -81,7 +81,7 @@ def run(
             else:
                 words = kill()
             _wait(launchers, folder, lambda n=number: _step(run_dir, n + 1) > 0)  # type: ignore[misc]
-            rows.append(f"{words} at step {at}: goes on after {time.monotonic() - begin:.1f} s")
+            rows.append(f"{words} at step {at}: resumes after {time.monotonic() - begin:.1f} s")
         _wait(launchers, folder, lambda: (run_dir / "result.json").exists(), may_end=True)
     if not (run_dir / "result.json").exists():
         raise RuntimeError(f"the run did not finish\n{_outputs(folder)}")
@@ -89,7 +89,7 @@ def run(
 
 
 def problems_of_logs(run_dir: Path, steps: int) -> list[str]:
-    """Where TensorBoard's scalars, or metrics.jsonl, do not have each step once and in order."""
+    """Gaps, repeats or disorder of steps in TensorBoard's scalars or metrics.jsonl."""
     expected, found = list(range(1, steps + 1)), []
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
@@ -126,7 +126,7 @@ def _outputs(folder: Path) -> str:
 
 
 def _step(run_dir: Path, resumptions: int) -> int:
-    """The last step logged since the run went on so many times; 0 if it has not, or none is."""
+    """The last step logged after this many resumptions; 0 if there is none."""
     with contextlib.suppress(OSError):
         parts = (run_dir / "train.log").read_text().split("resumed from")
         if len(parts) == resumptions + 1 and (logged := re.findall(r"step (\d+)/", parts[-1])):
@@ -165,13 +165,13 @@ def many(start: drilled_run.Start, folder: Path, num_kills: int, seed: int) -> b
 def lose(
     pair: Sequence[Host], folder: Path, how: str, steps: int = STEPS
 ) -> tuple[dict[str, Any], list[str]]:
-    """Two hosts of two ranks under --nnodes=1:2, and the second one is gone from some step on."""
+    """Two hosts of two ranks under --nnodes=1:2; the second one disappears after some step."""
 
     def take_away() -> str:
         (pair[1].kill_all if how == "kill" else pair[1].link_down)()
         return {"kill": "host 1 killed", "cut": "host 1 cut off"}[how]
 
-    # torchrun gives a host that is missed 30 s to come back, and 15 s until it is missed.
+    # torchrun notices a lost host after 15 s, and gives it 30 s to come back.
     conf = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
     start = on(pair, 2, f"--max-restarts={RESTARTS}", "--nnodes=1:2", conf=conf)
     return run(start, folder, [SAVED + 15], random.Random(0), steps=steps, kill=take_away)

@@ -1,8 +1,8 @@
-"""Train for minutes while something breaks every half minute, and end with the model of a run left in peace.
+"""Trains for minutes with a fault every half minute, and ends with the model of an undisturbed run.
 
-DDP with comm=hierarchical between two hosts of two ranks, asynchronous checkpoints, data workers. First in
-peace, while memory, descriptors and threads of each rank are watched: they must stay what they were. Then
-once more with random faults, each in a launch of its own that the next one resumes. Ends with both hashes;
+DDP with comm=hierarchical between two hosts of two ranks, asynchronous checkpoints, data workers. First
+undisturbed, while memory, descriptors and threads of each rank are watched: they must not grow. Then
+once more with random faults, each in a separate launch that the next one resumes. Ends with both hashes;
 status 1 if they differ or if something grew.
 
     python -m benchmarks.soak --minutes 20
@@ -33,8 +33,8 @@ from trainer.faults.injection.injector import MARKER
 PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint")
 KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
 EVERY_S, TIMEOUT_S, RANKS = 30.0, 8.0, 4
-PICTURE_S = 75.0  # by then the first picture has been drawn: matplotlib is imported once, for some 33 MiB
-SHARE = 1 / 3  # of the time under faults that brings new steps; the rest goes into ends and starts
+PICTURE_S = 75.0  # time until the first figure: matplotlib is imported once, for some 33 MiB
+SHARE = 1 / 3  # of the time under faults that makes new steps; the rest is ends and starts
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Soak:
 
     @contextlib.contextmanager
     def launched(self, overrides: list[str], name: str) -> Iterator[list[subprocess.Popen[Any]]]:
-        """A launch that is over afterwards, whatever happened; what it prints is kept under `name`."""
+        """A launch that is ended afterwards in any case; its output is kept under `name`."""
         scratch = self.folder / name
         (scratch / "tmp").mkdir(parents=True, exist_ok=True)
         environment = {drilled_run.MARK: marked(name), "TMPDIR": str(scratch / "tmp"), "OMP_NUM_THREADS": "1"}
@@ -81,7 +81,7 @@ class Soak:
             yield launchers
 
     def undisturbed(self, name: str, steps: int) -> tuple[dict[str, Any], list[Sample]]:
-        """The result of a run, and what its ranks held every two seconds, once all is loaded."""
+        """The result of a run, and the samples of its ranks every two seconds, once all is loaded."""
         run_dir, samples, since = self.folder / name / "run", list[Sample](), float("inf")
         with self.launched(settings(run_dir, steps), name) as launchers:
             while any(launcher.poll() is None for launcher in launchers):
@@ -94,7 +94,7 @@ class Soak:
         return json.loads((run_dir / "result.json").read_text()), samples
 
     def disturbed(self, steps: int, ms_per_step: float, seed: int) -> tuple[dict[str, Any], list[str]]:
-        """The result of a run in which something breaks every half minute; what broke, in words."""
+        """The result of a run with a fault every half minute, and descriptions of the faults."""
         draw, run_dir, done = random.Random(seed), self.folder / "disturbed" / "run", []
         gap = max(60, int(SHARE * EVERY_S * 1e3 / ms_per_step))
         while not (run_dir / "result.json").exists():
@@ -121,7 +121,7 @@ class Soak:
                 flush=True,
             )
             if len(done) > 500:
-                raise RuntimeError("it gets nowhere")
+                raise RuntimeError("the run makes no progress")
         return json.loads((run_dir / "result.json").read_text()), done
 
     def fault(self, draw: random.Random, step: int) -> list[str]:
@@ -131,13 +131,13 @@ class Soak:
             host = draw.randrange(2)
             command = f"ip -n {self.members[host].switch} link set {self.members[host].port} down"
             return [*options, f"fault.host={host}", f"fault.command='{command}'"]
-        # What rank 0 holds is what is saved: turned over between the check and the copy, it would be saved.
+        # Rank 0's values are saved: a bit flipped between the check and the copy would be saved, too.
         first = 1 if kind == "diverge" else 0
         return [*options, f"fault.rank={draw.randrange(first, RANKS)}"]
 
 
 def survived(run_dir: Path, fault: list[str]) -> bool:
-    """Whether the fault was made long enough ago that the run will not end of it."""
+    """Whether the run has survived the fault for long enough."""
     with contextlib.suppress(OSError, ValueError):
         made = json.loads((run_dir / MARKER).read_text())
         made_here = f"fault.step={made['fault']['step']}" in fault
@@ -146,7 +146,7 @@ def survived(run_dir: Path, fault: list[str]) -> bool:
 
 
 def marked(name: str) -> str:
-    """What tells the processes of a launch from those of another soak."""
+    """A mark of a launch's processes, different from those of other soaks."""
     return f"{os.getpid()}-{name}"
 
 
@@ -156,7 +156,7 @@ def saved_step(run_dir: Path) -> int:
 
 
 def sample(pids: Iterator[int] | dict[int, int]) -> Sample:
-    """Raises OSError where one of them ends while it is looked at, ValueError where there are none."""
+    """Raises OSError if one of them ends meanwhile, ValueError if there are none."""
     folders = [Path(f"/proc/{pid}") for pid in pids]
     pages = max(int((folder / "statm").read_text().split()[1]) for folder in folders)
     return Sample(
@@ -167,10 +167,10 @@ def sample(pids: Iterator[int] | dict[int, int]) -> Sample:
 
 
 def growth(samples: list[Sample]) -> list[str]:
-    """What grew from the first fifth to the last, in words; each fifth is printed."""
+    """Describe what grew from the first fifth to the last; each fifth is printed."""
     size = len(samples) // 5
     if not size:
-        return ["too few samples to say"]
+        return ["too few samples"]
     fifths = [samples[index * size : (index + 1) * size] for index in range(5)]
     names = ("memory_mib", "descriptors", "threads")
     rows = [[statistics.median(getattr(one, name) for one in fifth) for name in names] for fifth in fifths]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.straggler [--steps 300] [--workers 3] [--pace-ms 20] [--data digits text]
 
-A forward pass takes `--pace-ms` (asleep, so that few cores do) and on the last rank three times as long.
-Prints samples per second, and the mean training loss after equal steps and after the time that the fastest
-mode took.
+A forward pass takes `--pace-ms` (sleeping, so that few cores suffice) and on the last rank three times as
+long. Prints samples per second, and the mean training loss after equal steps and after the time of the
+fastest mode.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class PacedGpt(GPT):
 
 
 def run_each(root: str, data: str, steps: int) -> list[list[dict[str, Any]]]:
-    """What each mode logged."""
+    """The logged values of each mode."""
     found = []
     for mode in MODES:
         run_dir = f"{root}/{data}-{mode}"

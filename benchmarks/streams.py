@@ -1,4 +1,5 @@
-"""What a stream costs: memory on a large file, windows per second beside text in memory, and a resume.
+"""The cost of a stream: memory on a large file, windows per second compared with text in memory, and a
+resume.
 
     python -m benchmarks.streams [--gigabytes 5] [--block-size 1024]
 

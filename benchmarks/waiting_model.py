@@ -1,4 +1,4 @@
-"""A model that computes nothing and takes its time, as an accelerator looks to the processors beside it."""
+"""A model that computes nothing but takes time, like an accelerator as seen by the processors beside it."""
 
 import time
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class _Wait(torch.autograd.Function):
-    """So many seconds forward, and twice as many backward."""
+    """Sleeps for `seconds` forward, and twice as long backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:

@@ -1,10 +1,10 @@
-"""What the watch costs: milliseconds per step with heartbeats and watch, and without, in turn.
+"""The cost of the watch: milliseconds per step with heartbeats and watch, and without, alternating.
 
 One run of the MLP on the digits, the setting of harness_cost.py, in which both are switched off and on every
-60 steps, on all ranks at once: whatever else the machine does meanwhile hits both alike. Prints medians over
+60 steps, on all ranks at once, so that other load on the machine affects both alike. Prints medians over
 the blocks, and over the ratios of neighbours: of a block's mean step; of its median step, which a busy
-machine disturbs less, but which the watch's own looks, five a second, do not show in; and of the processor
-time that all threads of rank 0 took, which others disturb least.
+machine disturbs less, but which does not show the watch's own checks, five a second; and of the processor
+time of all threads of rank 0, which others disturb least.
 
     python -m benchmarks.watch_cost [--processes 2] [--epochs 60]
 """
@@ -28,7 +28,7 @@ BLOCK = 60
 
 
 def train(out: Path, overrides: list[str]) -> None:
-    """Be train.py, but for the switch; rank 0 writes the median step of each block, in ms, to `out`."""
+    """Run train.py, with the switch; rank 0 writes the median step of each block, in ms, to `out`."""
     from ringmaster import main
     from trainer.faults.heartbeat import Heartbeat
     from trainer.faults.watch import Watch
@@ -63,7 +63,7 @@ def train(out: Path, overrides: list[str]) -> None:
 
 
 def blocks(begins: list[tuple[float, float]]) -> list[tuple[float, ...]]:
-    """Mean and median step of each, but for those around the switch, and its processor time; in ms."""
+    """Mean and median step of each block, without those around the switch, and its processor time; in ms."""
     ms = [[1e3 * (b - a) for a, b in zip(*step, strict=True)] for step in pairwise(begins)]
     whole = [ms[at + 1 : at + BLOCK - 1] for at in range(0, len(ms) - BLOCK, BLOCK)]
     columns = [list(zip(*block, strict=True)) for block in whole]
@@ -88,7 +88,7 @@ def main() -> None:
         settings += ["train.eval_every_epochs=0", f"train.epochs={arguments.epochs}", f"run_dir={folder}/run"]
         os.environ["PYTHONPATH"] = str(ROOT)
         launch(arguments.processes, str(Path(__file__)), "--train", str(out), *settings)
-        found = json.loads(out.read_text())[2:]  # the first two are warmer and warmer
+        found = json.loads(out.read_text())[2:]  # the first two are warm-up
     for name, values in zip(("mean", "median", "processor's"), zip(*found, strict=True), strict=True):
         on, off = values[0::2], values[1::2]
         pairs = [*zip(on, off, strict=False), *zip(on[1:], off, strict=False)]

@@ -1,6 +1,7 @@
-"""The models of benchmarks/zoo.py, by names as tv:resnet18, and data that they take: small, drawn, no files.
+"""The models of benchmarks/zoo.py, by names such as tv:resnet18, and small random data for them, without
+files.
 
-Chance is taken out of forward passes (dropout, stochastic depth, masking): ranks draw numbers of their own.
+Forward passes have no randomness (dropout, stochastic depth, masking): ranks draw different numbers.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 CLASSES, NUM_SAMPLES, GLOBAL_BATCH = 4, 16, 8
-# One small member of each family, and the size of its images where 64 pixels are too few.
+# One small member of each family, and the size of its images if 64 pixels are too few.
 TIMM = {
     "beit_base_patch16_224": 64,
     "halonet26t": 256,
@@ -114,7 +115,7 @@ _SOUND = {
     "apply_spec_augment": False,
     "num_labels": CLASSES,
 }
-# By the name of the architecture: the head that it gets, and what it is told beside _TINY.
+# By the name of the architecture: its head, and its arguments beside _TINY.
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("CausalLM", {}),
     "gpt_neo": ("CausalLM", {"attention_types": [[["global", "local"], 1]], "window_size": 8}),
@@ -199,7 +200,7 @@ def task(name: str) -> dict[str, Any]:
 
 
 def pixels(name: str) -> int:
-    """The side of its images: as few as it takes."""
+    """The side of its images, as small as possible."""
     kind, _, name = name.partition(":")
     if kind == "timm":
         return TIMM[name]
@@ -239,11 +240,11 @@ def _hugging_faces(name: str) -> nn.Module:
 
 
 class Samples(Dataset[Any]):
-    """What a model of this name takes, and labels.
+    """Inputs for a model of this name, and labels.
 
     Args:
-        micro_batches_of: of how many ranks the first's order is, so that as many micro-batches of one process
-            are theirs; 1 leaves the order.
+        micro_batches_of: a number of ranks: orders the samples so that a single process has the micro-batches
+            of that many ranks; 1 keeps the order.
     """
 
     num_classes = CLASSES
@@ -288,9 +289,9 @@ class Samples(Dataset[Any]):
 
 
 def _places(ranks: int, seed: int) -> Tensor:
-    """For each index, that of the sample which stands there, if ranks take every so manieth of a batch.
+    """For each index, the sample at that place if ranks take every ranks-th sample of a batch.
 
-    In the first epoch of a run with `seed` the micro-batch k of a process is then what rank k has.
+    In the first epoch of a run with `seed` the micro-batch k of a process is then that of rank k.
     """
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(seed))
     of_ranks = order.reshape(-1, GLOBAL_BATCH // ranks, ranks).transpose(1, 2).flatten()

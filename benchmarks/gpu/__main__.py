@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu NAME... --out DIR [--dry-run]
 
-Each part writes DIR/NAME.json and prints its rows. `table` puts DIR together: DIR/gpu.json, DIR/gpu.txt.
-Ends with status 1 when a part failed or missed its bar.
+Each part writes DIR/NAME.json and prints its rows. `table` combines DIR into DIR/gpu.json and DIR/gpu.txt.
+Exits with status 1 if a part failed or missed its limit.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def _part(day: Day, name: str) -> int:
     try:
         for row in importlib.import_module(f"benchmarks.gpu.{name}").measure(day):
             rows.append(row)
-            write(day, name, rows)  # at once: a call that is cut off keeps what it has found
+            write(day, name, rows)  # at once: an interrupted call keeps its rows
     except Exception:
         rows.append(Row(name, None, ok=False, note=traceback.format_exc()))
         write(day, name, rows)

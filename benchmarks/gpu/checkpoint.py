@@ -1,4 +1,4 @@
-"""Saving GPT-2 and its AdamW from a GPU's memory, and loading it: what training waits for, and the whole."""
+"""Saving GPT-2 and its AdamW from a GPU's memory, and loading it: the time training waits, and the total."""
 
 import itertools
 import tempfile

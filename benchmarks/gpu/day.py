@@ -1,4 +1,4 @@
-"""What the programs of a day on a GPU have in common: sizes, our jobs, turns on a clock, rows of a table."""
+"""Shared by the programs of a day on a GPU: sizes, runs, timing in rotation, rows of a table."""
 
 import io
 import json
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure; `ok` is None where there is no bar, or none that this machine could reach."""
+    """One figure; `ok` is None without a limit, or if the limit does not apply to this machine."""
 
     what: str
     value: float | None
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Day:
-    """`dry`: the same programs at tiny sizes on a CPU, so that the day itself brings no surprise."""
+    """`dry`: the same programs at tiny sizes on a CPU, as a rehearsal of the day."""
 
     dry: bool
     out: Path
@@ -47,12 +47,12 @@ class Day:
         return tiny if self.dry else real
 
     def finish(self) -> None:
-        """Wait for what was given to the GPU."""
+        """Wait for the GPU's queued work."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def rated(self, what: str, value: float, unit: str, least: float, note: str = "") -> Row:
-        """A figure that is to be at least so much; a CPU at tiny sizes says nothing of it."""
+        """A figure that should be at least `least`; a CPU at tiny sizes does not count."""
         return Row(what, value, unit, f">= {least:g}", value >= least if self.on_gpu else None, note)
 
 
@@ -69,7 +69,7 @@ def settings(*overrides: str) -> Any:
 
 @contextmanager
 def contexts() -> Iterator[Callable[..., Any]]:
-    """A function from overrides to a job, ready to train; all of them in one process group of one."""
+    """A function from overrides to a context, ready to train; all share a process group of one."""
     from trainer.distributed.process_group import process_group
     from trainer.launch.signals import StopRequest
     from trainer.run import assemble
@@ -101,7 +101,7 @@ def steps(context: Any) -> Iterator[None]:
 
 
 def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -> dict[str, list[float]]:
-    """Milliseconds per step of each way in each turn, the GPU waited for; the order moves on each turn."""
+    """Milliseconds per step of each way in each round, including the GPU; the order rotates."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         for _ in range(each):  # compiles, chooses algorithms, fills the allocator
@@ -119,12 +119,12 @@ def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """How many times as fast as theirs ours is: the median over the turns."""
+    """How many times as fast ours is as theirs: the median over rounds."""
     return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
 
 
 def quietly(action: Callable[[], _T]) -> _T:
-    """Do it without what it prints; the end of that goes into the exception, if there is one."""
+    """Run it without its output; the end of the output is added to an exception."""
     said = io.StringIO()
     try:
         with redirect_stdout(said):

@@ -1,4 +1,4 @@
-"""GPT-2 124M, block 1024, bf16, compiled: tokens/s and MFU beside nanoGPT's loop, in turns in one process."""
+"""GPT-2 124M, block 1024, bf16, compiled: tokens/s and MFU compared with nanoGPT's loop, in one process."""
 
 import math
 import statistics
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """As nanoGPT has it by default: no biases, a vocabulary of 50304, the loss within the model."""
+    """nanoGPT's default: no biases, a vocabulary of 50304, the loss within the model."""
 
     def __init__(self, block: int, width: int, depth: int, heads: int, vocabulary: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def nanogpt(day: Day, data: Path, batch_size: int, block: int, sizes: tuple[int,
 
 
 def tokens_file(folder: Path, count: int) -> Path:
-    """Tokens with the frequencies of words, for nobody learns anything here."""
+    """Tokens with the frequencies of words; nothing is learned here."""
     drawn = np.random.default_rng(0).zipf(1.2, count) % 50257
     for name in ("train.bin", "val.bin"):
         drawn.astype(np.uint16).tofile(folder / name)

@@ -1,4 +1,4 @@
-"""Every strategy, precision and kind of checkpoint: trains, saves, goes on to the same model."""
+"""Every strategy, precision and kind of checkpoint: trains, saves, and resumes to the same model."""
 
 import itertools
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.gpu.day import Day, Row, quietly, settings
 
-# parameter_server is two processes at least, of a GPU each
+# parameter_server needs at least two processes with a GPU each
 STRATEGIES = ("single", "dp", "ddp", "fsdp", "fsdp comm=ring")
 PRECISIONS = ("bf16", "fp32", "fp16")
 CHECKPOINTS = [("full", False), ("sharded", True), ("full", True), ("sharded", False)]
@@ -30,7 +30,7 @@ TINY = [
 def measure(day: Day, compiled: bool = False) -> Iterator[Row]:
     from trainer.run import run
 
-    # Of resnet's graphs, which take minutes each, none: they say nothing that gpt's do not.
+    # No graphs of resnet, which take minutes each and show nothing that gpt's do not.
     models = ["gpt"] if compiled else list(MODELS)
     kinds = itertools.cycle(CHECKPOINTS)
     every = [

@@ -1,4 +1,4 @@
-"""The peak of a device's memory over some steps, beside what `python -m trainer.memory` foretells."""
+"""The peak of a device's memory over some steps, beside the prediction of `python -m trainer.memory`."""
 
 import contextlib
 import gc
@@ -61,7 +61,7 @@ def _measured(day: Day, overrides: tuple[str, ...]) -> int | None:
 
 
 def _foretold(overrides: tuple[str, ...]) -> tuple[int | None, str]:
-    """What the command says, in bytes, or why it says nothing. Run here: to load torch again takes longer."""
+    """The command's prediction in bytes, or why there is none. Run here: loading torch again takes longer."""
     if importlib.util.find_spec("trainer.memory") is None:
         return None, "trainer.memory is not there"
     strategy = () if any(each.startswith("strategy=") for each in overrides) else ("strategy=single",)

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU through NCCL 2.30 or later: every all-reduce, by hand and recorded, right or wrong."""
+"""Two ranks on one GPU through NCCL 2.30 or later: every all-reduce, also as a CUDA graph, checked."""
 
 import json
 import os
@@ -31,7 +31,7 @@ TRAIN = (
 
 
 def measure(day: Day) -> Iterator[Row]:
-    """`NCCL_LIBRARY` names the libnccl.so to take in place of torch's own."""
+    """`NCCL_LIBRARY` is the libnccl.so to use in place of torch's own."""
     library = os.environ.get("NCCL_LIBRARY")
     if day.on_gpu and library is None and torch.cuda.nccl.version() < (2, 30):
         version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -49,7 +49,7 @@ def measure(day: Day) -> Iterator[Row]:
 
 
 def _training(day: Day, library: str | None) -> Iterator[Row]:
-    """Runs of two ranks, each with another way for gradients to meet: all lose as much as DDP's own."""
+    """Runs of two ranks, each with another all-reduce: all must have the loss of DDP's own."""
     native = None
     for choice in day.size(RUNS, RUNS[1:2]):
         with tempfile.TemporaryDirectory() as run_dir:
@@ -79,7 +79,7 @@ def _torchrun(
     if library is not None:
         environment["LD_PRELOAD"] = library
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    if day.dry:  # to load torch three times takes longer than these sizes
+    if day.dry:  # loading torch three times takes longer than these sizes
         launcher += ["--run-path", "--start-method=fork"]
     process = subprocess.Popen(
         [*launcher, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -1,4 +1,4 @@
-"""ResNet-50 in bf16, channels last: images/s from memory and from JPEG files, and those of a bare loop."""
+"""ResNet-50 in bf16, channels last: images/s from memory and from JPEG files, compared with a bare loop."""
 
 import itertools
 import os
@@ -36,7 +36,7 @@ OURS = (
 
 
 class Synthetic:
-    """Random bytes for images, some of them many times; normalised on the device as a folder's are."""
+    """Random uint8 images, some of them repeated; normalised on the device like those of a folder."""
 
     mean, std = MEAN, STD
 
@@ -55,7 +55,7 @@ class Synthetic:
 
 
 def from_memory(day: Day, batch_size: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Eight batches, ready in pinned memory: a loop that spends nothing on its data."""
+    """Eight batches, ready in pinned memory: a loop without data loading."""
     images = [torch.randint(256, (batch_size, 3, size, size), dtype=torch.uint8) for _ in range(8)]
     labels = [torch.randint(1000, (batch_size,)) for _ in range(8)]
     if day.on_gpu:
@@ -80,7 +80,7 @@ def from_files(root: Path, batch_size: int, size: int, workers: int) -> Iterator
 
 
 def bare(day: Day, batches: Iterator[tuple[Tensor, Tensor]], name: str, classes: int) -> Iterator[None]:
-    """The loop as a person writes it who knows what a GPU likes; yields after each step."""
+    """A loop written for good GPU performance; yields after each step."""
     torch.backends.cudnn.benchmark = True
     model: nn.Module = models.get_model(name, num_classes=classes)
     model = model.to(day.device, memory_format=torch.channels_last).train()
@@ -102,7 +102,7 @@ def bare(day: Day, batches: Iterator[tuple[Tensor, Tensor]], name: str, classes:
 def measure(day: Day) -> Iterator[Row]:
     size, batch_size, samples = day.size((224, 256, 256_000), (64, 2, 64))
     name, workers, photographs = day.size(("resnet50", 16, 1024), ("resnet18", 0, 4))
-    # Readers of files read ahead while it is the other's turn, so theirs are long.
+    # File readers read ahead while the other way runs, so their rounds are long.
     turns, each, long = day.size((5, 10, 60), (1, 1, 1))
     common = (
         *(f"model={name}", f"train.global_batch_size={batch_size}", "train.max_steps=100000"),
@@ -111,7 +111,7 @@ def measure(day: Day) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder, contexts() as context:
         root = Path(folder)
         write_photographs(root, photographs)
-        for file in sorted((root / "train/things").iterdir()):  # an epoch that no turn comes to the end of
+        for file in sorted((root / "train/things").iterdir()):  # an epoch longer than any round
             for number in range(day.size(120, 1)):
                 os.link(file, file.with_name(f"{file.stem}_{number}.jpg"))
         shape = (f"data.dataset.input_shape=[3,{size},{size}]", f"data.dataset.num_samples={samples}")

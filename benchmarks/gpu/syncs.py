@@ -1,4 +1,4 @@
-"""How often the host waits for the GPU without meaning to, in a step that logs nothing, by line."""
+"""How often the host waits for the GPU unintentionally, in a step without logging, by line."""
 
 import collections
 import itertools
@@ -36,7 +36,7 @@ def measure(day: Day) -> Iterator[Row]:
             with waits(day) as seen:
                 for _ in itertools.islice(way, count):
                     pass
-            # A CPU has no queue to run dry; there only the counting is tried out.
+            # A CPU has no queue to run dry; there only the counting is tested.
             lines = "; ".join(f"{line} x {times / count:g}" for line, times in seen.most_common(8))
             a_step = sum(seen.values()) / count
             ok = a_step <= 1 if day.on_gpu else None
@@ -45,7 +45,7 @@ def measure(day: Day) -> Iterator[Row]:
 
 @contextmanager
 def waits(day: Day) -> Iterator[collections.Counter[str]]:
-    """Counts, by line of ours, what torch warns of; on a CPU what would be such on a GPU: `item()`."""
+    """Counts torch's warnings by line of this project; on a CPU, calls that would wait on a GPU: `item()`."""
     seen: collections.Counter[str] = collections.Counter()
 
     def note() -> None:
