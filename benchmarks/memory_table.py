@@ -77,7 +77,7 @@ def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> in
 
 
 def predict(case: tuple[str, ...], ranks: int, micro: int) -> list[int]:
-    """The prediction for each rank, in another process, so that none is built here. The host is the device."""
+    """The prediction for each rank, made in another process without a model. The host is the device, too."""
     from trainer.memory.dry_run import DryRun, DryRunWorld
 
     config = settings(*case)
