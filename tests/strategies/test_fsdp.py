@@ -296,7 +296,7 @@ def test_units_of_any_model() -> None:
     expected += ["torch.float32 in whole.weight beside torch.bfloat16 in short.weight"]
     expected += ["holds Sequential, no submodule", "holds blocks, a ModuleList: never called"]
     expected += ["cannot shard weight: parameters with a hook on the gradient"]
-    expected += ["cannot shard 0.weight: parameters with a sparse gradient", "shard 0, a ScriptModule"]
+    expected += ["cannot shard 0.weight: parameters with a sparse gradient", "hook on 0, a ScriptModule"]
     expected += ["0 has max_norm=1.0"]
     expected += ["(return self.blocks[0](x) @ embed[0].weight) uses a parameter of a unit"]
     expected += ["uses embed.0.weight by a reference kept in a list"]

@@ -128,11 +128,20 @@ def test_what_cannot_be_is_one_message(tmp_path: Path, overrides: tuple[str, ...
         trained(*COMMON, *PS, *overrides, f"run_dir={tmp_path}")
 
 
-def test_an_embedding_that_changes_its_weight_is_refused() -> None:
-    embedding = ("model._target_=torch.nn.Embedding", "+model.num_embeddings=4", "+model.embedding_dim=2")
+EMBEDDING = ("model._target_=torch.nn.Embedding", "+model.num_embeddings=4", "+model.embedding_dim=2")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ((*EMBEDDING, "+model.max_norm=1.0"), r"parameter_server: the model has max_norm=1\.0"),
+        (("model._target_=tests.strategies.test_fsdp.scripted",), "parameter_server needs a hook on 0"),
+    ],
+)
+def test_a_module_that_no_copy_can_be_made_of_is_refused(model: tuple[str, ...], words: str) -> None:
     none_of_it = ("~model.hidden", "~model.input_shape", "~model.num_classes", "data=digits")
-    config = settings(*embedding, *none_of_it, "+model.max_norm=1.0", "strategy=parameter_server")
-    dry_run, words = DryRun(config), r"parameter_server: the model has max_norm=1\.0"
+    config = settings(*model, *none_of_it, "strategy=parameter_server")
+    dry_run = DryRun(config)
     with pytest.raises(UserError, match=words), dry_run.under(config, DryRunWorld(2, 2)):
         pass
 

@@ -80,9 +80,20 @@ def refuse_max_norm(
             )
 
 
+def refuse_scripted(model: nn.Module, strategy: str) -> None:
+    """Raise UserError, by name, for a module that takes no forward hook."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UserError(
+                f"{strategy} needs a hook on {name or 'the model'}, a ScriptModule, which takes none; take "
+                "strategy=ddp"
+            )
+
+
 def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
     """Raise UserError, by name, for parameters that fully_shard would refuse later or in other words."""
     refuse_max_norm(model, "strategy=fsdp")
+    refuse_scripted(model, "strategy=fsdp")
     reasons = {
         "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
         "no elements; leave them out": lambda parameter: parameter.numel() == 0,
@@ -98,11 +109,6 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
             raise UserError(
                 f"strategy=fsdp cannot shard {', '.join(found[:5])}: parameters with {reason}; or take "
                 "strategy=ddp"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UserError(
-                f"strategy=fsdp cannot shard {name or 'the model'}, a ScriptModule; take strategy=ddp"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()

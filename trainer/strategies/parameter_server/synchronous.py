@@ -26,7 +26,7 @@ from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
 from trainer.strategies.parameter_server.roles import roles
 from trainer.strategies.parameter_server.server_shards import ServerShards, extra_states, named_alike
 from trainer.strategies.parameter_server.worker_copy import WorkerCopy
-from trainer.strategies.shardable import refuse_max_norm
+from trainer.strategies.shardable import refuse_max_norm, refuse_scripted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,6 +64,7 @@ class ParameterServer(Strategy):
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         refuse_max_norm(model, "strategy=parameter_server")
+        refuse_scripted(model, "strategy=parameter_server")
         try:
             sparse.refuse_sparse(model, "it", "strategy=ddp with comm=native")
             shapes = {name: _shape(parameter) for name, parameter in model.named_parameters()}
