@@ -294,7 +294,7 @@ def test_units_of_any_model() -> None:
     expected = ["odd: parameters with no dim", "odd: parameters with no elem", "odd: parameters with gaps"]
     expected += ["odd: parameters with complex numbers"]
     expected += ["torch.float32 in whole.weight beside torch.bfloat16 in short.weight"]
-    expected += ["holds Sequential, no submodule", "holds blocks, a ModuleList: never called"]
+    expected += ["holds Sequential, which is not a submodule", "holds blocks, a ModuleList: never called"]
     expected += ["cannot shard weight: parameters with a hook on the gradient"]
     expected += ["cannot shard 0.weight: parameters with a sparse gradient", "hook on 0, a ScriptModule"]
     expected += ["0 has max_norm=1.0"]
@@ -360,5 +360,5 @@ def test_a_rank_that_skips_a_unit_ends_by_the_deadline(tmp_path: Path) -> None:
 def test_a_shard_group_of_a_host_has_its_ranks_however_they_are_numbered() -> None:
     assert ranks_by_host([0, 0, 1, 1]) == [[0, 1], [2, 3]]
     assert ranks_by_host([0, 1, 0, 1]) == [[0, 2], [1, 3]]
-    with pytest.raises(UserError, match="as many ranks on each host, and these have 3, 1"):
+    with pytest.raises(UserError, match="as many ranks on each host, but these have 3, 1"):
         ranks_by_host([0, 0, 0, 1])

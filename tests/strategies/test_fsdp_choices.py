@@ -157,7 +157,7 @@ def test_what_is_kept_must_be_an_operation_and_something_be_computed_again() -> 
     from tests.runs import settings
 
     chosen = UnitsConfig("x", 1, True, 1, ["attention", "matmull"])
-    with pytest.raises(UserError, match="matmull is neither matmul"):
+    with pytest.raises(UserError, match="matmull must be one of matmul"):
         checkpoint_activations(_model(), chosen)
     with pytest.raises(UserError, match="every is 2, which has no effect without recomputation"):
         settings("strategy=single", "strategy.activation_checkpointing_every=2")
@@ -194,12 +194,12 @@ class Names(nn.Module):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (lambda model: ["block"], "holds 'block', no submodule of it"),
-        (lambda model: [None], "holds None, no submodule of it"),
-        (lambda model: [model], "holds Names, no submodule of it"),
-        (lambda model: [nn.Linear(2, 2)], "holds Linear, no submodule of it"),
+        (lambda model: ["block"], "holds 'block', which is not a submodule of it"),
+        (lambda model: [None], "holds None, which is not a submodule of it"),
+        (lambda model: [model], "holds Names, which is not a submodule of it"),
+        (lambda model: [nn.Linear(2, 2)], "holds Linear, which is not a submodule of it"),
         (lambda model: [model.several], "holds several, a ModuleList: never called"),
-        (lambda model: model.block, "is Linear; let it be a list of submodules"),
+        (lambda model: model.block, "is Linear; it must be a list of submodules"),
         (lambda model: model.extra_repr, "is <bound method"),
     ],
 )

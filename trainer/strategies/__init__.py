@@ -1,4 +1,4 @@
-"""How a model is spread over processes and devices."""
+"""Strategies: how a model is distributed over processes and devices."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ __all__ = ["Strategy", "build_strategy"]
 
 
 def build_strategy(config: Config, dist: Dist) -> Strategy:
-    """Return the strategy that `config.strategy` names, and have the device compute as `config.train` says.
+    """Return the strategy of `config.strategy`, and set the device's flags of `config.train`.
 
     Raises:
-        UserError: more processes than the strategy can use, or an option this machine cannot serve.
+        UserError: more processes than the strategy can use, or an option that this machine does not support.
     """
     set_backend_flags(config.train, dist.device)
     return _named(config, dist)

@@ -1,7 +1,7 @@
-"""What every strategy offers: how a model is spread over processes and devices.
+"""The interface of strategies: how a model is distributed over processes and devices.
 
-The trainer asks these questions and never which class answers. The defaults are those of a model that
-lives whole on one device.
+The trainer calls these methods and never checks the class. The defaults are for a model that is
+whole on one device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,24 +33,24 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Computing:
-    """How a model is computed, however it is spread: settings of `train`, by their names there."""
+    """How a model is computed under any strategy: settings of `train`, by the same names."""
 
     precision: str = "fp32"
     compile: bool = False
     compile_mode: str = "default"  # torch.compile's
-    channels_last: bool = False  # weights of four dimensions lie in memory as the images of a batch do
+    channels_last: bool = False  # weights of four dimensions have the memory format of images
 
 
 class Strategy:
     """One whole model on one device; the others override what differs.
 
     Attributes:
-        num_replicas: into how many parts the global batch is split.
-        replica: which of the parts is this process's.
-        trains: whether this process computes gradients; one that does not takes part in all else.
-        devices: the devices that this process keeps busy.
-        gradients_differ: whether ranks update other parameters than each other, or parts of them.
-        notes: what a person should know about how the request was met.
+        num_replicas: the number of parts of the global batch.
+        replica: the index of this process's part.
+        trains: whether this process computes gradients; if not, it still takes part in all else.
+        devices: the devices that this process uses.
+        gradients_differ: whether ranks update different parameters, or different parts of them.
+        notes: messages for the user about how the settings were applied.
     """
 
     num_replicas = 1
@@ -61,7 +61,7 @@ class Strategy:
     def __init__(
         self, device: torch.device, computing: Computing, split_over: Sequence[torch.device] = ()
     ) -> None:
-        """`split_over`: the devices of a replica, in order, where it is split; `device` is its first."""
+        """`split_over`: the devices of a split replica, in order; `device` is the first."""
         self.devices = list(dict.fromkeys(split_over)) or [device]
         self._split_over = split_over
         self._split: Split | None = None
@@ -77,7 +77,7 @@ class Strategy:
 
         Args:
             model: equal on every rank; on the CPU, or on the meta device.
-            fill: gives `model`, or a module in it, which may be on the meta device, its values on the CPU.
+            fill: gives `model`, or a module in it, possibly on the meta device, its values on the CPU.
         """
         fill(model)
         model = self.place(model)
@@ -108,10 +108,10 @@ class Strategy:
         return self.unwrap(model)
 
     def begin(self, state: TrainState) -> None:
-        """Be told of what training changes, with all of it in place, before the first step."""
+        """Called before the first step, with the complete state that training changes."""
 
     def evaluators(self, rank: int) -> tuple[int, int]:
-        """How many parts held-out data is split into, and which is `rank`'s: all ranks have one each."""
+        """The number of parts of the held-out data, and the part of `rank`: each rank has one."""
         return self.num_replicas, self.replica
 
     def autocast(self) -> AbstractContextManager:
@@ -121,14 +121,14 @@ class Strategy:
         return torch.autocast(self.device.type, DTYPES[self.computing.precision])
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """fp16 needs its loss scaled to keep small gradients; for others the scaler does nothing."""
+        """fp16 needs a scaled loss to keep small gradients; otherwise the scaler does nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.computing.precision == "fp16")
 
     def train_step(self, context: "TrainingContext", batches: "Batches") -> StepResult:
         """Make the step after `context.state.progress` (a collective), which the loop then counts.
 
-        A strategy whose ranks make no steps in common has its own. One call may make several: it then counts
-        all but the last by `context.count_step`.
+        A strategy whose ranks make no common steps overrides it. One call may make several steps: it then
+        counts all but the last by `context.count_step`.
 
         Raises:
             NonFiniteLossError: on all ranks; no parameter has changed.
@@ -136,21 +136,21 @@ class Strategy:
         return step.train_step(context, batches)
 
     def begin_step(self) -> None:
-        """Be told that a step begins: what comes next are the gradients of this process, if it `trains`."""
+        """Called when a step begins: next come the gradients of this process, if it `trains`."""
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
-        """The context of one forward and backward; gradients meet across ranks only when `enabled`."""
+        """The context of one forward and backward; gradients are reduced across ranks only if `enabled`."""
         return nullcontext()
 
     def aggregate(self, model: nn.Module) -> None:
-        """Wait until the parameters that this process updates have the mean of all replicas' gradients."""
+        """Wait until the parameters that this process updates hold the mean of all replicas' gradients."""
 
     def grad_norm(self, model: nn.Module) -> Tensor:
         """The norm of all gradients, a scalar, the same on every rank (a collective)."""
         return gradient_norm(model.parameters())
 
     def is_to_blame(self) -> bool:
-        """Whether this rank is known to have made a gradient that is not finite; asked once there is one."""
+        """Whether this rank is known to have made a gradient that is not finite; called once there is one."""
         return self.num_replicas == 1
 
     def sync_buffers(self, model: nn.Module) -> None:
@@ -163,53 +163,53 @@ class Strategy:
             broadcast_tensors(self.unwrap(model).buffers(), src=0)
 
     def update(self, state: TrainState) -> None:
-        """Update what this process owns, by its gradients."""
+        """Update the parameters that this process owns, from their gradients."""
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.end_update()
         state.optimizer.zero_grad(set_to_none=True)
 
     def collect(self, model: nn.Module) -> None:
-        """Give rank 0 what of the model's state it has not, and others have (a collective)."""
+        """Send rank 0 the state of the model that only other ranks have (a collective)."""
 
     def weights_changed(self, model: nn.Module) -> None:
-        """To be called when what `owned` returns was given other values than by a step (a collective)."""
+        """Called when the values of `owned` were changed other than by a step (a collective)."""
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
-        """Ranks that hold the same bits of what `replicated` yields, group by group."""
+        """Groups of ranks that hold the same bits of what `replicated` yields."""
         return []
 
     def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        """What replicas have in common, live, by name."""
+        """The live tensors that replicas share, by name."""
         return state.replicated()
 
     def metrics(self) -> dict[str, float]:
-        """What this strategy measured since the last call, for the log."""
+        """The measurements of this strategy since the last call, for the log."""
         if self._split is None:
             return {}
         return {"split/moves_per_pass": self._split.moves / max(1, self._split.passes)}
 
     def figures(self) -> dict[str, "Figure"]:
-        """Pictures of what `metrics` measured last, for the log of one rank; dear, and no collective."""
+        """Figures of the last `metrics`, for the log of one rank; slow, and not a collective."""
         return {}
 
     def summary(self) -> str:
-        """What a person should know at the end about the run as a whole; may be empty."""
+        """A summary of the whole run for the user, at the end; may be empty."""
         return ""
 
     def measured(self) -> dict[str, Any]:
-        """What result.json tells of this strategy's communication, on rank 0; no collective."""
+        """This strategy's communication, for result.json, on rank 0; not a collective."""
         return {}
 
     def close(self) -> None:
-        """Let go of threads and groups; called once, after a run that ended well."""
+        """End threads and groups; called once, after a successful run."""
 
 
 def devices_of_replica(settings: SingleConfig | DdpConfig, first: torch.device) -> list[torch.device]:
-    """The devices that a replica is split over, from the `first` of this process on; none if it is whole.
+    """The devices over which a replica is split, from the `first` of this process on; [] if it is whole.
 
     Raises:
-        UserError: this process has not so many; a name that is none.
+        UserError: this process has fewer devices, or a name is invalid.
     """
     count, names = settings.devices_per_replica, settings.devices
     if names is not None:
@@ -222,14 +222,14 @@ def devices_of_replica(settings: SingleConfig | DdpConfig, first: torch.device) 
     if first.type == "cpu":
         raise UserError(
             f"strategy.devices_per_replica={count}, but this process has one device, the CPU; "
-            f"strategy.devices=[{','.join(['cpu'] * count)}] takes it {count} times, to try it out"
+            f"strategy.devices=[{','.join(['cpu'] * count)}] uses it {count} times, to try it out"
         )
     assert first.index is not None
     return [torch.device(first.type, first.index + number) for number in range(count)]
 
 
 def lay_out_channels_last(model: nn.Module) -> None:
-    """Lay out the weights of convolutions once, or each convolution would do so at each call."""
+    """Convert the weights of convolutions once, or each convolution would do so at each call."""
     for parameter in model.parameters():
         if parameter.ndim == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

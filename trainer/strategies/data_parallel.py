@@ -42,11 +42,11 @@ class DataParallel(Strategy):
 
 
 class GpuReplica(nn.Module):
-    """What DataParallel copies to each GPU and calls there, in a thread of its own.
+    """The module that DataParallel copies to each GPU and calls there, in its own thread.
 
-    In such a thread autocast goes on, but in its default dtype: fp16 where the run asks for bf16. So it is
-    entered anew. And a copy of a compiled module would call the original, on GPU 0; so what is compiled is a
-    function of the copy.
+    In such a thread autocast is on, but in its default dtype: fp16 even if the run asks for bf16. So it is
+    entered again. A copy of a compiled module would call the original, on GPU 0; so a function of the copy is
+    compiled instead.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GpuReplica(nn.Module):
 
 
 def to_gather(output: Any) -> Any:
-    """`output` itself, of which nn.DataParallel puts the samples of all GPUs together.
+    """`output` itself, whose samples nn.DataParallel gathers from all GPUs.
 
     Raises:
         UserError: something in it has no samples, such as a loss.
@@ -93,7 +93,7 @@ def _call(module: nn.Module, *inputs: Any, **named: Any) -> Any:
 
 
 def _kind(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a new graph would be compiled for."""
+    """The properties of inputs that need a new compiled graph."""
     return (
         torch.is_grad_enabled(),
         *((value.device, value.shape) for value in inputs if isinstance(value, Tensor)),

@@ -27,7 +27,7 @@ _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _FORWARD_SENDS_NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
-_NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # by gloo or NCCL, nor any float8
+_NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # by gloo or NCCL; neither is any float8
 
 
 class Ddp(Strategy):
@@ -46,18 +46,18 @@ class Ddp(Strategy):
         self.hook: CommHook | None = None
         self._sends_buffers_of: nn.Module | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
-        self._passes_missed = 0  # by the buckets of a resumed run
+        self._passes_missed = 0  # by the buckets of a resumed run, until they are rebuilt
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
         if isinstance(comm, ScheduleCommConfig) and comm.cuda_graph and dist.device.type != "cuda":
             raise UserError(
-                "comm.cuda_graph=true records what a GPU is to do, and this run is on CPUs; leave it out"
+                "comm.cuda_graph=true records the work of a GPU, but this run is on CPUs; leave it out"
             )
-        # MPI has no store, on which the ranks could meet for a gloo group.
+        # MPI has no store, in which the ranks could meet for a gloo group.
         if dist.backend == "mpi" and _options(comm) is not None:
             raise UserError(
-                f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, and mpirun leaves no "
-                "way to it; take comm=native comm.wire_dtype=fp32 comm.timeline=false"
+                f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, which mpirun does not "
+                "provide; take comm=native comm.wire_dtype=fp32 comm.timeline=false"
             )
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
@@ -66,10 +66,10 @@ class Ddp(Strategy):
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         model = self.place(model)
         if self.computing.compile:
-            # Not DDP's wrapper, in whose bookkeeping torch would give up before it came to the module.
-            # The graph is cut at the bucket borders all the same, since torch compiles it when DDP calls.
+            # Not DDP's wrapper, at whose bookkeeping torch would stop compiling before it reaches the module.
+            # The graph is still split at the bucket borders, since torch compiles it when DDP calls it.
             model.compile(mode=self.computing.compile_mode)
-        if self.num_replicas > 1:  # alone there is nobody to average with
+        if self.num_replicas > 1:  # a single rank has no peers
             refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
             self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             sends: dict[str, Any] = _FORWARD_SENDS_NO_BUFFERS if are_statistics(model) else {}
@@ -99,9 +99,9 @@ class Ddp(Strategy):
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def begin(self, state: TrainState) -> None:
-        # DDP lays out its buckets again in the order in which the first backward pass filled them; of a
-        # static graph the second. Where an element lies decides in which order an all-reduce adds up the
-        # ranks, and so its last bit.
+        # DDP rebuilds its buckets in the order in which the first backward pass filled them (with a static
+        # graph, the second). The place of an element decides the order in which an all-reduce adds the
+        # ranks' values, and so its last bit.
         passes = 2 if self.settings.static_graph else 0 if self.settings.find_unused_parameters else 1
         self._passes_missed = min(state.progress.step, passes)
 
@@ -133,10 +133,10 @@ class Ddp(Strategy):
 
     @contextmanager
     def _all_used(self, model: DistributedDataParallel) -> Iterator[None]:
-        """Around a backward pass: a parameter that gets no gradient holds up its bucket, and those after it.
+        """Around a backward pass: a parameter without a gradient blocks its bucket, and those after it.
 
         Raises:
-            UserError: on this rank alone, where others may wait for its buckets.
+            UserError: only on this rank, while others may wait for its buckets.
         """
         if self.settings.static_graph or self.settings.find_unused_parameters:
             yield
@@ -146,9 +146,9 @@ class Ddp(Strategy):
         if idle := [name for (name, p), was in zip(self._trained, before, strict=True) if _written(p) == was]:
             more = f" and {len(idle) - 3} more" if idle[3:] else ""
             raise UserError(
-                f"strategy=ddp: the loss of rank {self.replica} used no {', '.join(idle[:3])}{more}, and DDP "
-                "waits for the gradient of each parameter; set strategy.find_unused_parameters=true, or take "
-                "out of the model, or freeze (model.freeze), what is never used"
+                f"strategy=ddp: the loss of rank {self.replica} used no {', '.join(idle[:3])}{more}, but DDP "
+                "waits for the gradient of each parameter; set strategy.find_unused_parameters=true, or "
+                "remove what is never used from the model, or freeze it (model.freeze)"
             )
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
@@ -177,7 +177,7 @@ class Ddp(Strategy):
 
 
 def _written(parameter: nn.Parameter) -> Any:
-    """What differs once a backward pass has added to the gradient of `parameter`; None without one."""
+    """A value that changes when a backward pass adds to the gradient of `parameter`; None without one."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -186,9 +186,9 @@ def _written(parameter: nn.Parameter) -> Any:
 
 @contextmanager
 def _local_gradients(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
-    """Collect copies of this rank's gradients, in the order in which the backward pass within gives them.
+    """Collect copies of this rank's gradients, in the order in which the backward pass within computes them.
 
-    One that comes in several parts is there several times; the last is the whole.
+    A gradient that comes in several parts is listed several times; the last is complete.
     """
     found: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -205,7 +205,7 @@ def _local_gradients(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, Tens
 def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Have `model` reduce `gradients`, those of its last pass, in the buckets of the next (a collective).
 
-    No code of the user's runs: not the model's, for which another stands in, and no hook on a gradient.
+    No user code runs: not the model's, which is replaced by _StandIn, and no hook on a gradient.
     """
     whole = dict(gradients)
     for parameter in whole:
@@ -221,7 +221,7 @@ def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Param
 
 
 class _StandIn(nn.Module):
-    """Computes nothing; has the buffers of `model`, which DDP looks for and sends."""
+    """Computes nothing; has the buffers of `model`, which DDP finds and sends."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -252,16 +252,16 @@ def _options(comm: CommConfig) -> dict[str, Any] | None:
 
 
 def are_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are batch norms', which training only writes: no forward need send them to all.
+    """Whether all buffers are batch norms', which training only writes, so that DDP need not send them.
 
-    Those of rank 0 follow its own data either way, and are what is evaluated and saved.
+    Those of rank 0 follow its own data in any case, and are used for evaluation and saving.
     """
     holders = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
     return all(hasattr(module, "running_mean") for module in holders)
 
 
 def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:
-    """DDP's arguments for a first bucket of its own size; torch before 2.15 knows only its default pair."""
+    """DDP's arguments for the size of the first bucket; torch before 2.15 has only the default pair."""
     if (first_mb, cap_mb) == (1, 25):
         return {}
     if first_mb == cap_mb:
@@ -269,6 +269,6 @@ def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:
     if "bucket_cap_mb_list" in _ARGUMENTS:
         return {"bucket_cap_mb_list": [first_mb, cap_mb]}
     raise UserError(
-        f"strategy.first_bucket_mb={first_mb} with bucket_cap_mb={cap_mb}: torch {torch.__version__} takes a "
-        "first bucket of its own size only as the pair 1 and 25; make the two equal"
+        f"strategy.first_bucket_mb={first_mb} with bucket_cap_mb={cap_mb}: torch {torch.__version__} allows "
+        "another size of the first bucket only as the pair 1 and 25; make the two equal"
     )

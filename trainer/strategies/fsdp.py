@@ -56,7 +56,7 @@ class Fsdp(Strategy):
         super().__init__(dist.device, computing)
         self.settings, self.comm, self.dist, self.timeout_s = settings, comm, dist, timeout_s
         self.shard_comm: ShardComm | None = None
-        self._may_hold_gathers = False  # before the first pass torch cannot gather
+        self._may_hold_gathers = False  # torch cannot gather before the first pass
         self._accumulates = False
         self._used: UsedParameters | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
@@ -72,12 +72,12 @@ class Fsdp(Strategy):
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
-        # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output, from
-        # which the loss is computed, is fp32 again.
+        # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output is
+        # fp32 again, for the loss.
         param_dtype = self.param_dtype
         precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=DTYPES[self.settings.reduce_dtype])
         root_precision = MixedPrecisionPolicy(param_dtype, precision.reduce_dtype, output_dtype=torch.float32)
-        # Running statistics are fp32, and so must be the weight beside them; the input is taken as it comes.
+        # Running statistics are fp32, and so must be the weight beside them; the input is not cast.
         in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
         norms = batch_norms(model) if param_dtype != torch.float32 else []
         units = self._units(model, norms)
@@ -88,14 +88,14 @@ class Fsdp(Strategy):
             reshard_after_forward=self.settings.reshard_after_forward,
             offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
         )
-        # Each unit has its values only when it is sharded: it is whole in memory during a step, too.
+        # Fill each unit just before it is sharded, so that only one is whole in memory, as in a step.
         whole = StaleReferenceCheck(model)
         for norm in norms:
             fill(norm)
             whole.note(norm)
             shard(norm, mp_policy=in_fp32)
         for unit in units:
-            if self.computing.compile:  # without the hooks that gather it, at which torch would give up
+            if self.computing.compile:  # without the gathering hooks, at which torch would stop compiling
                 unit.forward = torch.compile(unit.forward, mode=self.computing.compile_mode)
             fill(unit)
             whole.note(unit)
@@ -114,7 +114,7 @@ class Fsdp(Strategy):
         self._attach(model)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
-            + (f"; {len(norms)} batch norms are units of their own, in fp32" if norms else "")
+            + (f"; {len(norms)} batch norms are separate units, in fp32" if norms else "")
         )
         return model
 
@@ -138,7 +138,7 @@ class Fsdp(Strategy):
         return DTYPES[self.settings.param_dtype or self.computing.precision]
 
     def _attach(self, model: nn.Module) -> None:
-        """Have a schedule gather and reduce the shards, where one was asked for and there is anybody else."""
+        """Have a schedule gather and reduce the shards, if one is set and there are several ranks."""
         if not isinstance(self.comm, ScheduleCommConfig) or self.mesh.size(-1) == 1:
             return
         self.shard_comm = attach(
@@ -154,10 +154,10 @@ class Fsdp(Strategy):
             enter=self.dist.heartbeat.enter,
         )
         if self.mesh.ndim == 2:
-            self.notes.append(f"fsdp: comm={self.comm.algorithm} within shards; replicas meet natively")
+            self.notes.append(f"fsdp: comm={self.comm.algorithm} within shards, native between replicas")
 
     def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
-        """The submodules to gather one at a time, children before parents, none twice; the root is none."""
+        """The submodules to gather one at a time, children before parents, each once, without the root."""
         names = {module: name for name, module in model.named_modules()}
         holders, read = holders_of(model), read_from_outside(model)
 
@@ -171,9 +171,9 @@ class Fsdp(Strategy):
         if torn:
             self.notes.append(
                 f"fsdp: {', '.join(names[unit] for unit in torn)} share parameters with modules outside, or "
-                "have them read there (self.head.weight), and are gathered with what is around them"
+                "have them read there (self.head.weight), and are gathered with the module around them"
             )
-        order = {module: number for number, module in enumerate(model.modules())}  # parents come first
+        order = {module: number for number, module in enumerate(model.modules())}  # parents first
         kept = {*units} - {*torn, *apart}
         return sorted(kept, key=order.__getitem__, reverse=True)
 
@@ -185,22 +185,22 @@ class Fsdp(Strategy):
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise UserError(
                     f"strategy=fsdp: {_place(error)} uses a parameter of a unit, which is whole only while "
-                    "the unit itself is called; name as one of the model's fsdp_units a module that holds "
-                    "this line's and all that it uses, or name fewer; without fsdp_units, take "
-                    "strategy.unit_min_params above the size of that unit; and have no gradient computed "
+                    "the unit itself is called; add to the model's fsdp_units a module that contains "
+                    "this line's and all that it uses, or list fewer units; without fsdp_units, set "
+                    "strategy.unit_min_params above the size of that unit; and compute no gradient "
                     "through a unit in the forward pass; or take strategy=ddp"
                 ) from error
             if self.param_dtype != torch.float32 and "dtype" in str(error):
                 raise UserError(
                     f"strategy=fsdp: {_place(error)} mixes dtypes: {error}. Parameters are gathered, and "
-                    f"units' inputs cast, as {self.param_dtype}, and buffers stay as they are; cast at that "
+                    f"units' inputs cast, as {self.param_dtype}, but buffers keep their dtype; cast at that "
                     "line, or take strategy.param_dtype=fp32, or strategy=ddp"
                 ) from error
             raise
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        # Sharded: an overflow in one rank's shard must skip the step on all. Its flag is a plain tensor
-        # beside DTensor gradients, which torch replicates as meant, and warns.
+        # Sharded: an overflow in one rank's shard must skip the step on all. The flag is a plain tensor
+        # beside DTensor gradients, which torch replicates as intended, but with a warning.
         warnings.filterwarnings("ignore", message="Found a non-scalar tensor with numel=1")
         return ShardedGradScaler(self.device.type, enabled=self.computing.precision == "fp16")
 
@@ -211,7 +211,7 @@ class Fsdp(Strategy):
         if self._used is not None:
             self._used.reduces = enabled or self.settings.reduce_every_micro_batch
         if self.settings.reduce_every_micro_batch:
-            sharded.set_requires_all_reduce(enabled)  # hybrid: shards meet their replicas once a step
+            sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
         else:
             sharded.set_requires_gradient_sync(enabled)
         with self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext(), _once_through():
@@ -221,16 +221,17 @@ class Fsdp(Strategy):
         self._may_hold_gathers = True
 
     def weights_changed(self, model: nn.Module) -> None:
-        # Whole copies that outlive a forward pass (the root's, or all with reshard_after_forward=false); and
-        # what was gathered ahead for a unit that was not called again, which torch keeps for its next call.
+        # Drops whole copies that outlive a forward pass (the root's, or all with
+        # reshard_after_forward=false), and units gathered ahead but not called again, which torch keeps for
+        # the next call.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 if self._may_hold_gathers:
-                    module.unshard()  # takes that, or gathers anew
+                    module.unshard()  # takes that, or gathers again
                 module.reshard()
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
-        # Hybrid: those that hold the same shard, which is a column of the mesh.
+        # Hybrid: the ranks of a mesh column hold the same shard.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
 
     def metrics(self) -> dict[str, float]:
@@ -243,7 +244,7 @@ class Fsdp(Strategy):
         return table(self.shard_comm.timeline) if self.shard_comm is not None else ""
 
     def measured(self) -> dict[str, Any]:
-        known = self.mesh.ndim == 1 and not self._accumulates  # else a pass is not all of a step
+        known = self.mesh.ndim == 1 and not self._accumulates  # else a pass is only a part of a step
         typical = self.shard_comm.timeline.typical_pass() if self.shard_comm is not None and known else {}
         if not typical:
             return {}
@@ -262,7 +263,7 @@ class Fsdp(Strategy):
 
 @contextmanager
 def _once_through() -> Iterator[None]:
-    """Say in plain words that a unit was freed before the last backward pass through it."""
+    """Explain the error of a unit that was freed before the last backward pass through it."""
     try:
         yield
     except RuntimeError as error:
@@ -270,23 +271,23 @@ def _once_through() -> Iterator[None]:
             raise UserError(
                 "strategy=fsdp: the backward pass went a second time through a unit, whose parameters are "
                 "freed after the first: a gradient of a gradient (torch.autograd.grad with create_graph) can "
-                "be computed within a unit, and not through one; take strategy=ddp"
+                "be computed within a unit, but not through one; take strategy=ddp"
             ) from error
         raise
 
 
 def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
-    """The root stays whole for the backward pass; where none follows, nobody is to find it so."""
+    """Reshard the root, which stays whole for the backward pass, if there is none."""
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
 
 
 def _prefetch(model: nn.Module, depth: int) -> None:
-    """Have each unit ask for the next `depth` ones when its own parameters have come, both ways.
+    """Have each unit gather the next `depth` ones when its own parameters have arrived, in both directions.
 
-    The host then issues their all-gathers earlier, and so many more units are whole at a time. By itself
-    torch gathers one ahead in the backward pass and, on CUDA streams alone, in the forward pass. The order is
-    that in which the modules stand.
+    The host then launches their all-gathers earlier, and that many more units are whole at a time. By default
+    torch gathers one ahead in the backward pass and, only on CUDA streams, in the forward pass. The order is
+    that of the modules in the model.
     """
     begun: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     ended: list[FSDPModule] = [module for module in _children_first(model) if isinstance(module, FSDPModule)]
@@ -322,23 +323,23 @@ def _mesh(shard_group: str, dist: Dist) -> DeviceMesh:
 
 
 def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
-    """The ranks of each host, which may be numbered in any way.
+    """The ranks of each host, in any numbering.
 
     Raises:
-        UserError: hosts with more ranks than others; on every rank alike.
+        UserError: hosts have different numbers of ranks; on every rank.
     """
     rows = [[rank for rank, at in enumerate(hosts) if at == host] for host in dict.fromkeys(hosts)]
     if len({len(row) for row in rows}) > 1:
         counts = ", ".join(str(len(row)) for row in rows)
         raise UserError(
-            f"strategy.shard_group=host needs as many ranks on each host, and these have {counts}; take "
+            f"strategy.shard_group=host needs as many ranks on each host, but these have {counts}; take "
             "strategy.shard_group=world, or start as many on each"
         )
     return rows
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line that is not torch's."""
+    """The innermost line outside torch."""
     frames = traceback.extract_tb(error.__traceback__)
     torchs = str(Path(torch.__file__).parent)
     at = next((frame for frame in reversed(frames) if not frame.filename.startswith(torchs)), frames[-1])

@@ -1,4 +1,4 @@
-"""Whose parameters a model takes without calling their module, as its source tells: `self.head.weight`."""
+"""Finds parameters that a model reads without calling their module, in its source: `self.head.weight`."""
 
 import ast
 import inspect
@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 _ELEMENT = "[]"
-_FACTS = ("dtype", "device", "shape", "ndim", "size", "numel", "requires_grad")  # shards know them as well
+_FACTS = ("dtype", "device", "shape", "ndim", "size", "numel", "requires_grad")  # shards have them too
 _Path = tuple[str, ...]
 
 
 def read_from_outside(model: nn.Module) -> set[nn.Module]:
-    """The submodules whose parameters, or those of one in them, are taken by the code of a module above.
+    """The submodules of which code of a module above reads parameters, their own or those within.
 
-    Followed are `forward` and those methods and properties of `self` that it uses; in them, what begins with
-    `self` and goes on with names and indices. What local names stand for is not known.
+    Reads the source of `forward` and of the methods and properties of `self` that it uses: expressions that
+    start with `self`, followed by names and indices. Local variables are not followed.
     """
     found: set[nn.Module] = set()
     paths: dict[type, set[_Path]] = {}
@@ -32,7 +32,7 @@ def read_from_outside(model: nn.Module) -> set[nn.Module]:
 
 
 def _passed(module: nn.Module, path: _Path) -> set[nn.Module]:
-    """The modules below `module` on a path that ends in a parameter."""
+    """The modules below `module` on a path to a parameter."""
     found: set[nn.Module] = set()
     frontier: list[tuple[nn.Module, ...]] = [(module,)]
     for name, following in itertools.pairwise((*path, "")):
@@ -48,7 +48,7 @@ def _passed(module: nn.Module, path: _Path) -> set[nn.Module]:
 
 
 def _used(kind: type) -> Iterator[Callable[..., Any]]:
-    """`forward`, and what else of the class it uses by way of `self`."""
+    """`forward`, and the other functions of the class that it uses through `self`."""
     seen, waiting = {"forward"}, ["forward"]
     while waiting:
         value = inspect.getattr_static(kind, waiting.pop())
@@ -63,15 +63,15 @@ def _used(kind: type) -> Iterator[Callable[..., Any]]:
 
 
 def _paths(function: Callable[..., Any]) -> set[_Path]:
-    """What a method's source takes of its first argument: `self.emb[0].weight` is ("emb", "[]", "weight")."""
+    """The paths that a method's source reads of `self`: `self.emb[0].weight` is ("emb", "[]", "weight")."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):  # made at run time, or in the middle of a line
+    except (OSError, TypeError, SyntaxError):  # created at run time, or in the middle of a line
         return set()
     names = list(inspect.signature(function).parameters)
     found, begun = set(), set()
     for node in ast.walk(tree):
-        if node in begun:  # a part of a longer path, which comes first
+        if node in begun:  # part of a longer path, which was visited before
             continue
         path: list[str] = []
         while isinstance(node, ast.Attribute | ast.Subscript):

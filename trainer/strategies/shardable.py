@@ -1,4 +1,4 @@
-"""What of a model fully_shard can take, and who would go on with what it has replaced."""
+"""Which parts of a model fully_shard supports, and a check for references to what it replaces."""
 
 import functools
 import weakref
@@ -16,10 +16,10 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class StaleReferenceCheck:
-    """The parameters that sharding takes the place of, lest somebody goes on with them.
+    """Refuses the use of parameters that sharding has replaced.
 
-    Who holds one otherwise than as a module's attribute, in a list or a closure, would compute with its first
-    value for ever, and it would get a gradient that no optimizer sees.
+    Code that refers to one in another way than as a module's attribute, such as a list or a closure, would
+    always compute with its initial value, and its gradient would reach no optimizer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,13 +27,13 @@ class StaleReferenceCheck:
         self._held: dict[str, weakref.ref[nn.Parameter]] = {}
 
     def note(self, unit: nn.Module) -> None:
-        """Remember, without holding them, those that `unit` is about to have sharded."""
+        """Record, by weak references, the parameters of `unit`, which is sharded next."""
         for name, parameter in unit.named_parameters():
             if not isinstance(parameter, DTensor):
                 self._held[self._prefixes[unit] + name] = weakref.ref(parameter)
 
     def guard(self) -> None:
-        """Let the first gradient of one that is held still end the run; who only keeps it may."""
+        """Have the first gradient of a replaced parameter end the run; an unused reference is allowed."""
         for name, reference in self._held.items():
             parameter = reference()
             if parameter is not None and parameter.requires_grad:
@@ -43,12 +43,12 @@ class StaleReferenceCheck:
 def _refuse_held(name: str, parameter: Tensor) -> None:
     raise UserError(
         f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
-        "which sharding cannot follow; take it from its module where it is used; or take strategy=ddp"
+        "which sharding cannot follow; read it from its module where it is used; or take strategy=ddp"
     )
 
 
 def holders_of(model: nn.Module) -> dict[object, set[nn.Module]]:
-    """The modules that have each parameter, or module, as an attribute: several, where it is shared."""
+    """The modules that have each parameter, or module, as an attribute: several, if it is shared."""
     holders: dict[object, set[nn.Module]] = {}
     for module in model.modules():
         for held in (*module.parameters(recurse=False), *module.children()):
@@ -64,7 +64,7 @@ def is_closed(module: nn.Module, holders: dict[object, set[nn.Module]]) -> bool:
 
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Those with a weight beside their running statistics."""
+    """The batch norms with a weight beside their running statistics."""
     return [module for module in model.modules() if isinstance(module, _BATCH_NORMS) and module.affine]
 
 
@@ -91,7 +91,7 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
 
 
 def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
-    """Raise UserError, by name, for parameters that fully_shard would refuse later or in other words."""
+    """Raise UserError, by name, for parameters that fully_shard would refuse later or less clearly."""
     refuse_max_norm(model, "strategy=fsdp")
     refuse_scripted(model, "strategy=fsdp")
     reasons = {
@@ -100,8 +100,8 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
         "gaps or another order in memory; call .contiguous() before nn.Parameter": lambda parameter: (
             not parameter.is_contiguous()
         ),
-        "complex numbers, of which torch's fully_shard would sum the real parts alone": torch.is_complex,
-        "a hook on the gradient, which comes in shards": has_gradient_hook,
+        "complex numbers, of which torch's fully_shard would sum only the real parts": torch.is_complex,
+        "a hook on the gradient, which would get shards": has_gradient_hook,
         "a sparse gradient; build the embedding with sparse=False": sparse_weights(model).__contains__,
     }
     for reason, applies in reasons.items():
@@ -121,6 +121,6 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
         if len(dtypes) > 1:
             listed = " beside ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
             raise UserError(
-                f"strategy=fsdp gathers a unit's parameters as one, and finds {listed}: name the module of "
-                "one of the two in the model's fsdp_units, give both the same dtype, or take strategy=ddp"
+                f"strategy=fsdp gathers a unit's parameters as one, but finds {listed}: add the module of "
+                "one of the two to the model's fsdp_units, give both the same dtype, or take strategy=ddp"
             )

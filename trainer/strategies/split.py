@@ -1,4 +1,4 @@
-"""One model over several devices of its process: units in order, inputs moved to the next device by hooks."""
+"""One model over several devices of its process: units in order; hooks move inputs to the next device."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -16,21 +16,21 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Split:
-    """Places `model` on `devices`, of which one may stand there several times.
+    """Places `model` on `devices`, in which a device may be repeated.
 
-    Each unit lies whole on one device; they are given out in order, so that every device has about as many
+    Each unit is whole on one device; units are assigned in order, so that every device has about as many
     bytes of parameters. Units are those of the model's `fsdp_units`; without any, the modules that containers
-    (Sequential and its like, the model, and what is larger than a device's share) call one after another. All
-    other modules lie where the unit before them does, and those that share a weight lie together.
+    (Sequential and the like, the model, and modules larger than a device's share) call one after another. All
+    other modules are on the device of the unit before them, and modules that share a weight are together.
 
     Attributes:
-        moves: tensors that were handed on from one place to another, so far; also where both are one device.
+        moves: tensors moved from one place to another, so far; also counted if both are the same device.
         passes: forward passes of the whole model so far.
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         self.moves = self.passes = 0
-        self._at = 0  # the place that computes, of the devices' places in their order
+        self._at = 0  # the index of the computing place
         places = places_of(model, len(devices))
         self.num_bytes = [0] * len(devices)  # of parameters and buffers, by place
         seen: set[Tensor] = set()
@@ -50,7 +50,7 @@ class Split:
         self.passes += 1
         with _Together(self):
             output = forward(*args, **kwargs)
-        # Targets lie where inputs came from.
+        # Targets are on the device of the inputs.
         return self._moved(output, first, self._at != 0)
 
     def _enter(self, place: int, device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -62,16 +62,17 @@ class Split:
 
         def move(tensor: Tensor) -> Tensor:
             self.moves += elsewhere or tensor.device != device
-            # The host would go on to read what has not come yet.
+            # The host would read a value before it has arrived.
             return tensor.to(device, non_blocking=device.type != "cpu")
 
         return _replaced(value, move)
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with what `change` makes of tensors in tuples, lists and dicts; itself, if that is the same.
+    """`value` with the results of `change` for tensors in tuples, lists and dicts; itself, if nothing
+    changed.
 
-    A list that a module appends to must be the caller's own.
+    A list that a module appends to must stay the caller's own.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -94,10 +95,10 @@ def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class _Together(TorchFunctionMode):
-    """Where code between units uses tensors of several devices, moves them to one of these.
+    """Moves tensors to one device if code between units uses several.
 
-    To that of what is written into or indexed, else of a parameter, else of the last tensor. So a
-    head that is tied to the embedding computes where the embedding lies.
+    The device is that of a tensor that is written into or indexed, else of a parameter, else of the last
+    tensor. So a head that is tied to the embedding computes on the embedding's device.
     """
 
     def __init__(self, split: Split) -> None:
@@ -128,28 +129,28 @@ class _Together(TorchFunctionMode):
 
 
 def _is_about_first(func: Any) -> bool:
-    """Whether `func` changes its first tensor, which then must be no copy, or takes parts of it."""
+    """Whether `func` changes its first tensor, which then must not be a copy, or indexes it."""
     name = getattr(func, "__name__", "")
     changes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     return changes or name in ("__setitem__", "__getitem__")
 
 
 def places_of(model: nn.Module, count: int) -> dict[nn.Module, int]:
-    """The place of every module, for the parameters and buffers that are its own."""
+    """The place of every module, for its own parameters and buffers."""
     order = {module: number for number, module in enumerate(model.modules())}
     units = sorted(getattr(model, "fsdp_units", None) or _units_by_size(model, count), key=order.__getitem__)
     if len(units) < count:
         raise UserError(
             f"strategy.devices_per_replica={count}, but {type(model).__name__} has {len(units)} units to "
-            "give out (its fsdp_units, or what it calls one after another); take "
-            f"{max(1, len(units))}, or name more"
+            "place (its fsdp_units, or the modules that it calls one after another); take "
+            f"{max(1, len(units))}, or list more"
         )
     total, before = sum(_bytes(unit) for unit in units), 0
     chosen: dict[nn.Module, int] = {}
     for number, unit in enumerate(units):
         middle = before + _bytes(unit) / 2
         place = min(count - 1, int(middle * count / max(1, total)))
-        # No place is left out, however large the first or the last unit.
+        # Every place gets a unit, for any size of the first and last.
         place = max(min(place, number), count - (len(units) - number))
         chosen[unit] = place
         before += _bytes(unit)
@@ -157,11 +158,11 @@ def places_of(model: nn.Module, count: int) -> dict[nn.Module, int]:
     owners: dict[Tensor, int] = {}
 
     def walk(module: nn.Module, place: int) -> int:
-        """Give `module` and all in it a place, from `place` on; return that of the last unit in it."""
+        """Assign a place to `module` and all in it, from `place` on; return that of its last unit."""
         if module in places:
             return place
         place = chosen.get(module, place)
-        if not _holds_units(module, chosen):  # whole in one place, with what it shares weights with
+        if not _holds_units(module, chosen):  # whole in one place, with modules that share its weights
             place_here = next((owners[p] for p in module.parameters() if p in owners), place)
             for part in module.modules():
                 places.setdefault(part, place_here)
@@ -178,12 +179,12 @@ def places_of(model: nn.Module, count: int) -> dict[nn.Module, int]:
 
 
 def _holds_units(module: nn.Module, units: dict[nn.Module, int]) -> bool:
-    """Whether there are units in `module` besides itself."""
+    """Whether `module` contains other units."""
     return module not in units and any(part in units for part in module.modules())
 
 
 def _outermost(model: nn.Module, places: dict[nn.Module, int]) -> Iterator[nn.Module]:
-    """Modules with parameters that lie whole in one place, and whose parent does not, or is the model."""
+    """Modules with parameters that are whole in one place, and whose parent is not, or is the model."""
     for child in model.children():
         parts = [part for part in child.modules() if any(True for _ in part.parameters(recurse=False))]
         if len({places[part] for part in parts}) == 1 and not isinstance(

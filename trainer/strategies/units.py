@@ -1,4 +1,4 @@
-"""Parts of a model that are treated one at a time: gathered by FSDP, or computed again for the gradient."""
+"""Parts of a model that are handled one at a time: gathered by FSDP, or recomputed for the gradient."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from trainer.errors import UserError
 from trainer.strategies.base import parameter_count
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # never called
-# What a person may call several of ATen's operations by; each kernel of attention has one of its own.
+# Names for groups of ATen's operations; each attention kernel is a separate operation.
 _FAMILIES = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm"),
     "convolution": ("convolution",),
@@ -33,20 +33,20 @@ _FAMILIES = {
 
 
 def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bool = False) -> str:
-    """Have units keep only their inputs, and compute what lies within again when its gradient is due.
+    """Have units keep only their inputs, and recompute their activations for the backward pass.
 
-    Saves the memory of activations within units, and costs up to one more forward pass. To be called before
-    the model is wrapped, under any strategy. Returns what was done.
+    Saves the memory of activations within units, and costs up to one more forward pass. Call it before
+    the model is wrapped, under any strategy. Returns a description.
 
     Args:
-        settings: every n-th unit does so, beginning with the first; `keep` names operations within them
-            whose results stay all the same, so that only what is cheap is computed again.
-        compiled: whether torch.compile comes to see the model; it knows itself what to do about buffers, and
-            takes no context but that of `keep`.
+        settings: applies to every n-th unit, starting with the first; `keep` names operations whose
+            results are kept, so that only cheap ones are recomputed.
+        compiled: whether torch.compile follows; it handles buffers itself, and supports no other context
+            than that of `keep`.
 
     Raises:
-        UserError: the model names no units, and has none of the size that is asked for, or names what is no
-            unit; or what is to be kept is no operation.
+        UserError: the model has no fsdp_units and no module of the required size, or its fsdp_units are not
+            units; or `keep` names an unknown operation.
     """
     units = named_units(model)
     if not units:
@@ -66,15 +66,15 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
     of_all = f" of {len(units)}" * (len(chosen) < len(units))
     but = f", but for {', '.join(kept)}" * bool(kept)
-    return f"activations of {len(chosen)}{of_all} units are computed again in the backward pass{but}"
+    return f"activations of {len(chosen)}{of_all} units are recomputed in the backward pass{but}"
 
 
 def _keeping_buffers(
     unit: nn.Module, selective: Callable[[], Any] | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a forward pass and of its repetition, which leaves the buffers as they were.
+    """The contexts of a forward pass and of its recomputation, which restores the buffers.
 
-    Else running statistics would count each batch twice.
+    Otherwise running statistics would count each batch twice.
     """
     first, again = selective() if selective is not None else (nullcontext(), nullcontext())
 
@@ -86,53 +86,53 @@ def _keeping_buffers(
                 yield
         finally:
             for buffer, value in before:
-                buffer.data.copy_(value)  # past autograd, which may have kept the buffer for the gradient
+                buffer.data.copy_(value)  # without autograd, which may have saved the buffer for the gradient
 
     return first, repetition()
 
 
 def _operations(names: Sequence[str]) -> list[OpOverload]:
-    """Those of ATen that `names` stand for, with all their overloads.
+    """ATen's operations for `names`, with all their overloads.
 
     Raises:
-        UserError: a name that is none.
+        UserError: a name is unknown.
     """
     found: list[OpOverload] = []
     for name in names:
         packets = [getattr(torch.ops.aten, each, None) for each in _FAMILIES.get(name, (name,))]
         if not any(packets):
             raise UserError(
-                f"strategy.activation_checkpointing_keep: {name} is neither {', '.join(_FAMILIES)} nor the "
-                "name of an operation of ATen, such as mm or gelu"
+                f"strategy.activation_checkpointing_keep: {name} must be one of {', '.join(_FAMILIES)}, or "
+                "the name of an operation of ATen, such as mm or gelu"
             )
         found += [getattr(packet, each) for packet in packets if packet for each in packet.overloads()]
     return found
 
 
 def named_units(model: nn.Module) -> list[nn.Module]:
-    """The submodules that the model names as its `fsdp_units`, each once; none where it does not.
+    """The submodules that the model lists as its `fsdp_units`, each once; [] without that attribute.
 
     Raises:
-        UserError: it names what is no submodule, or is never called.
+        UserError: an entry is not a submodule, or is never called.
     """
     given, kind = inspect.getattr_static(model, "fsdp_units", None), type(model).__name__
     if isinstance(given, property) and given.fget is not None:
-        named = given.fget(model)  # nn.Module takes an AttributeError in there for a name that it lacks
+        named = given.fget(model)  # nn.Module would take an AttributeError in there for a missing attribute
     else:
         named = getattr(model, "fsdp_units", None)
     if not isinstance(named, Iterable) and named is not None:
         raise UserError(
-            f"fsdp_units of {kind} is {_short(named)}; let it be a list of submodules, or a property"
+            f"fsdp_units of {kind} is {_short(named)}; it must be a list of submodules, or a property"
         )
     names = {id(module): name for name, module in model.named_modules()}
     units = {id(unit): unit for unit in named or ()}
     for key, unit in units.items():
         if not names.get(key):
-            raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, no submodule of it")
+            raise UserError(f"fsdp_units of {kind} holds {_short(unit)}, which is not a submodule of it")
         if isinstance(unit, CONTAINERS):
             raise UserError(
-                f"fsdp_units of {kind} holds {names[key]}, a {type(unit).__name__}: never called, and so "
-                "no unit; name the modules in it"
+                f"fsdp_units of {kind} holds {names[key]}, a {type(unit).__name__}: never called, so "
+                "it cannot be a unit; list the modules in it"
             )
     return list(units.values())
 
@@ -146,8 +146,8 @@ def units_by_size(
 ) -> Iterator[nn.Module]:
     """The smallest submodules of at least `min_params` parameters: each is gathered and freed as one.
 
-    Containers are passed through, since they are never called. One that shares a parameter with modules
-    outside, or whose parameters are read there, is none: a parent that holds both may be.
+    Containers are passed through, since they are never called. A module that shares a parameter with modules
+    outside, or whose parameters are read there, is not a unit; a parent that holds both may be.
     """
     for child in module.children():
         if parameter_count(child.parameters()) < min_params:

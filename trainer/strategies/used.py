@@ -1,7 +1,7 @@
-"""Whether all ranks used the same parameters: FSDP reduces those of a unit that have a gradient as one row.
+"""Whether all ranks used the same parameters: FSDP reduces all gradients of a unit as one row.
 
-Where ranks use different ones, it adds up what does not belong together: without an error if the rows are as
-long as each other, and otherwise with one of the backend's.
+If ranks use different parameters, it adds unrelated gradients: silently if the rows have the same
+length, and otherwise with an error of the backend.
 """
 
 import zlib
@@ -24,9 +24,9 @@ _FOREKNOWN_STEPS = 3
 
 
 class UsedParameters:
-    """Compares the ranks: of the first steps before they reduce, of each step by a word in the background.
+    """Compares the ranks: in the first steps before they reduce, in each step by a hash in the background.
 
-    What the first steps use is known from the graph; later from the gradients that there are.
+    The first steps' use is known from the graph; later steps' from their gradients.
 
     Args:
         model: sharded.
@@ -36,14 +36,14 @@ class UsedParameters:
         self._dist = dist_
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
-        # Apart from all that a step sends; MPI has no other.
+        # A separate group from all that a step sends; MPI has no other.
         own = None if dist_.backend == "mpi" else "gloo"
         self._group: Any = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=own)
         self._work: dist.Work | None = None
-        self.reduces = True  # whether gradients meet in this pass
+        self.reduces = True  # whether gradients are reduced in this pass
         self._left = _FOREKNOWN_STEPS
-        self._reached: set[str] | None = None  # since gradients met last
-        self._whole: dict[Tensor, str] = {}  # parameters as they are gathered, which have the gradients
+        self._reached: set[str] | None = None  # since the last reduction
+        self._whole: dict[Tensor, str] = {}  # gathered parameters, which have the gradients
         self._handles = [model.register_forward_hook(self._look_ahead)]
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
@@ -75,7 +75,7 @@ class UsedParameters:
         self.settle()
 
     def launch(self) -> None:
-        """Send word of the gradients that there are; to be called after each step's last backward pass."""
+        """Send a hash of which gradients exist. Called after each step's last backward pass."""
         self._send(bytes(parameter.grad is not None for parameter in self._parameters))
 
     def _send(self, used: bytes) -> None:
@@ -84,10 +84,10 @@ class UsedParameters:
         self._work = dist.all_reduce(self._range, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def settle(self) -> None:
-        """Wait for the word of all.
+        """Wait for the hashes of all ranks.
 
         Raises:
-            UserError: on every rank alike, where ranks used other parameters than each other.
+            UserError: on every rank, if ranks used different parameters.
         """
         if self._work is None:
             return
@@ -100,7 +100,7 @@ class UsedParameters:
 
 
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What a backward pass from `outputs` gives gradients to."""
+    """The leaf tensors to which a backward pass from `outputs` gives gradients."""
     nodes = [output.grad_fn for output in outputs]
     seen = set(nodes)
     while nodes:
