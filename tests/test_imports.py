@@ -206,7 +206,7 @@ def test_what_comes_before_torch_loads_none(room: str) -> None:
 
 
 def test_no_strategy_imports_a_sibling() -> None:
-    shared = {"base", "reads", "shardable", "split", "units", "used", "parameter_server"}
+    shared = {"base", "buffers", "reads", "shardable", "split", "units", "used", "parameter_server"}
     for file in sorted((HOUSE / "strategies").rglob("*.py")):
         used = {name.split(".")[2] for name in imports_of(file) if name.startswith("trainer.strategies.")}
         within = file.parent.name == "parameter_server"

@@ -23,8 +23,8 @@ from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies import data_parallel
 from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.buffers import are_statistics
 from trainer.strategies.data_parallel import GpuReplica
-from trainer.strategies.ddp import are_statistics
 from trainer.tasks import Classification
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

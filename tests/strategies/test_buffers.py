@@ -77,4 +77,5 @@ def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
         for strategy, (in_the_end, seen) in found.items():
             assert in_the_end == numbers, f"{strategy} on rank {rank}"
             assert seen[0] == zeros
-        assert found["strategy=ddp"][1][1] == ones, f"before its second forward pass on rank {rank}"
+        for strategy in ("strategy=ddp", "strategy=fsdp"):
+            assert found[strategy][1][1] == ones, f"{strategy}, before its second forward pass on rank {rank}"

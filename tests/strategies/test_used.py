@@ -1,6 +1,7 @@
 """FSDP reduces what of a unit has gradients as one: ranks that use other parts of it are found."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,13 +51,14 @@ class Parts(nn.Module):
     def fsdp_units(self) -> list[nn.Module]:
         return [self.chosen, *self.blocks]
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Any:
         rows = self.chosen(rows)
         left_out = torch_dist.get_rank() if self.rule == "a block each" else None
         for number, block in enumerate(self.blocks):
             if number != left_out:
                 rows = block(rows).tanh()
-        return self.head(rows)
+        logits = self.head(rows)
+        return SimpleNamespace(logits=logits) if self.rule == "an object" else logits
 
 
 class Penalty(Classification):
@@ -78,6 +80,7 @@ def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> 
         "fewer": named("chosen.layers.1.weight", 1),  # of which gloo would end the process
         "one each, late": named("chosen.layers.0.weight", 3),
         "a block each": named("blocks.0.weight", 3, rank=1),
+        "an object": "the model returns SimpleNamespace, in which torch finds no tensor with a gradient",
         "": "accepted",
     }
     runs = [

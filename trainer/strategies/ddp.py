@@ -17,6 +17,7 @@ from trainer.errors import UserError
 from trainer.meta_init.module_tensors import without_gradient_hooks
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
+from trainer.strategies.buffers import are_statistics
 from trainer.strategies.shardable import refuse_max_norm
 
 if TYPE_CHECKING:
@@ -249,15 +250,6 @@ def _options(comm: CommConfig) -> dict[str, Any] | None:
         case NativeCommConfig() if comm.timeline or comm.wire_dtype != "fp32":
             return {"wire_dtype": comm.wire_dtype}
     return None
-
-
-def are_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are batch norms', which training only writes, so that DDP need not send them.
-
-    Those of rank 0 follow its own data in any case, and are used for evaluation and saving.
-    """
-    holders = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
-    return all(hasattr(module, "running_mean") for module in holders)
 
 
 def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils._pytree import tree_leaves
 
 from trainer.comm.fsdp_collectives import ShardComm, attach
 from trainer.comm.timeline.summary import draw, table
@@ -27,6 +28,7 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import DTYPES, Computing, Fill, Strategy
+from trainer.strategies.buffers import ChangedBuffers
 from trainer.strategies.reads import read_from_outside
 from trainer.strategies.shardable import (
     StaleReferenceCheck,
@@ -59,6 +61,7 @@ class Fsdp(Strategy):
         self._may_hold_gathers = False  # torch cannot gather before the first pass
         self._accumulates = False
         self._used: UsedParameters | None = None
+        self._buffers: ChangedBuffers | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self.mesh = _mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
@@ -106,6 +109,7 @@ class Fsdp(Strategy):
         whole.note(model)
         shard(model, mp_policy=root_precision)
         whole.guard()
+        model.register_forward_hook(_refuse_hidden_outputs)
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(_reshard_without_gradient)
         if self.settings.prefetch_units is not None:
@@ -121,6 +125,8 @@ class Fsdp(Strategy):
     def begin(self, state: TrainState) -> None:
         if self.num_replicas > 1:
             self._used = UsedParameters(state.model, self.dist, self.timeout_s)
+            sync = functools.partial(self.sync_buffers, state.model)
+            self._buffers = ChangedBuffers(state.model, self.device, sync)
 
     def begin_step(self) -> None:
         self.collect(None)
@@ -210,6 +216,8 @@ class Fsdp(Strategy):
         self._accumulates |= not enabled
         if self._used is not None:
             self._used.reduces = enabled or self.settings.reduce_every_micro_batch
+        if self._buffers is not None:
+            self._buffers.before_forward()
         if self.settings.reduce_every_micro_batch:
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
         else:
@@ -280,6 +288,20 @@ def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
     """Reshard the root, which stays whole for the backward pass, if there is none."""
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
+
+
+def _refuse_hidden_outputs(root: nn.Module, inputs: Any, output: Any) -> None:
+    """Torch reduces the root's gradients once it meets one of its outputs in the backward pass."""
+    if not torch.is_grad_enabled() or any(
+        isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(output)
+    ):
+        return
+    if any(parameter.requires_grad for parameter in root.parameters()):
+        raise UserError(
+            f"strategy=fsdp: the model returns {type(output).__name__}, in which torch finds no "
+            "tensor with a gradient, and would reduce none; return a tensor, or a tuple, list or dict of "
+            "tensors; or take strategy=ddp"
+        )
 
 
 def _prefetch(model: nn.Module, depth: int) -> None:

@@ -1,0 +1,53 @@
+"""Buffers that a forward pass changes: whose values the next forward pass of each rank begins from."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def are_statistics(model: nn.Module) -> bool:
+    """Whether all buffers are those of batch norms, which training only writes: no forward pass reads them.
+
+    Those of rank 0 follow its own data either way, and are evaluated and saved.
+    """
+    holders = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
+    return all(hasattr(module, "running_mean") for module in holders)
+
+
+class ChangedBuffers:
+    """Gives each rank rank 0's buffers before each forward pass, as DDP does, if the first changed any.
+
+    Otherwise ranks would go on from their own, and a resumed run from those of rank 0. Constants, such as
+    masks and tables of positions, are not sent.
+
+    Args:
+        sync: gives each rank the buffers of rank 0 (a collective).
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, sync: Callable[[], None]) -> None:
+        self._model, self._device, self._sync = model, device, sync
+        self._before_first: list[tuple[torch.Tensor, int]] | None = None
+        self._change: bool | None = False if are_statistics(model) else None
+
+    def before_forward(self) -> None:
+        """Called before each forward pass in training, on all ranks (a collective, but for the first)."""
+        if self._change is None:
+            now = [(buffer, buffer._version) for buffer in self._model.buffers()]
+            if self._before_first is None:
+                self._before_first = now
+                return
+            self._change = self._any_rank_sees_other(now)
+        if self._change:
+            self._sync()
+
+    def _any_rank_sees_other(self, now: list[tuple[torch.Tensor, int]]) -> bool:
+        before, self._before_first = self._before_first or [], None
+        alike = len(now) == len(before) and all(
+            buffer is first and version == at_first
+            for (buffer, version), (first, at_first) in zip(now, before, strict=True)
+        )
+        changed = torch.tensor(float(not alike), device=self._device)
+        dist.all_reduce(changed, dist.ReduceOp.MAX)
+        return bool(changed)
