@@ -31,7 +31,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.meta_init.deferred import Deferred, deferred
-from trainer.optim.param_groups import build_optimizer, described, freeze, keep_frozen_statistics
+from trainer.optim.param_groups import Frozen, build_optimizer, described, freeze, keep_frozen_statistics
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
 from trainer.run_dir.claim import RunDir, claim
@@ -177,6 +177,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
         agreement=StepAgreement(dist),
         gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame),
+        frozen=Frozen(strategy.unwrap(wrapped)),
         meter=Meter(dist, flops, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,

@@ -109,3 +109,4 @@ def compute_gradients(
                 context.agreement.start(mean_loss, context.stop_request.is_set, batches.more, weights)
             heartbeat.enter("backward")
             context.state.scaler.scale(loss).backward()
+            context.frozen.drop_gradients()

@@ -1,5 +1,6 @@
 """Parameter groups and frozen parameters: who is in which, and that each trains, saves and resumes so."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -321,3 +322,47 @@ def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> Non
     for strategy in ("ddp", "fsdp"):
         for name, value in ends[strategy].items():
             torch.testing.assert_close(value, ends["single"][name], rtol=1e-4, atol=1e-5)
+
+
+class Thaws(nn.Module):
+    """Digits; a frozen layer that the third pass thaws, if it is to."""
+
+    def __init__(self, thaws: bool) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 10)
+        self.thaws, self.passes = thaws, 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes += 1
+        if self.thaws and self.passes == 3:
+            self.layer.requires_grad_(True)
+        return self.head(torch.tanh(self.layer(images.flatten(1))))
+
+
+def _thawing(root: str, thaws: bool, *strategy: str) -> tuple[str, list[str]]:
+    """The hash of the model, and the warnings."""
+    warnings = list[str]()
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer.optim.param_groups").addHandler(listener)
+    model = ("model._target_=tests.optim.test_param_groups.Thaws", f"+model.thaws={thaws}")
+    model += ("~model.input_shape", "~model.hidden", "~model.num_classes", "data=digits")
+    ran = ("optim=sgd", "train.max_steps=6", "train.clip_grad_norm=0.01", "train.eval_every_epochs=0")
+    found = runs.train(*model, *ran, *strategy, f"run_dir={root}/{thaws}")
+    logging.getLogger("trainer.optim.param_groups").removeHandler(listener)
+    return found["param_sha256"], warnings
+
+
+def _thawing_under_each(root: str) -> list[list[tuple[str, list[str]]]]:
+    servers = ("strategy=parameter_server", "strategy.servers=all")
+    each = (("strategy=ddp",), ("strategy=fsdp",), servers, (*servers, "strategy.max_staleness=1"))
+    return [[_thawing(f"{root}/{n}", thaws, *s) for thaws in (False, True)] for n, s in enumerate(each)]
+
+
+def test_what_is_thawed_in_mid_run_is_told_once_and_leaves_the_rest_alone(tmp_path: Path) -> None:
+    words = "layer.weight (and 1 more) was frozen when the run began and now requires a gradient"
+    *in_common, alone = run_ranks(_thawing_under_each, 2, str(tmp_path), init=False)[0]
+    for (frozen, nothing), (thawed, (warning,)) in in_common:
+        assert thawed == frozen and not nothing
+        assert warning.startswith(words)
+    assert len(alone[1][1]) == 1  # whose pushes come in any order

@@ -17,7 +17,7 @@ from tests.runs import train
 from trainer.config import FsdpConfig, NativeCommConfig
 from trainer.errors import UserError
 from trainer.optim.schedules import check_optimizer
-from trainer.strategies.base import Computing
+from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.fsdp import Fsdp, ranks_by_host
 
 MIN_PARAMS = 200
@@ -135,6 +135,19 @@ class HalfApart(HalfHalf):
         return [self.short]
 
 
+def on_one_storage() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def views_of_one_storage() -> nn.Module:
+    """Side by side: nothing is tied."""
+    model, flat = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(2, 16, 16)
+    model[0].weight.data, model[1].weight.data = flat
+    return model
+
+
 def odd(parameter: Tensor) -> nn.Module:
     module = nn.Linear(16, 16)
     module.register_parameter("odd", nn.Parameter(parameter))
@@ -189,6 +202,7 @@ def _models_train() -> dict[str, float]:
         HalfApart,
         Convolutions,
         ReadsOthers,
+        views_of_one_storage,
     ):
         precision = "bf16" if build is Convolutions else "fp32"
         ours, plain = gradients(build, fsdp(precision)), gradients(build, None)
@@ -211,6 +225,7 @@ def _refusals() -> list[str]:
         lambda: nn.Sequential(nn.Embedding(16, 16, sparse=True)),
         scripted,
         lambda: nn.Sequential(nn.Embedding(16, 16, max_norm=1.0)),
+        on_one_storage,
     ):
         with pytest.raises(UserError) as refusal:
             fsdp(min_params=10**6).wrap(build())
@@ -297,7 +312,7 @@ def test_units_of_any_model() -> None:
     expected += ["holds Sequential, which is not a submodule", "holds blocks, a ModuleList: never called"]
     expected += ["cannot shard weight: parameters with a hook on the gradient"]
     expected += ["cannot shard 0.weight: parameters with a sparse gradient", "hook on 0, a ScriptModule"]
-    expected += ["0 has max_norm=1.0"]
+    expected += ["0 has max_norm=1.0", "gives 0.weight and 1.weight memory of their own, and they share it"]
     expected += ["(return self.blocks[0](x) @ embed[0].weight) uses a parameter of a unit"]
     expected += ["uses embed.0.weight by a reference kept in a list"]
     expected += ["(return self.last(self.first(x) * self.scale)) mixes dtypes: "]
@@ -316,6 +331,17 @@ def _two_steps(run_dir: Path) -> float:
     options += ("data=fake", "data.dataset.input_shape=[3,64,64]", "train.global_batch_size=4")
     options += ("train.max_steps=2", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
     return train(*options, f"run_dir={run_dir}")["train/loss"]
+
+
+def test_what_shares_memory_is_refused_where_it_would_not_do_so_any_more() -> None:
+    model, frozen, buffered = on_one_storage(), on_one_storage().requires_grad_(False), nn.Linear(2, 2)
+    buffered.register_buffer("last", buffered.weight.data[1])
+    for each in (model, buffered):
+        with pytest.raises(UserError, match="would be tied no longer"):
+            Strategy(torch.device("meta"), Computing()).place(each)
+    for each in (frozen, views_of_one_storage()):
+        Strategy(torch.device("meta"), Computing()).place(each)
+    Strategy(torch.device("cpu"), Computing()).place(model)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Parameters with their own optimizer settings, selected by regular expressions of their names."""
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,8 @@ from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 from trainer.optim.schedules import check_optimizer, sparse_weights
 from trainer.optim.train_state import parameter_names
+
+log = logging.getLogger(__name__)
 
 _FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step on a GPU
 _FUSED_SHARDED = (Adam, AdamW)  # those of them that support sharded parameters
@@ -33,6 +36,33 @@ def freeze(model: nn.Module, node: dict[str, Any]) -> None:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(f"model.freeze={node['freeze']} leaves no parameter of {len(parameters)} to train")
+
+
+class Frozen:
+    """The parameters that are not trained when a run begins, and so none of the optimizer's.
+
+    Args:
+        model: unwrapped, as this process computes with it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {name: p for name, p in parameter_names(model) if not p.requires_grad}
+        self._told = False
+
+    def drop_gradients(self) -> None:
+        """Called after each backward pass: user code may have thawed some, which no step would clear."""
+        thawed = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+        for name in thawed:
+            self._parameters[name].grad = None
+        if thawed and not self._told:
+            self._told = True
+            more = f" (and {len(thawed) - 1} more)" * bool(thawed[1:])
+            log.warning(
+                "%s%s was frozen when the run began and now requires a gradient: it is not trained for that. "
+                "Begin another run with it trained, from this one's weights (model.init_from)",
+                thawed[0],
+                more,
+            )
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from trainer.errors import UserError, first_line
 from trainer.gradient_norm import gradient_norm
 from trainer.optim.train_state import TrainState
 from trainer.step import StepResult
+from trainer.strategies.shardable import refuse_shared_memory
 from trainer.strategies.split import Split
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class Strategy:
 
     def place(self, model: nn.Module) -> nn.Module:
         """Move a whole model to where this process computes."""
+        if self.device.type != "cpu":
+            refuse_shared_memory(model, str(self.device))
         if self.computing.channels_last:
             lay_out_channels_last(model)
         if not self._split_over:

@@ -1,7 +1,9 @@
 """Which parts of a model fully_shard supports, and a check for references to what it replaces."""
 
 import functools
+import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError
 from trainer.meta_init.module_tensors import has_gradient_hook
+from trainer.meta_init.operations import storage_of
 from trainer.optim.schedules import sparse_weights
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -90,10 +93,32 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
             )
 
 
+def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
+    """Raise UserError, by name, for a trained parameter in whose memory another one, or a buffer, lies."""
+    by_storage: dict[int, list[tuple[int, int, str, Tensor]]] = defaultdict(list)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and tensor.layout == torch.strided:
+            begin = int(tensor.storage_offset()) * tensor.itemsize
+            steps = sum(
+                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            place = (begin, begin + (steps + 1) * tensor.itemsize, name, tensor)
+            by_storage[storage_of(tensor)].append(place)
+    for there in by_storage.values():
+        for (_, end, name, one), (begin, _, other, two) in itertools.pairwise(sorted(there)):
+            if begin < end and (one.requires_grad or two.requires_grad):
+                raise UserError(
+                    f"{strategy} gives {name} and {other} memory of their own, and they share it: they would "
+                    f"be tied no longer. Let them be one nn.Parameter ({name} = {other}), or separate ones "
+                    "(clone()); or take strategy=ddp on CPUs"
+                )
+
+
 def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
     """Raise UserError, by name, for parameters that fully_shard would refuse later or less clearly."""
     refuse_max_norm(model, "strategy=fsdp")
     refuse_scripted(model, "strategy=fsdp")
+    refuse_shared_memory(model, "strategy=fsdp")
     reasons = {
         "no dimension; give them one, of size 1": lambda parameter: parameter.ndim == 0,
         "no elements; leave them out": lambda parameter: parameter.numel() == 0,

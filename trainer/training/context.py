@@ -11,6 +11,7 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.inference.evaluation import ModelContext
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
+from trainer.optim.param_groups import Frozen
 from trainer.optim.train_state import TrainState
 from trainer.training.gradient_check import GradientCheck
 from trainer.training.meter import Meter
@@ -39,6 +40,7 @@ class TrainingContext(ModelContext):
     weight_statistics: WeightStatistics
     agreement: StepAgreement
     gradients: GradientCheck
+    frozen: Frozen
     meter: Meter
     profile: Profile
     stop_request: StopRequest
