@@ -323,3 +323,60 @@ def test_what_a_forward_pass_keeps_comes_to_the_servers_or_is_refused(tmp_path: 
         assert found == [{4.0}, {6.0}]
         assert all(words in refusal for refusal in refusals)
         assert refusals[0].endswith("after step 0")
+
+
+class Meeting(nn.Module):
+    """Digits; its forward pass sums something up over all ranks that it takes to be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = self.head(images.flatten(1))
+        torch.distributed.all_reduce(scores.detach().sum())
+        return scores
+
+
+class ByNorm(torch.optim.SGD):
+    """Divides each parameter's gradient by its norm, for which the shards of all servers are summed up."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    parameter.sub_(gradient * (group["lr"] / gradient.norm()))
+
+
+@pytest.mark.parametrize("staleness", ["0", pytest.param("inf", marks=pytest.mark.slow)])
+def test_a_collective_of_the_models_own_is_refused(tmp_path: Path, staleness: str) -> None:
+    model = ("model._target_=tests.strategies.test_parameter_server.Meeting", *(f"~model.{n}" for n in MLP))
+    ran = (*COMMON, *model, *SGD, *PS, f"strategy.max_staleness={staleness}", f"run_dir={tmp_path}")
+    with pytest.raises(RankFailure):
+        run_ranks(train, 2, *ran, init=False)
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert (failure["status"], failure["rank"]) == (2, 1), failure
+    assert "calls a collective of its own (c10d.allreduce_.default)" in failure["message"]
+
+
+def by_norm(root: str, *overrides: str) -> list[str]:
+    """What becomes of steps that bring shards together, asynchronously and in common."""
+    own = ("optim._target_=tests.strategies.test_parameter_server.ByNorm", "run_dir=" + root)
+    try:
+        train(*COMMON, *CASES["sgd"], *PS, "strategy.servers=2", *own, *overrides)
+    except UserError as error:
+        torch.distributed.destroy_process_group()
+        return [str(error)]
+    return []
+
+
+def by_norm_each(root: str) -> list[str]:
+    asynchronous = by_norm(f"{root}/inf", "strategy.max_staleness=inf")
+    return asynchronous + by_norm(f"{root}/0", "strategy.max_staleness=0")
+
+
+def test_an_optimizer_that_brings_shards_together_is_refused_where_servers_step_alone(tmp_path: Path) -> None:
+    for refusals in run_ranks(by_norm_each, 3, str(tmp_path), init=False):
+        (words,) = refusals
+        assert "optim: a step of it brings shards together (_c10d_functional.all_reduce.default)" in words

@@ -17,12 +17,13 @@ from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.links import ANSWER, REQUEST, Link
 from trainer.comm.parameter_server.order import Order
 from trainer.comm.parameter_server.server import Server
+from trainer.errors import UserError
 
 _PART, _LEAVE, _PULL, _PUSH, _END = range(5)
 _FACTS = 1  # of a push: the factor for its gradients; NaN: they must not be applied
 
 Apply = Callable[[dict[int, Tensor], Tensor], None]
-"""Apply gradients by bucket, given which parameters have one."""
+"""Apply gradients by bucket, given which parameters have one. Raises UserError where that cannot be."""
 
 
 class AsyncServer:
@@ -34,11 +35,13 @@ class AsyncServer:
     Attributes:
         staleness: pushes by the number of updates that their values lacked.
         not_finite: the worker whose push must not be applied; no part is assigned after it.
+        refused: why the optimizer cannot apply pushes; no part is assigned after it.
     """
 
     def __init__(self, server: Server, order: Order, max_staleness: float, apply: Apply) -> None:
         self.order, self.staleness = order, Counter[int]()
         self.not_finite: int | None = None
+        self.refused: str | None = None
         self._server, self._max_staleness, self._apply = server, max_staleness, apply
         self._num_updates, self._pulled_at = 0, dict.fromkeys(server.links, 0)
 
@@ -112,7 +115,11 @@ class AsyncServer:
         else:
             for gradient in gradients.values():
                 gradient.mul_(factor)
-            self._apply(gradients, there)
+            try:
+                self._apply(gradients, there)
+            except UserError as error:
+                self.refused = str(error)
+                self._stop()
         self.staleness[self._num_updates - self._pulled_at[worker]] += 1
         self._num_updates += 1
         self._clocks[worker] += 1

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from trainer.errors import NonFiniteLossError, UserError, writing
 from trainer.optim.train_state import Progress, TrainState
 from trainer.step import StepResult, compute_gradients, weights_ahead
 from trainer.strategies.base import Computing
+from trainer.strategies.parameter_server.no_collectives import NoCollectives
 from trainer.strategies.parameter_server.synchronous import ParameterServer
 from trainer.tasks.label_weights import divisors
 
@@ -52,6 +53,7 @@ class AsyncParameterServer(ParameterServer):
     ) -> None:
         super().__init__(settings, dist_, computing, timeout_s)
         self._max_norm, self._run_dir = clip_grad_norm, run_dir
+        self._meets_nobody = True
         self._max_staleness = float(settings.max_staleness)
         self._roles = {
             "servers": self.servers,
@@ -198,7 +200,9 @@ class AsyncParameterServer(ParameterServer):
     def _apply(self, gradients: dict[int, Tensor], there: Tensor) -> None:
         """The server's update, in the thread that received the push."""
         self._give_gradients(gradients, there)
-        self._state.optimizer.step()
+        looks = not self._num_updates and len(self.servers) > 1
+        with NoCollectives(_OF_OPTIMIZERS) if looks else nullcontext():
+            self._state.optimizer.step()
         self._state.optimizer.zero_grad(set_to_none=True)
         self._num_updates += 1
         if self._num_updates % self.num_replicas == 0:
@@ -213,16 +217,19 @@ class AsyncParameterServer(ParameterServer):
                     self._async_server.finish(),
                     self._async_server.order.events,
                     self._async_server.not_finite,
+                    self._async_server.refused,
                 )
         everyones: list[Any] = [None] * self.dist.world_size
         dist.all_gather_object(everyones, mine)
         told = [everyones[server] for server in self.servers]
         made: int = told[0][0]
-        if (bad := next((rank for _, _, rank in told if rank is not None), None)) is not None:
+        if words := next((words for *_, words in told if words is not None), None):
+            raise UserError(words)
+        if (bad := next((rank for _, _, rank, _ in told if rank is not None), None)) is not None:
             raise self._refused(bad)
         if self.dist.is_main:
             with writing(self._run_dir):
-                events = [own for _, own, _ in told]
+                events = [own for _, own, *_ in told]
                 first = self._state.progress.step
                 replay_file.append(self._run_dir / "arrivals", self._roles, first, made, events)
         return made
@@ -284,6 +291,13 @@ class AsyncParameterServer(ParameterServer):
                 yield
         except OutOfOrderError as error:
             raise RuntimeError(f"rank {self.dist.rank} serves no more: {error}") from error
+
+
+_OF_OPTIMIZERS = (
+    "optim: a step of it brings shards together ({}), which servers that step in an order of their own "
+    "cannot do; take strategy.servers=1 or max_staleness=0, or an optimizer that treats each number by "
+    "itself, as optim=adamw"
+)
 
 
 def steps_until_all_meet(context: "TrainingContext") -> int:

@@ -1,7 +1,7 @@
 """A parameter server: some ranks hold the parameters and update them, others compute gradients."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -23,10 +23,11 @@ from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
+from trainer.strategies.parameter_server.no_collectives import NoCollectives
 from trainer.strategies.parameter_server.roles import roles
 from trainer.strategies.parameter_server.server_shards import ServerShards, extra_states, named_alike
 from trainer.strategies.parameter_server.worker_copy import WorkerCopy
-from trainer.strategies.shardable import refuse_max_norm, refuse_scripted
+from trainer.strategies.shardable import refuse_max_norm, refuse_scripted, refuse_shared_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,12 +60,15 @@ class ParameterServer(Strategy):
         )
         self._pulled = False  # in this step
         self._compared = False  # what buffers the ranks have, since the first step
+        self._meets_nobody = settings.servers != "all"  # whether a pass of a worker's is no other rank's
+        self._is_first_pass: bool | None = None  # of training; None before it
         self._replica: WorkerCopy | None = None
         self._server: Server | None = None
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
         refuse_max_norm(model, "strategy=parameter_server")
         refuse_scripted(model, "strategy=parameter_server")
+        refuse_shared_memory(model, "strategy=parameter_server")
         try:
             sparse.refuse_sparse(model, "it", "strategy=ddp with comm=native")
             shapes = {name: _shape(parameter) for name, parameter in model.named_parameters()}
@@ -127,7 +131,14 @@ class ParameterServer(Strategy):
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
         assert self._replica is not None
         first, self._pulled = not self._pulled, True
+        self._is_first_pass = self._is_first_pass is None
         with self._plain_errors(), self._replica.pass_(first, last=enabled):
+            yield
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        looks = self._is_first_pass and self._meets_nobody and not self.computing.compile
+        with super().autocast(), NoCollectives(_OF_WORKERS) if looks else nullcontext():
             yield
 
     def aggregate(self, model: nn.Module) -> None:
@@ -276,6 +287,13 @@ class ParameterServer(Strategy):
             ) from error
         except LayoutError as error:
             raise RuntimeError(f"rank {self.dist.rank}: {error}; start all with the same model") from error
+
+
+_OF_WORKERS = (
+    "strategy=parameter_server: the forward pass or the loss calls a collective of its own ({}), in which "
+    "ranks that only serve, and workers without common steps, never take part; leave it out, or take "
+    "strategy=ddp"
+)
 
 
 def _shape(parameter: nn.Parameter) -> Tensor:
