@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.programs import finish, finish_ranks, torchrun
 from tests.ranks import ROOT, RankFailure, place, run_ranks
 from tests.runs import context_of, train
+from trainer.tasks import Classification
 
 TINY = (
     "data.dataset._target_=tests.user_parts.Stripes",
@@ -283,6 +284,31 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(value: str,
 
 
 # ---- ranks that fail, die or hang
+
+
+class SumsUp(Classification):
+    """In its third step, over all ranks, of which the last sends more than the others."""
+
+    calls = 0
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            dist.all_reduce(torch.ones(1000 if os.environ["RANK"] == "2" else 1))
+        return super().loss(model, batch)
+
+
+def test_an_abort_is_told_in_the_words_of_gloo_with_where_all_ranks_are(tmp_path: Path) -> None:
+    task = ("data.task._target_=tests.faults.test_ends.SumsUp", "~data.task.label_smoothing")
+    with pytest.raises(RankFailure):
+        run_ranks(quiet, 3, tmp_path, *task, f"distributed.timeout_s={PATIENCE_S}", init=False)
+    verdict = json.loads((tmp_path / "failure.json").read_text())
+    assert verdict["kind"] == "died" and verdict["step"] == 3, verdict
+    where = r"tests/faults/test_ends\.py:\d+ in loss"
+    words = r"died of SIGABRT: op\.preamble\.length <= op\.nbytes\. \d+ vs \d+\. Received .*, in forward of step 3"
+    assert re.search(
+        rf"{words}, at {where}; gloo aborts a rank .*; rank \d at {where}", verdict["message"]
+    ), verdict
 
 
 @pytest.mark.slow

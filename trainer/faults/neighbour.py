@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.faults import processes, stacks
+from trainer.faults import processes, stacks, uncaught
 from trainer.faults.heartbeat import Beat, Heartbeat, Records
 from trainer.faults.verdict import Observed
 
@@ -71,6 +71,8 @@ class Neighbour:
         if self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
             self.ending = processes.ending(self.member.pid)
+            if words := uncaught.words(self.stacks.read()):
+                self.ending = f"{self.ending or 'died of SIGABRT'}: {words}"
 
     def observe(self) -> Observed:
         beat, note, now = self.records.main(), self.records.note() or {}, time.monotonic_ns()
@@ -80,8 +82,8 @@ class Neighbour:
         state = "running"
         if self.died_at_ns is not None:
             state = "dead"
-            text = self.stacks.read()
-            frames = stacks.frames_of(text) if "Fatal Python" in text else None
+            _, crash, text = self.stacks.read().rpartition("Fatal Python")
+            frames = stacks.frames_of(text) if crash else None
         elif now - beat.tick_ns > 2e9 * TICK_S:
             state = processes.state(member.pid)
         progress_ns = max([beat.progress_ns, *(worker.progress_ns for worker in self.busy_workers(beat))])

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from trainer.faults import uncaught
+
 STACK_SIGNAL = signal.SIGUSR2
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _ROOT = str(Path(__file__).parents[1]) + os.sep
-_OTHERS = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_INSTALLED = {"site-packages", "dist-packages"}  # in whichever of several environments
 # Whoever is in one of these waits for another rank, or for what a backward pass hands on to them.
 _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "distributed"),
@@ -39,7 +41,8 @@ _asking = threading.Lock()
 class Stacks:
     """Where this process's stacks go: memory that neighbours can open, and keep when we are dead.
 
-    Answers STACK_SIGNAL, also in processes forked from this one; a fatal signal leaves the stack too.
+    Answers STACK_SIGNAL, also in processes forked from this one; a fatal signal leaves the stack too, and
+    before it a C++ exception its words.
     """
 
     def __init__(self) -> None:
@@ -59,12 +62,14 @@ class Stacks:
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
+            self._undo = uncaught.tell(self.fd)
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=True)
 
     def close(self) -> None:
         faulthandler.unregister(STACK_SIGNAL)
         if self._crashes:
             faulthandler.disable()
+            self._undo()
 
 
 class StackReader:
@@ -113,11 +118,12 @@ def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
     Args:
         of_worker: in the last that a data worker wrote; its rank may have been asked by somebody else, too.
     """
+    text = uncaught.without_handler(text)
     threads = re.split(r"^(?=Thread 0x|Current thread )", text, flags=re.MULTILINE)
     if of_worker:
         threads = [thread for thread in threads if " in _worker_loop\n" in thread] or [""]
     # The kernel gives a signal to the main thread, if it can; and the main thread is always written last.
-    chosen = [thread for thread in threads if thread.startswith("Current")] or threads
+    chosen = [each for each in threads if each.startswith("Current") and _FRAME.search(each)] or threads
     return [(file, line, function) for file, line, function in _FRAME.findall(chosen[-1])]
 
 
@@ -157,4 +163,5 @@ def _within(file: str, parts: tuple[str, ...]) -> bool:
 
 
 def _is_others(file: str) -> bool:
-    return file.startswith("<") or any(file.startswith(str(folder) + os.sep) for folder in _OTHERS)
+    in_library = file.startswith(sysconfig.get_path("stdlib") + os.sep)
+    return file.startswith("<") or in_library or not _INSTALLED.isdisjoint(Path(file).parts)

@@ -7,8 +7,8 @@ UNHEARD_S = 2.0  # a host that reports again and again, and then does not for so
 ASLEEP_S = 3.0  # a watch that has not looked for so long is kept from it: its process holds the interpreter
 _FAR = 10  # batches of an evaluation: see _stuck
 _MISMATCH = (
-    "gloo aborts a rank that is sent another size than it waits for, and prints both: then the fault is that "
-    "ranks, perhaps others, call different collectives, or with different dtypes or shapes"
+    "gloo aborts a rank that is sent another size than it waits for: then the fault is that ranks, perhaps "
+    "others, call different collectives, or with different dtypes or shapes"
 )
 _WORDS = {
     "set_up": "the set-up",
@@ -136,8 +136,10 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
         worker = f"; {first.worker}" if first.worker else ""
         return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
     ending = first.ending or "is gone without a word"
-    mismatch = f"; {_MISMATCH}" if "SIGABRT" in ending else ""
-    return _verdict(first, "died", f"{ending}, in {first.doing}{at}{mismatch}")
+    if ending.endswith("SIGABRT") or "preamble" in ending:  # by an unknown reason, or by gloo's words
+        others = [f"rank {rank.rank} at {rank.where}" for rank in ranks if rank is not first and rank.where]
+        at += "; ".join(["", _MISMATCH, *others])
+    return _verdict(first, "died", f"{ending}, in {first.doing}{at}")
 
 
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:

@@ -235,7 +235,8 @@ class Watch:
         almost_late = max(rank.silent_s for rank in here) > 0.8 * self._timeout_s
         # All may be in one phase, as in a gather of FSDP: only their stacks tell who does not wait.
         still = stand_still(everyone, max(1.0, self._timeout_s / 10))
-        if (pressing or since_symptom > 1 or almost_late or still) and self._take_stacks():
+        aborted = any("SIGABRT" in (rank.ending or "") for rank in here)  # where the others are tells why
+        if (pressing or since_symptom > 1 or almost_late or still or aborted) and self._take_stacks():
             return  # look again, knowing more
         verdict = judge(everyone, self._timeout_s, pressing)
         counts = self._reports.counts if self._reports else {}

@@ -1,0 +1,47 @@
+"""The words of a C++ exception that nobody catches, such as gloo's, kept where neighbours read stacks.
+
+libstdc++ prints them to stderr, which no other process sees, and then aborts.
+"""
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+
+_HANDLER = ctypes.CFUNCTYPE(None)
+_WORDS = re.compile(r"^  what\(\):\s+(?:\[[^]]*\]\s*)?(.+)", re.MULTILINE)  # gloo's begin with [file:line]
+
+
+def tell(fd: int) -> Callable[[], None]:
+    """Have them printed to `fd` from now on; what is returned undoes it. Does nothing without libstdc++."""
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+        set_terminate = library._ZSt13set_terminatePFvvE  # std::set_terminate
+    except (OSError, AttributeError):
+        return lambda: None
+    set_terminate.restype, set_terminate.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def before_abort() -> None:
+        os.dup2(fd, 2)
+        its_own()  # prints, and aborts
+
+    handler = _HANDLER(before_abort)
+    address = set_terminate(ctypes.cast(handler, ctypes.c_void_p))
+    its_own = _HANDLER(address)
+
+    def undo() -> None:
+        set_terminate(address)
+        assert handler  # it must live as long as it may be called
+
+    return undo
+
+
+def words(text: str) -> str | None:
+    """What the last exception said, of what a process that aborted has written."""
+    found = _WORDS.findall(text)
+    return found[-1] if found else None
+
+
+def without_handler(text: str) -> str:
+    """`text` without the frames of `tell`'s own, which stand in the thread that aborted."""
+    return re.sub(r'^  File ".*", line \d+ in before_abort\n', "", text, flags=re.MULTILINE)
