@@ -1,4 +1,4 @@
-"""A parameter server without steps in common: stale-synchronous (max_staleness=K) or asynchronous (inf)."""
+"""A parameter server without common steps: stale-synchronous (max_staleness=K) or asynchronous (inf)."""
 
 import dataclasses
 import math
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class AsyncParameterServer(ParameterServer):
-    """Each push is an update of its own, of gradients / workers; all ranks meet after a round of steps.
+    """Each push is a separate update, of gradients / workers; all ranks meet after a round of steps.
 
-    A push's loss is the mean over its own labels that count, be they more or fewer than those of others.
-    A round goes to the next step at which the loop looks at the run as a whole: logs, saves, evaluates.
-    A push whose gradients are not finite is applied by no server, and ends the run once the pushes that are
-    under way have been applied; nothing of that round is saved.
+    A push's loss is the mean over its own counted labels, more or fewer than those of other pushes.
+    A round lasts until the next step at which the loop logs, saves or evaluates.
+    A push whose gradients are not finite is applied by no server, and ends the run once the pushes in flight
+    have been applied; nothing of that round is saved.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class AsyncParameterServer(ParameterServer):
             "without bound" if math.isinf(self._max_staleness) else f"at most {settings.max_staleness} ahead"
         )
         self.notes.append(
-            f"parameter_server: asynchronous, a worker is {bound}; run_dir/arrivals tells the order"
+            f"parameter_server: asynchronous, a worker is {bound}; run_dir/arrivals records the order"
         )
 
     def _connect(self, model: nn.Module) -> None:
@@ -95,12 +95,12 @@ class AsyncParameterServer(ParameterServer):
         super().begin(state)
         self._state, self._num_updates = state, 0
 
-    # ---- what a round is made of
+    # ---- parts of a round
 
     def train_step(self, context: "TrainingContext", batches: "Batches") -> StepResult:
         """Make a round: the steps up to the next after which all ranks meet, or fewer (a collective).
 
-        Parameters change with each part of a step that a rank is done with, in an order nobody knows before.
+        Parameters change with each finished part of a step, in an order that is not known in advance.
 
         Raises:
             NonFiniteLossError: on all ranks; gradients that are not finite were not applied.
@@ -122,13 +122,13 @@ class AsyncParameterServer(ParameterServer):
             if not self.trains:
                 heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
         heartbeat.enter("optimizer")
-        # However long a round is: no collective may wait for it, and whoever is done is ahead of who is not.
+        # No collective may wait for a round, which may be long: ranks that are done are ahead of the others.
         made = self._end_round()
         self._compare_once()
         context.agreement.start(loss, context.stop_request.is_set, batches.more)
         stop, _ = context.agreement.finish(
             f"a step up to {last}",
-            "servers had applied what came before, and nothing was saved",
+            "servers had applied earlier pushes, and nothing was saved",
         )
         grad_norm = self._mean_norm() if context.settings.clip_grad_norm is not None or log_now else None
         if not self.serves:
@@ -141,13 +141,13 @@ class AsyncParameterServer(ParameterServer):
         return StepResult(loss, grad_norm, stop, leaves_a_step(context, progress))
 
     def _parts(self) -> Iterator[tuple[int, int]]:
-        """The parts that this worker is given, as (step of the round, replica)."""
+        """The parts assigned to this worker, as (step of the round, replica)."""
         assert self._async_worker is not None
         while (part := self._async_worker.draw()) is not None:
             yield part
 
     def _turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
-        """Serve a round of at most so many steps; once for each part that is this process's to compute."""
+        """Serve a round of at most `steps` steps; yields once for each part that this process computes."""
         self._stops, recorded = stops, self._recorded_round(steps)
         if self._async_server is not None:
             events = None if recorded is None else recorded[self.servers.index(self.dist.rank)]
@@ -159,7 +159,7 @@ class AsyncParameterServer(ParameterServer):
                     yield
 
     def _recorded_round(self, steps: int) -> list[list[str]] | None:
-        """Each server's events. Raises UserError, on all ranks: there is no such round."""
+        """Each server's recorded events. Raises UserError on all ranks if the round is not recorded."""
         if self._recorded is None:
             return None
         first = self._state.progress.step
@@ -183,12 +183,12 @@ class AsyncParameterServer(ParameterServer):
             self._pulled = False
 
     def _norm(self) -> Tensor:
-        """Of this worker's own gradients."""
+        """The norm of this worker's own gradients."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return nn.utils.get_total_norm(gradients)
 
     def _commit(self) -> None:
-        """The worker's last word on a push; a gradient alone is clipped alone."""
+        """End the worker's push; each push's gradient is clipped separately."""
         assert self._async_worker is not None
         norm = float(self._norm())
         clipped = 1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
@@ -198,7 +198,7 @@ class AsyncParameterServer(ParameterServer):
             parameter.grad = None
 
     def _apply(self, gradients: dict[int, Tensor], there: Tensor) -> None:
-        """The server's update, in the thread that received the push."""
+        """Update the server's parameters, in the thread that received the push."""
         self._give_gradients(gradients, there)
         looks = not self._num_updates and len(self.servers) > 1
         with NoCollectives(_OF_OPTIMIZERS) if looks else nullcontext():
@@ -237,24 +237,24 @@ class AsyncParameterServer(ParameterServer):
     def _refused(self, rank: int) -> NonFiniteLossError:
         return NonFiniteLossError(
             f"the norm of the gradients of {self.dist.place(rank)} is NaN or Inf; no server applied them. "
-            "Lower optim.lr, set train.clip_grad_norm, or look at the data of that rank",
+            "Lower optim.lr, set train.clip_grad_norm, or check the data of that rank",
             ranks=(rank,),
         )
 
     def _mean_norm(self) -> Tensor:
-        """Of the round's gradients, each of which was clipped alone (a collective)."""
+        """The mean norm of the round's gradients, each clipped separately (a collective)."""
         norms = torch.tensor(self._norms, device=self.device)
         self._norms = [0.0, 0.0]
         dist.all_reduce(norms)
         return norms[0] / norms[1]
 
-    # ---- what others look at
+    # ---- state and figures
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
         return []
 
     def _of_timeline(self, timeline: Timeline) -> dict[str, float]:
-        return timeline.means()  # no word of arrivals: passes of workers do not belong together
+        return timeline.means()  # no arrivals: workers' passes are independent
 
     def metrics(self) -> dict[str, float]:
         found = super().metrics()
@@ -279,7 +279,7 @@ class AsyncParameterServer(ParameterServer):
         return "\n".join([super().summary(), "pushes by the updates that their values lacked:", *lines])
 
     def _staleness(self) -> dict[int, int]:
-        """Of the first server, over the run (a collective)."""
+        """The staleness counts of the first server, over the run (a collective)."""
         box = [dict(self._async_server.staleness) if self._async_server is not None else {}]
         dist.broadcast_object_list(box, src=self.servers[0])
         return box[0]
@@ -290,7 +290,7 @@ class AsyncParameterServer(ParameterServer):
             with super()._plain_errors():
                 yield
         except OutOfOrderError as error:
-            raise RuntimeError(f"rank {self.dist.rank} serves no more: {error}") from error
+            raise RuntimeError(f"rank {self.dist.rank} has stopped serving: {error}") from error
 
 
 _OF_OPTIMIZERS = (
@@ -301,7 +301,7 @@ _OF_OPTIMIZERS = (
 
 
 def steps_until_all_meet(context: "TrainingContext") -> int:
-    """Steps to the next one after which the loop logs, saves or evaluates, or the epoch or the run ends."""
+    """The number of steps until the loop logs, saves or evaluates, or the epoch or the run ends."""
     now, ahead = context.state.progress, dataclasses.replace(context.state.progress)
     while True:
         ahead.advance(context.settings.global_batch_size, leaves_a_step(context, ahead))
@@ -313,5 +313,5 @@ def steps_until_all_meet(context: "TrainingContext") -> int:
 
 
 def leaves_a_step(context: "TrainingContext", progress: Progress) -> bool:
-    assert context.train_loader.num_samples is not None, "a stream hands out no parts"
+    assert context.train_loader.num_samples is not None, "a stream assigns no parts"
     return progress.leaves_a_step(context.settings.global_batch_size, context.train_loader.num_samples)

@@ -1,4 +1,4 @@
-"""What all workers say of their pulls and pushes, brought together: for the log, for the table at the end."""
+"""All workers' statistics of pulls and pushes, combined for the log and for the table at the end."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class ExchangeStats:
-    """On every rank, which all ask at the same time.
+    """Created on every rank; all ranks call its methods at the same time.
 
     Args:
         servers, workers: their ranks.
         held: bytes on each server.
-        replica: this rank's, where it works.
+        replica: this rank's, if it is a worker.
         of_timeline: a worker's figures of its timeline.
     """
 
@@ -33,7 +33,7 @@ class ExchangeStats:
     ) -> None:
         self._servers, self._workers, self._held = servers, workers, held
         self._replica, self._of_timeline = replica, of_timeline
-        self._seen: Timeline | None = None  # the first worker's, as of the last call of metrics
+        self._seen: Timeline | None = None  # the first worker's, at the last call of metrics
 
     def metrics(self) -> dict[str, float]:
         """Means per step since the last call (a collective): bytes by server, waits by worker."""
@@ -55,14 +55,14 @@ class ExchangeStats:
         return {"comm/buckets": draw(self._seen)} if self._seen is not None else {}
 
     def summary(self) -> str:
-        """Of the run as a whole (a collective)."""
+        """The table of the whole run (a collective)."""
         timeline = self._replica.timeline if self._replica is not None else None
         totals = self._of_workers((timeline, self._replica.client.totals() if self._replica else {}))
         lines = [table(totals[0][0])] if totals[0][0] is not None else []
         return "\n".join([*lines, *self._lines([own for _, own in totals])])
 
     def _lines(self, workers: Sequence[Mapping[str, float]]) -> Iterator[str]:
-        """What went to and from each server, and how long each worker waited for values, over the run."""
+        """The traffic of each server, and how long each worker waited for values, over the run."""
         for number, server in enumerate(self._servers):
             moved = sum(own[f"bytes/{number}"] for own in workers)
             held = self._held[number]
@@ -72,7 +72,7 @@ class ExchangeStats:
             yield f"worker, rank {worker}: waited {waited:.2f} ms a pull for values"
 
     def _of_workers(self, value: Any) -> list[Any]:
-        """What every worker has to say, on every rank (a collective)."""
+        """The `value` of every worker, on every rank (a collective)."""
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, value if self._replica is not None else None)
         return [everyones[worker] for worker in self._workers]

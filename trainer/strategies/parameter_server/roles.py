@@ -4,16 +4,17 @@ from trainer.errors import UserError
 
 
 def roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
-    """The ranks that serve, and those that work: `servers` of the first and all others, or with "all" each.
+    """The ranks of servers and of workers: the first `servers` and all others, or with "all" every rank in
+    both.
 
     Raises:
-        UserError: too few ranks for so many servers.
+        UserError: too few ranks for the number of servers.
     """
     ranks = list(range(world_size))
     if servers == "all":
         if world_size == 1:
             raise UserError(
-                "strategy.servers=all makes every rank a server and a worker, and there is one rank; start "
+                "strategy.servers=all makes every rank a server and a worker, but there is one rank; start "
                 "several (torchrun --nproc_per_node=2), or take strategy=single"
             )
         return ranks, ranks
@@ -23,7 +24,7 @@ def roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
             f"strategy.servers={count} leaves no worker among {world_size} ranks; start "
             f"{count + 1} or more, take strategy.servers={max(1, world_size - 1)} or less, or servers=all"
             if world_size > 1
-            else f"strategy.servers={count} needs {count} ranks beside the workers, and there is one rank; "
+            else f"strategy.servers={count} needs {count} ranks beside the workers, but there is one rank; "
             f"start {count + 1} or more (torchrun --nproc_per_node={count + 1}), or take strategy=single"
         )
     return ranks[:count], ranks[count:]

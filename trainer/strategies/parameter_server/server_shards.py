@@ -1,4 +1,4 @@
-"""The model as its servers hold it: the names of the module, no code, and parameters in shards."""
+"""The model as its servers hold it: the module's names, without code, and parameters in shards."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,11 +11,11 @@ from trainer.comm.parameter_server.layout import ShardedBucket, rows_of
 
 
 class ServerShards:
-    """One rank's shard of every parameter, as DTensors over the servers; of ranks that serve not, nothing.
+    """One rank's shard of every parameter, as DTensors over the servers; empty on ranks that are no servers.
 
     Attributes:
-        values: a flat tensor for each bucket, to be sent: what the parameters were when `pack` was called.
-        parameters: by name; each has memory of its own, as a checkpoint's copy wants it.
+        values: a flat tensor for each bucket, to be sent: the parameters at the last call of `pack`.
+        parameters: by name; each has its own memory, as a checkpoint's copy needs it.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class ServerShards:
         }
 
     def of(self, flat: Mapping[int, Tensor]) -> dict[str, DTensor]:
-        """What `flat`, by bucket, holds: tensors by the names of parameters, sharing its memory."""
+        """The tensors in `flat`, which is by bucket, by parameter name; they share its memory."""
         return {name: self._sharded(name, value) for part in self._split(flat) for name, value in part}
 
     def _split(self, flat: Mapping[int, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
-        """This rank's rows of each parameter, as they lie in `flat`; none, where it does not serve."""
+        """This rank's rows of each parameter in `flat`; empty if it is not a server."""
         for index, values in flat.items():
             bucket, found = self._buckets[index], []
             for number, name in enumerate(bucket.names):
@@ -65,14 +65,14 @@ class ServerShards:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Bring `values` up to date."""
+        """Update `values` from the parameters."""
         for part in self._split(dict(enumerate(self.values))):
             for name, target in part:
                 target.copy_(self._locals[name])
 
     @torch.no_grad()
     def take(self, name: str, value: Tensor) -> None:
-        """Keep this rank's rows of a whole parameter."""
+        """Copy this rank's rows of a whole parameter."""
         local = self._locals[name]
         if self.server is not None and len(local):
             begin, _ = rows_of(len(value), self._mesh.size(), self.server)
@@ -80,9 +80,10 @@ class ServerShards:
 
 
 def named_alike(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
-    """A module with the names of `model` and of all in it, its buffers and extra state, and other parameters.
+    """A module with the names of `model` and its submodules, its buffers and extra state, and other
+    parameters.
 
-    A buffer that a forward pass assigns to its name, or registers, is there, too.
+    A buffer that a forward pass assigns or registers later is included, too.
     """
     made = {module: _keeper(module) for module in model.modules()}
     for module, copy in made.items():
@@ -95,14 +96,14 @@ def named_alike(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter
 
 
 def _keeper(module: nn.Module) -> nn.Module:
-    """An empty module that gives and takes the extra state of `module`, where that has any."""
+    """An empty module that passes on the extra state of `module`, if it has any."""
     names = ("get_extra_state", "set_extra_state")
     own = {name: staticmethod(getattr(module, name)) for name in names if _overrides(module, name)}
     return type(type(module).__name__, (nn.Module,), own)() if own else nn.Module()
 
 
 def extra_states(model: nn.Module) -> list[nn.Module]:
-    """The modules within that have an extra state."""
+    """The submodules with extra state."""
     return [module for module in model.modules() if _overrides(module, "get_extra_state")]
 
 

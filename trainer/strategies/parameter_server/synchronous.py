@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class ParameterServer(Strategy):
-    """Synchronous: each step all workers pull, compute and push; the servers aggregate and update.
+    """Synchronous: in each step all workers pull, compute and push; the servers aggregate and update.
 
-    A server keeps its shard in host memory and its optimizer state beside it; the ways between ranks are
-    gloo's, also where workers compute on GPUs. A rank that only serves runs no forward pass in training:
-    it gets buffers and extra state from the first worker, and what else a module keeps stays as built there.
+    A server keeps its shard and its optimizer state in host memory; the links between ranks use
+    gloo, even if workers compute on GPUs. A rank that is only a server runs no forward pass in training:
+    it gets buffers and extra state from the first worker; all else in a module stays as built there.
     """
 
     gradients_differ = True
@@ -51,7 +51,7 @@ class ParameterServer(Strategy):
         self.servers, self.workers = roles(settings.servers, dist_.world_size)
         self.num_replicas = len(self.workers)
         self.serves, self.trains = dist_.rank in self.servers, dist_.rank in self.workers
-        # Of a rank that only serves: nobody's, so that it draws numbers of its own.
+        # A rank that is only a server has an unused number, so that it draws different random numbers.
         self.replica = self.workers.index(dist_.rank) if self.trains else self.num_replicas + dist_.rank
         self._mesh = DeviceMesh("cpu", self.servers)
         self.notes.append(
@@ -59,8 +59,8 @@ class ParameterServer(Strategy):
             + ("; every rank is both" if settings.servers == "all" else "")
         )
         self._pulled = False  # in this step
-        self._compared = False  # what buffers the ranks have, since the first step
-        self._meets_nobody = settings.servers != "all"  # whether a pass of a worker's is no other rank's
+        self._compared = False  # the ranks' buffers, after the first step
+        self._meets_nobody = settings.servers != "all"  # whether a worker's pass needs no other rank
         self._is_first_pass: bool | None = None  # of training; None before it
         self._replica: WorkerCopy | None = None
         self._server: Server | None = None
@@ -115,7 +115,7 @@ class ParameterServer(Strategy):
         if self._server is not None:
             self._finish_serving()
 
-    # ---- what a step is made of
+    # ---- parts of a step
 
     def begin_step(self) -> None:
         if self._server is not None:
@@ -154,13 +154,13 @@ class ParameterServer(Strategy):
 
     def update(self, state: TrainState) -> None:
         for parameter in self._parameters.values():
-            parameter.grad = None  # a worker's own, of its data alone
+            parameter.grad = None  # a worker's own gradient, of its data only
         super().update(state)
         self._compare_once()
 
     def _give_gradients(self, gradients: Mapping[int, Tensor], there: Tensor) -> None:
-        """Make `gradients`, by bucket, those of the shard; of parameters that had any."""
-        # Also of what this server has no row of: all servers keep state of the same parameters.
+        """Set `gradients`, by bucket, as those of the shard, for parameters that had any."""
+        # Also without rows on this server: all servers keep state of the same parameters.
         none = {b.index: torch.empty(0, dtype=b.dtype) for b in self.buckets if b.trainable}
         sharded, had = self._shards.of(none | dict(gradients)), iter(there.tolist())
         for name, parameter in self._shards.parameters.items():
@@ -174,7 +174,7 @@ class ParameterServer(Strategy):
         dist.broadcast(norm, src=self.servers[0])
         return norm
 
-    # ---- what others look at
+    # ---- state and figures
 
     def owned(self, model: nn.Module) -> nn.Module:
         return self.owned_model
@@ -185,15 +185,15 @@ class ParameterServer(Strategy):
         )
         if averaged and not set(self.servers) <= set(self.workers):
             raise UserError(
-                "ema.decay averages running statistics, too, and a rank that only serves has none; take "
+                "ema.decay averages running statistics, too, but a rank that is only a server has none; take "
                 "strategy.servers=all, or ema.decay=null"
             )
         if not self.serves:
-            state.optimizer.state.clear()  # a checkpoint's: the servers have it
+            state.optimizer.state.clear()  # loaded from a checkpoint: the servers have it
         self._refresh()
 
     def sync_buffers(self, model: nn.Module) -> None:
-        """Give every rank the values that the servers hold, and the buffers of the first worker."""
+        """Send every rank the servers' values, and the buffers of the first worker."""
         self._refresh()
         self.collect(model)
 
@@ -213,7 +213,7 @@ class ParameterServer(Strategy):
                 unpack(bucket, number, message, self._parameters)
 
     def collect(self, model: nn.Module) -> None:
-        """Give every rank the buffers of the first worker, and ranks that only serve its extra state, too."""
+        """Send every rank the buffers of the first worker, and servers its extra state, too."""
         self._compare_buffers()
         broadcast_tensors(self.owned_model.buffers(), src=self.workers[0])
         if not (keepers := extra_states(model)):
@@ -225,31 +225,31 @@ class ParameterServer(Strategy):
                 keeper.set_extra_state(state)
 
     def _compare_once(self) -> None:
-        """To be called after each step (a collective in the first)."""
+        """Called after each step (a collective in the first)."""
         if not self._compared:
             self._compare_buffers()
             self._compared = True
 
     def _compare_buffers(self) -> None:
-        """UserError on every rank alike where a forward pass made or resized some that others have not."""
+        """Raise UserError on every rank if a forward pass created or resized buffers on some ranks only."""
         named = self.owned_model.named_buffers()
         mine = {f"the buffer {name}": f"{value.dtype} of {tuple(value.shape)}" for name, value in named}
         compare_across_ranks(
             mine,
             self.dist,
-            "under strategy=parameter_server a rank that only serves runs no forward pass in training: "
+            "under strategy=parameter_server a rank that is only a server runs no forward pass in training: "
             "register buffers in __init__, in their final size, or take strategy=ddp",
         )
 
     def evaluators(self, rank: int) -> tuple[int, int]:
-        """Also ranks that only serve: they have nothing else to do meanwhile."""
+        """All ranks evaluate, servers too, which would be idle otherwise."""
         return self.dist.world_size, rank
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
         return [tuple(self.workers)] if self.num_replicas > 1 else []
 
     def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        """The workers' copies of the parameters, as they were pulled last."""
+        """The workers' copies of the parameters, as last pulled."""
         yield from self._parameters.items()
 
     def _of_timeline(self, timeline: Timeline) -> dict[str, float]:
@@ -302,5 +302,5 @@ def _shape(parameter: nn.Parameter) -> Tensor:
 
 
 def _group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of `ranks`, which all ranks make."""
+    """A gloo group of `ranks`, created by all ranks."""
     return cast(dist.ProcessGroup, dist.new_group(ranks, timedelta(seconds=timeout_s), backend="gloo"))

@@ -1,4 +1,4 @@
-"""A worker's copy of the model: modules wait for their values, gradients leave as soon as they are there."""
+"""A worker's copy of the model: modules wait for their values, gradients are sent as soon as they exist."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -18,15 +18,15 @@ from trainer.errors import UserError
 
 
 class WorkerCopy:
-    """Hooks on `model` that pull and push by way of `client`.
+    """Hooks on `model` that pull and push through `client`.
 
-    A module's values are waited for when its turn comes; those that the code of another uses before
-    (`self.head.weight`), when it does. A compiled model waits for all.
+    A module's values are waited for when it is called, or when the code of another module uses them before
+    (`self.head.weight`). A compiled model waits for all.
 
     Args:
-        buckets: as the client has them.
-        compiled: whether hooks of modules would cut the graph.
-        enter: told `("all_reduce", bucket)` of each bucket before it is handed on.
+        buckets: the client's.
+        compiled: whether hooks of modules would split the graph.
+        enter: called with `("all_reduce", bucket)` before each bucket is sent.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class WorkerCopy:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         bucket_of = {name: bucket for bucket in buckets if bucket.trainable for name in bucket.names}
         self._buckets = {bucket.index: bucket for bucket in bucket_of.values()}
-        # Parameters whose gradients are still to come, by bucket, in this backward pass.
+        # Parameters without a gradient so far in this backward pass, by bucket.
         self._waiting: dict[int, set[Tensor]] = {}
         self._pushes: list[Future[Any]] = []
         self._pushing = False
         self._worker = Worker(self._push)
-        # What an asynchronous exchange says before a push, and after it.
+        # What an asynchronous exchange sends before a push, and after it.
         self.before_push: Callable[[], None] = lambda: None
         self.commit: Callable[[], None] = client.commit
         self._bucket_of = {
@@ -97,7 +97,7 @@ class WorkerCopy:
         waiting = self._waiting[index]
         if parameter not in waiting:
             raise UserError(
-                f"strategy=parameter_server sends a gradient as soon as it is there, and that of "
+                f"strategy=parameter_server sends a gradient as soon as it exists, but that of "
                 f"{self._names[parameter]} came in several parts of one backward pass, as with reentrant "
                 "activation checkpoints; take torch.utils.checkpoint's use_reentrant=False"
             )
@@ -119,13 +119,13 @@ class WorkerCopy:
         return _NOTHING
 
     def _flush(self) -> None:
-        """Push what has had no gradient, and wait for all; also for values that nobody has used."""
+        """Push buckets without gradients, and wait for all, including unused values."""
         self.client.settle_all()
         for index in reversed(self._waiting):
             if self._waiting[index]:
                 self._submit(index)
         pushes, self._pushes = self._pushes, []
-        with suppress(Exception):  # told in torch's words; the worker has the error itself
+        with suppress(Exception):  # torch's version; the worker has the original error
             torch.futures.wait_all(pushes)
         if self._worker.error is not None:
             raise self._worker.error
@@ -136,7 +136,7 @@ _NOTHING = torch.empty(0)
 
 
 class _Uses(TorchFunctionMode):
-    """Waits for the values of a parameter that is used, wherever that is."""
+    """Waits for the values of a parameter when any code uses it."""
 
     def __init__(self, bucket_of: Mapping[nn.Parameter, int], client: Client) -> None:
         super().__init__()
