@@ -235,5 +235,5 @@ def test_all_strategies_are_compared_and_one_that_refuses_the_run_says_why(
     with pytest.raises(SystemExit) as end:  # the first one's words, where all refuse
         main([*BARE, "data.dataset={_target_: tests.user_parts.Stripes}", ROWS[0], "--world", "2"])
     said = capsys.readouterr().err
-    assert end.value.code == 2 and "take strategy=ddp with comm=native" in said
+    assert end.value.code == 2 and "use strategy=ddp with comm=native" in said
     assert said.count("strategy=parameter_server") == 1
