@@ -34,7 +34,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "data": "errors faults",
-        "distributed": "config errors faults launch local_shard",
+        "distributed": "config errors faults files launch local_shard",
     },
     {
         "checkpoint": "config distributed errors faults files local_shard optim",

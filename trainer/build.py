@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.checkpoint import Agreement, weights_for
+from trainer.checkpoint import weights_for
 from trainer.config import Config, DataConfig, model_settings
 from trainer.config.instantiate import instantiate
 from trainer.data.device import Normalise, ToDevice
@@ -17,6 +17,7 @@ from trainer.data.loading.base import EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import eval_loader, train_loader
 from trainer.data.transforms import Transformed, mirrored_at_random
+from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.meta_init.deferred import Deferred

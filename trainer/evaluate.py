@@ -39,7 +39,7 @@ def evaluate(
 
 
 def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
-    from trainer.distributed.process_group import on_main
+    from trainer.distributed.agreement import on_main
     from trainer.inference import evaluation  # torch is loaded only once the settings are good
     from trainer.inference.restore import evaluates_ema, held_out, restored_run
 

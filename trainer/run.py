@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from trainer.build import build_model, build_task, build_to_device, load_data, start_from
-from trainer.checkpoint import Agreement, Checkpointer, saved_seed
+from trainer.checkpoint import Checkpointer, saved_seed
 from trainer.config import Config, TrainConfig, UnitsConfig, flatten, to_yaml
 from trainer.data.loading.batch import split_batch
 from trainer.distributed import backend_flags
-from trainer.distributed.process_group import Dist, compare_across_ranks, on_main, process_group
+from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
+from trainer.distributed.process_group import Dist, process_group
 from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError, writing
 from trainer.faults import exit_report

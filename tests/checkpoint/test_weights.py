@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import Agreement, load_weights
+from trainer.checkpoint import load_weights
+from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 
 

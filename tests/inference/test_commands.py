@@ -21,9 +21,10 @@ from tests.programs import finish, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings, train
 from trainer import api, evaluate, predict, sample
-from trainer.checkpoint import Alone, read_model
+from trainer.checkpoint import read_model
 from trainer.config import to_yaml
 from trainer.config.saved_run import saved_settings
+from trainer.distributed.agreement import Alone
 from trainer.distributed.process_group import process_group
 from trainer.errors import UserError
 from trainer.files.atomic_file import output_file

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint import full, sharded
-from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, write_text
@@ -30,6 +29,7 @@ from trainer.checkpoint.store import Retention, Store
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed import seeding
+from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteLossError, UserError
 from trainer.files.untrusted import printable, reason

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from trainer.checkpoint.agreement import Agreement
 from trainer.checkpoint.matching import model_targets
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import Store, best_checkpoint
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
+from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.optim.train_state import buffers_outside
 

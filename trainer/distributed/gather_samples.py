@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.process_group import Dist, compare_across_ranks
+from trainer.distributed.agreement import compare_across_ranks
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 
 Rows = dict[str, Tensor]

@@ -2,13 +2,13 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -150,47 +150,6 @@ def _is_of_communication(error: BaseException) -> bool:
             return True
         seen = seen.__cause__
     return False
-
-
-def compare_across_ranks(
-    facts: Mapping[str, Any],
-    dist_: Dist,
-    way_out: str = "start every host with the same command, code and data",
-) -> None:
-    """Raise if `facts` (name to printable value) differ between ranks (a collective).
-
-    Raises:
-        UserError: names the first rank that differs from rank 0, the key and both values; on every rank.
-    """
-    gathered: list[Mapping[str, Any]] = [{}] * dist_.world_size
-    dist.all_gather_object(gathered, dict(facts))
-    reference = gathered[0]
-    for rank, theirs in enumerate(gathered):
-        for key in sorted(reference.keys() | theirs.keys()):
-            if reference.get(key) != theirs.get(key):
-                raise UserError(
-                    f"{dist_.place(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
-                    f"{reference.get(key)!r}; {way_out}"
-                )
-
-
-def on_main(action: Callable[[], _T], dist_: Dist) -> _T:
-    """Call `action` on rank 0 only, and return its result on every rank (a collective).
-
-    Raises:
-        UserError: the one that `action` raised, on every rank.
-    """
-    box: list[Any] = [None, None]
-    if dist_.is_main:
-        try:
-            box = [action(), None]
-        except UserError as error:
-            box = [None, str(error)]
-    dist.broadcast_object_list(box, src=0)
-    value, message = box
-    if message is not None:
-        raise UserError(message)
-    return cast(_T, value)
 
 
 @torch.no_grad()

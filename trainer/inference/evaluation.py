@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from trainer.data.device import ToDevice
 from trainer.data.loading.base import EvalLoader
+from trainer.distributed.agreement import on_main
 from trainer.distributed.gather_samples import Rows, SampleGather
-from trainer.distributed.process_group import Dist, on_main, sum_over_ranks
+from trainer.distributed.process_group import Dist, sum_over_ranks
 from trainer.distributed.seeding import rng_state, set_rng_state
 from trainer.errors import UserError
 from trainer.loggers import RunLog

@@ -14,12 +14,13 @@ from torch import nn
 from tqdm import tqdm
 
 from trainer.build import build_dataset, build_model, build_task, build_to_device, load_held_out
-from trainer.checkpoint import Agreement, Alone, Source, read_averages, read_model
+from trainer.checkpoint import Source, read_averages, read_model
 from trainer.config import Config, flatten
 from trainer.config.overrides import leaves
 from trainer.data.loading.base import EvalLoader
 from trainer.data.loading.batch import BatchSplit, split_batch
-from trainer.distributed.process_group import Dist, compare_across_ranks, process_group
+from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
+from trainer.distributed.process_group import Dist, process_group
 from trainer.distributed.seeding import rng_state, seed_everything, set_rng_state
 from trainer.errors import UserError
 from trainer.inference.evaluation import ModelContext

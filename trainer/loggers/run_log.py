@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trainer.config import Config, flatten
 from trainer.config.instantiate import instantiate
-from trainer.distributed.process_group import Dist, on_main
+from trainer.distributed.agreement import on_main
+from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, writing
 from trainer.loggers.base import METHODS, Logger
 from trainer.run_dir.console import ProgressBar

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 
@@ -94,9 +95,7 @@ class UsedParameters:
         self._work.wait()
         self._work = None
         if self._range.sum():
-            everyones = [b""] * self._dist.world_size
-            dist.all_gather_object(everyones, self._used, group=self._group)
-            raise UserError(_verdict(self._names, everyones))
+            raise UserError(_verdict(self._names, gather_objects(self._used, self._group)))
 
 
 def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:

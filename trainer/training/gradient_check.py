@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteLossError
 from trainer.local_shard import to_local
@@ -103,10 +104,8 @@ class GradientCheck:
         """Raise if a gradient is not finite, and name it (a collective if ranks hold different gradients)."""
         names = {parameter: name for name, parameter in parameter_names(state.model)}
         bad = [names[parameter] for parameter, gradient in held if not _is_finite(gradient)]
-        everyones = [(bad, self._is_to_blame())]
-        if self._differ:
-            everyones *= self._dist.world_size
-            dist.all_gather_object(everyones, everyones[0])
+        own = bad, self._is_to_blame()
+        everyones = gather_objects(own) if self._differ else [own]
         found = list(dict.fromkeys(name for names, _ in everyones for name in names))
         if not found and norm is None:
             return

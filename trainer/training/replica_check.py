@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import ReplicasDifferError
 from trainer.local_shard import to_local
@@ -77,9 +78,7 @@ class ReplicaCheck:
         dist.all_gather_into_tensor(gathered, mine)
         by_rank = gathered.tolist()
         if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
-            everyones: list[dict[str, int]] = [{}] * self._dist.world_size
-            dist.all_gather_object(everyones, hashes)
-            raise self._verdict(step, by_rank, everyones)
+            raise self._verdict(step, by_rank, gather_objects(hashes))
         self._checked_at = step
 
     def _hashes(self, state: TrainState) -> dict[str, int]:

@@ -18,7 +18,8 @@ from trainer.comm.parameter_server.server import LayoutError, Mean, Server
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.transport.blame import CommError, PeerError
 from trainer.config import ParameterServerConfig
-from trainer.distributed.process_group import Dist, broadcast_tensors, compare_across_ranks
+from trainer.distributed.agreement import compare_across_ranks
+from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy

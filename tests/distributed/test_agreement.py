@@ -1,0 +1,66 @@
+"""One rank acts, or all do, and each rank hears how it ended."""
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from tests.ranks import RankFailure, run_ranks
+from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
+from trainer.distributed.process_group import Dist
+from trainer.errors import UserError
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def told(action: object) -> str:
+    with pytest.raises(UserError) as raised:
+        action()  # type: ignore[operator]
+    return str(raised.value)
+
+
+def dist_here() -> Dist:
+    return Dist(torch_dist.get_rank(), 0, 2, 2, (0, 0), torch.device("cpu"), "gloo")
+
+
+def heard() -> dict[str, object]:
+    dist = dist_here()
+    files, here = Agreement(dist, 60), f"rank {dist.rank}"
+    return {
+        "one acts": on_main(lambda: here, dist),
+        "one errs": told(lambda: on_main(lambda: fail(UserError(f"{here} errs")), dist)),
+        "one acts on a file": files.on_main(lambda: here),
+        "one meets a full disk": told(lambda: files.on_main(lambda: fail(OSError(f"{here} is full")))),
+        "all act": files.everywhere(lambda: here),
+        "all err": told(lambda: files.everywhere(lambda: fail(UserError("the same")))),
+        "the last errs": told(lambda: files.everywhere(lambda: dist.rank == 1 and fail(KeyError("x")))),
+        "differ": told(lambda: compare_across_ranks({"seed": dist.rank}, dist, "say seed=0")),
+    }
+
+
+def test_every_rank_hears_how_an_action_ended() -> None:
+    first, second = run_ranks(heard, 2)
+    assert (first.pop("all act"), second.pop("all act")) == ("rank 0", "rank 1")
+    assert (
+        first
+        == second
+        == {
+            "one acts": "rank 0",
+            "one errs": "rank 0 errs",
+            "one acts on a file": "rank 0",
+            "one meets a full disk": "OSError: rank 0 is full",
+            "all err": "the same",
+            "the last errs": "rank 1: KeyError: 'x'",
+            "differ": "rank 1 (host 0) differs from rank 0 in seed: 1 against 0; say seed=0",
+        }
+    )
+
+
+def raises_a_fault() -> None:
+    on_main(lambda: fail(ZeroDivisionError("of the user's code")), dist_here())
+
+
+def test_a_fault_of_rank_0_keeps_its_traceback() -> None:
+    with pytest.raises(RankFailure, match="ZeroDivisionError: of the user's code"):
+        run_ranks(raises_a_fault, 1)
