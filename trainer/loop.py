@@ -79,6 +79,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
         result = context.strategy.train_step(context, batches)
         context.count_step(result.loss, result.data_left)
         context.checkpointer.check_once(context.state)
+        context.unsaved_state.look()
         context.replica_check.check_if_due(context.state)
         if settings.logs(progress.step):
             log_begin = time.perf_counter()

@@ -50,6 +50,7 @@ from trainer.training.mfu import model_flops
 from trainer.training.profiler import Profile
 from trainer.training.replica_check import ReplicaCheck
 from trainer.training.step_agreement import StepAgreement
+from trainer.training.unsaved_state import UnsavedState
 from trainer.training.weight_statistics import WeightStatistics
 
 log = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         ),
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
+        unsaved_state=UnsavedState(strategy.unwrap(wrapped), dist.is_main),
         agreement=StepAgreement(dist),
         gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame),
         frozen=Frozen(strategy.unwrap(wrapped)),

@@ -18,6 +18,7 @@ from trainer.training.meter import Meter
 from trainer.training.profiler import Profile
 from trainer.training.replica_check import ReplicaCheck
 from trainer.training.step_agreement import StepAgreement
+from trainer.training.unsaved_state import UnsavedState
 from trainer.training.weight_statistics import WeightStatistics
 
 
@@ -38,6 +39,7 @@ class TrainingContext(ModelContext):
     replica_check: ReplicaCheck
     run_log: RunLog
     weight_statistics: WeightStatistics
+    unsaved_state: UnsavedState
     agreement: StepAgreement
     gradients: GradientCheck
     frozen: Frozen

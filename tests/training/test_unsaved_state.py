@@ -1,0 +1,88 @@
+"""State that no checkpoint holds is named, and what only looks like it is not."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import weight_norm
+
+from tests.runs import train
+from trainer.training.unsaved_state import UnsavedState
+
+
+class Keeper(nn.Module):
+    """Six in, two out; `kept` says what a forward pass leaves for the next."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.layer = kept, nn.Linear(6, 2)
+        if kept == "weight norm":
+            self.layer = weight_norm(self.layer)
+        self.register_buffer("in_buffer", torch.zeros(()))
+        self.rnn, self.passes, self.history, self.hidden = nn.LSTM(2, 2), 0, [0], torch.zeros(2)
+        self.cache: Tensor | None = None
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out = self.layer(rows)
+        self.rnn(out)
+        match self.kept:
+            case "number":
+                self.passes += 1
+            case "list":
+                self.history.append(1)
+            case "tensor":
+                self.hidden = out.detach().mean(0)
+            case "cache":
+                self.cache = torch.ones(3) if self.cache is None else self.cache
+            case "buffer":
+                self.in_buffer += 1
+            case "output":
+                self.cache = out
+        return out
+
+
+class Extra(Keeper):
+    def get_extra_state(self) -> Any:
+        return self.passes
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passes = state
+
+
+def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    unsaved, optimizer = UnsavedState(model, True), torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(4):
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+        unsaved.look()
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for kept, name in {"number": "passes", "list": "history", "tensor": "hidden"}.items():
+        (message,) = warnings_of(nn.Sequential(Keeper(kept)), caplog)
+        assert message.startswith(f"0.{name} changes from step to step"), message
+    for kept in ("", "cache", "buffer", "output", "weight norm"):
+        assert not warnings_of(Keeper(kept), caplog), kept
+    assert not warnings_of(Extra("number"), caplog)
+
+
+def test_a_run_says_so(tmp_path: Path) -> None:
+    train(
+        "model._target_=tests.training.test_unsaved_state.Keeper",
+        "+model.kept=number",
+        "~model.input_shape",
+        "~model.num_classes",
+        "~model.hidden",
+        "data.dataset._target_=tests.user_parts.Stripes",
+        "train.global_batch_size=16",
+        "train.max_steps=3",
+        f"run_dir={tmp_path}",
+    )
+    assert (tmp_path / "train.log").read_text().count("passes changes from step to step") == 1

@@ -1,0 +1,72 @@
+"""What modules keep from step to step and no checkpoint holds, so that a resume is not exact."""
+
+import logging
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from trainer.distributed.gather_shards import as_bytes
+
+log = logging.getLogger(__name__)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, np.generic)
+
+
+class UnsavedState:
+    """Compares the attributes of all modules after the first two steps, and warns of those that changed.
+
+    What the first step makes and the second leaves, such as a cache, is not state. A module that has
+    `get_extra_state` says itself what is saved of it.
+    """
+
+    def __init__(self, model: nn.Module, is_main: bool) -> None:
+        self._model = model
+        self._after_first: dict[str, list[Any]] | None = None
+        self._is_over = not is_main
+
+    def look(self) -> None:
+        """Called after each step."""
+        if self._is_over:
+            return
+        now = _attributes(self._model)
+        if self._after_first is None:
+            self._after_first = now
+            return
+        self._is_over = True
+        if changed := [name for name in now if now[name] != self._after_first.get(name, now[name])]:
+            log.warning(
+                "%s%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
+                "that the one before left, a resumed run will differ; make it a buffer (register_buffer), or "
+                "give its module get_extra_state and set_extra_state",
+                ", ".join(changed[:5]),
+                f" (and {len(changed) - 5} more)" * (len(changed) > 5),
+            )
+        self._after_first = {}
+
+
+def _attributes(model: nn.Module) -> dict[str, list[Any]]:
+    """By name, the numbers, texts and tensors of each attribute that is no parameter, buffer or module."""
+    found = {}
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is nn.Module.get_extra_state:
+            for name, value in vars(module).items():
+                if name not in _OF_EVERY_MODULE:
+                    values = [_value(leaf) for leaf in tree_leaves(value)]
+                    found[f"{prefix}.{name}" if prefix else name] = values
+    return found
+
+
+def _value(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        is_derived = leaf.requires_grad or isinstance(leaf, DTensor)
+        if is_derived or leaf.is_meta or leaf.layout != torch.strided:
+            return None
+        return (leaf.shape, zlib.crc32(as_bytes(leaf.cpu())))
+    if isinstance(leaf, np.ndarray):
+        return (leaf.shape, zlib.crc32(leaf.tobytes()))
+    return repr(leaf) if isinstance(leaf, _PLAIN) else None
