@@ -11,16 +11,16 @@ HERE = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Train as the command line says."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else who started us will not have it
+    """Run the command line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if the parent ignores it
         signal.signal(signal.SIGINT, _interrupted)
     for name in ("trainer", "models"):
         found = import_module(name).__file__  # None: a folder without __init__.py
         if found is None or Path(found).resolve().parent != HERE / name:
             where = Path(found).parent if found else "a folder of that name"
             print(
-                f"`import {name}` finds {where} before ringmaster's own package, {HERE / name}: give yours "
-                "another name, or start where it is not on the path (PYTHONPATH, the current directory)",
+                f"`import {name}` finds {where} before ringmaster's own package, {HERE / name}: rename "
+                "yours, or start where it is not on the path (PYTHONPATH, the current directory)",
                 file=sys.stderr,
             )
             sys.exit(2)
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C before the run has taken over the signals: one line, where imports would end in tracebacks."""
+    """Ctrl-C before the run handles signals: print one line, where imports would end in tracebacks."""
     if os.environ.get("RANK", "0") == "0":
         print("interrupted before the run began: nothing was trained", file=sys.stderr, flush=True)
     signal.signal(number, signal.SIG_DFL)

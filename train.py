@@ -1,4 +1,4 @@
-"""Train: `python train.py`, or `torchrun --nproc_per_node=N train.py`, then Hydra overrides."""
+"""Trains: `python train.py`, or `torchrun --nproc_per_node=N train.py`, then Hydra overrides."""
 
 from ringmaster import main
 

@@ -134,7 +134,7 @@ def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:
         rows.append({**row, "status": 0, "value": 1.0, "seconds": 1.0, "time": "now"})
     (tmp_path / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [run.name for run in read_runs([str(tmp_path)])] == ["000", "002"]
-    with pytest.raises(UserError, match="001 is no run that came to its end: it has no config"):
+    with pytest.raises(UserError, match="001 is not a finished run: it has no config"):
         read_runs([str(tmp_path / "000"), str(tmp_path / "001")])
     with pytest.raises(UserError, match="two are needed to compare"):
         read_runs([str(tmp_path / "000")])

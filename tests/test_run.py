@@ -175,7 +175,7 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["+model._partial_=true"], "which is no torch.nn.Module"),
+        (["+model._partial_=true"], "which is not a torch.nn.Module"),
         ([*BARE, "model._target_=torch.nn.Identity"], "Identity has nothing to train: none of its 0 par"),
         (
             [*BARE, "model._target_=torch.nn.LazyLinear", "+model.out_features=10"],

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[str, Any]:
-    """Train as the command line would, from a program or a notebook; return what result.json holds.
+    """Train as the command line would, from a program or a notebook; return the contents of result.json.
 
     Args:
         overrides: as on the command line, `["strategy=ddp", "optim.lr=0.01"]`.
@@ -17,12 +17,12 @@ def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[s
             launcher.
 
     Raises:
-        UserError: a mistake in the settings.
-        NonFiniteLossError: a loss that was NaN or Inf.
-        StoppedBySignal: Ctrl-C or a signal; the run is saved, and resume=auto goes on.
-        RuntimeError: a fault in the processes that were started.
+        UserError: the settings are wrong.
+        NonFiniteLossError: the loss or a gradient was NaN or Inf.
+        StoppedBySignal: Ctrl-C or a signal; the run is saved, and resume=auto continues it.
+        RuntimeError: a fault in the started processes.
     """
-    from trainer.api import train  # torch and Hydra are loaded only when asked for
+    from trainer.api import train  # loads torch and Hydra only now
 
     return train(overrides, processes)
 
@@ -30,14 +30,14 @@ def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[s
 def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> "nn.Module":
     """Return the model of a run with the weights of a checkpoint, on the CPU and in evaluation mode.
 
-    Where the run evaluates moving averages in their stead (`ema.evaluate=instead`), with those.
+    If the run evaluates moving averages instead (`ema.evaluate=instead`), with those.
 
     Args:
-        run_dir: what `run_dir` was, or the run chose; it is built from the config.yaml there.
+        run_dir: the directory of the run; the model is built from its config.yaml.
         checkpoint: newest (that verifies), best (by the run's `checkpoint.keep_best`), or the path of one.
 
     Raises:
-        UserError: no run, no such checkpoint, a broken one, or one that does not fit the model's class.
+        UserError: there is no run or no such checkpoint, or it is broken or does not fit the model's class.
     """
     from trainer.api import load_model
 

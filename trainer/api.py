@@ -1,4 +1,4 @@
-"""Training and its models for a program or a notebook: what the command does, as functions."""
+"""Functions for a program or a notebook that train and load models, as the commands do."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,10 +40,10 @@ def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
         settings.launch.dry_run or not settings.launch.wait
     ):
         raise UserError(
-            "launch.dry_run=true and launch.wait=false leave no result to return; give them on a command "
+            "launch.dry_run=true and launch.wait=false leave no result to return; use them on a command "
             "line: ringmaster launch=slurm ..."
         )
-    settings.run_dir = settings.run_dir or str(unused_run_dir())  # the launcher would choose another
+    settings.run_dir = settings.run_dir or str(unused_run_dir())  # else the launcher would choose another
     run_dir = Path(settings.run_dir)
     written_at = exit_report.failure_written_at(run_dir)
     status = launcher(settings, [*overrides, set_to("run_dir", settings.run_dir)])
@@ -58,7 +58,7 @@ def load_model(run_dir: str | Path, checkpoint: str | Path) -> nn.Module:
 
 
 def composed(overrides: list[str]) -> Config:
-    """The settings that `overrides` make of conf/. UserError: they cannot be composed, or do not hold."""
+    """The settings of conf/ with `overrides`. UserError: they cannot be composed, or are invalid."""
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             settings = compose("train", overrides=for_hydra(overrides))
@@ -73,20 +73,20 @@ def _refuse_classes_of_main(settings: Config) -> None:
             word = value.rpartition(".")[2]
             raise UserError(
                 f"{name} is {value}, of this notebook or script: the processes of the run cannot import it. "
-                f"Write it to a file beside, mine.py for instance, and say {name}=mine.{word}; or train in "
-                "this process, without processes= and launch="
+                f"Write it to a file in this folder, such as mine.py, and set {name}=mine.{word}; or train "
+                "in this process, without processes= and launch="
             )
 
 
 def _end(status: int, run_dir: Path, written_at: int | None) -> Exception:
-    """The exception that the run would have ended with in this process.
+    """The exception with which the run would have ended in this process.
 
     Args:
-        written_at: when the failure.json that was there before was written.
+        written_at: the time of an earlier failure.json, if there was one.
     """
     is_new = exit_report.failure_written_at(run_dir) != written_at
     found = (exit_report.read_failure(run_dir) if is_new else None) or {}
-    message = found.get("message") or f"the run ended with status {status}; its output says why"
+    message = found.get("message") or f"the run ended with status {status}; see its output"
     if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
         return StoppedBySignal(found["step"])
     for kind in (UserError, NonFiniteLossError):

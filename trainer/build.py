@@ -1,4 +1,4 @@
-"""What a run is made of, as its settings name it: data, task and model, the same in training and after it."""
+"""Builds data, task and model from the settings, in the same way for training and after it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,9 +28,9 @@ from trainer.tasks import Task, offers
 def load_data(
     config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist
 ) -> tuple[Any, TrainLoader, EvalLoader | None]:
-    """The training data, and the loaders of this process's share of both kinds."""
+    """The training data, and the loaders of this process's part of training and held-out data."""
     train_set = build_dataset(config.data, "train")
-    replica = strategy.replica if strategy.trains else 0  # which then reads nothing
+    replica = strategy.replica if strategy.trains else 0  # a server reads nothing
     to_train = train_loader(train_set, config.data, batch, _share(config, dist, replica))
     if not config.train.evaluates:
         return train_set, to_train, None
@@ -40,7 +40,7 @@ def load_data(
 def load_held_out(
     config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist
 ) -> tuple[Any, EvalLoader]:
-    """The held-out data, and the loader of this process's share of it."""
+    """The held-out data, and the loader of this process's part of it."""
     eval_set = build_dataset(config.data, "eval")
     num_parts, part = strategy.evaluators(dist.rank)
     eval_batch = dataclasses.replace(batch, num_replicas=num_parts)
@@ -53,7 +53,7 @@ def _share(config: Config, dist: Dist, replica: int) -> Share:
 
 
 def build_dataset(data: DataConfig, split: str) -> Any:
-    """The dataset as it is read: with the transforms of the settings and, for training, who is mirrored."""
+    """The dataset with the transforms of the settings and, for training, random mirroring."""
     dataset = instantiate("data.dataset", data.dataset, split=split)
     setting = f"{split}_transforms"
     if nodes := getattr(data, setting):
@@ -63,7 +63,7 @@ def build_dataset(data: DataConfig, split: str) -> Any:
 
 
 def build_to_device(config: Config, device: torch.device, train_set: Any) -> ToDevice:
-    """How batches come to the device; images are normalised as the settings say, or else the dataset."""
+    """Moves batches to the device; images are normalised by the settings, or else by the dataset's values."""
     images, normalise = config.data.images, None
     mean, std = images.mean or getattr(train_set, "mean", None), images.std or getattr(train_set, "std", None)
     if mean is not None and std is not None:
@@ -72,7 +72,7 @@ def build_to_device(config: Config, device: torch.device, train_set: Any) -> ToD
 
 
 def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
-    """Build the model; `auto` settings come from the training data."""
+    """Build the model; `auto` settings are taken from the training data."""
     for name, things in (("num_classes", "classes"), ("vocab_size", "tokens")):
         given, there = node.get(name), getattr(train_set, name, None)
         if isinstance(given, int) and isinstance(there, int) and given < there:
@@ -83,13 +83,13 @@ def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
     model = instantiate("model", model_settings(node), facts=train_set)
     if not isinstance(model, nn.Module):
         raise UserError(
-            f"model: {node['_target_']} makes a {type(model).__name__}, which is no torch.nn.Module"
+            f"model: {node['_target_']} creates a {type(model).__name__}, which is not a torch.nn.Module"
         )
     parameters = dict(model.named_parameters())
     if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
         raise UserError(
-            f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch; ranks and "
-            "optimizer need it before: name the sizes, as in torch.nn.Linear for LazyLinear"
+            f"model: {node['_target_']} leaves the shape of {', '.join(lazy)} to its first batch, but ranks "
+            "and optimizer need it before: set the sizes, as in torch.nn.Linear for LazyLinear"
         )
     for name, tensor in (*parameters.items(), *model.named_buffers()):
         if problem := _not_to_be_saved(tensor):
@@ -105,13 +105,13 @@ def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
 def _not_to_be_saved(tensor: Tensor) -> str | None:
     if tensor.layout != torch.strided:
         return (
-            f"is sparse ({str(tensor.layout).removeprefix('torch.')}): no checkpoint could hold it. Keep its "
-            "indices and values as buffers, and make it of them in the forward pass; or, where it is always "
-            "the same, keep it as a plain attribute"
+            f"is sparse ({str(tensor.layout).removeprefix('torch.')}), which no checkpoint can hold. Keep "
+            "its indices and values as buffers, and create it from them in the forward pass; or, if it never "
+            "changes, keep it as a plain attribute"
         )
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         return (
-            "has one number in several places, as expand() makes it: no checkpoint could be read into it. "
+            "has one number in several places, as expand() makes it, so no checkpoint can be loaded into it. "
             "Register a .clone() of it"
         )
     return None
@@ -123,8 +123,8 @@ def build_task(config: Config) -> Task:
     if not offers(task, "loss") or (config.train.evaluates and not evaluates):
         raise UserError(
             f"data.task: {config.data.task['_target_']} makes a {type(task).__name__} without loss, or "
-            "without what evaluation needs: eval_sums and summarise, or rows and summarise_rows; "
-            "trainer.tasks.Task describes them, and train.eval_every_epochs=0 needs none of the latter"
+            "without what evaluation needs: eval_sums and summarise, or rows and summarise_rows; see "
+            "trainer.tasks.Task. With train.eval_every_epochs=0 only loss is needed"
         )
     if config.train.compile and offers(task, "compile"):
         task.compile()
@@ -132,18 +132,18 @@ def build_task(config: Config) -> Task:
 
 
 def start_from(node: dict[str, Any], model: Deferred, agreement: Agreement, dist: Dist) -> None:
-    """Give `model` the weights it is to begin with: those of `init_from`, or those it names itself.
+    """Load the initial weights of the model: those of `init_from`, or those that the model specifies.
 
     A model may have an attribute `pretrained`, a function that returns the path of a file of weights.
     """
     source, ignore = node.get("init_from"), node.get("init_ignore") or ()
     named = getattr(model.module, "pretrained", None)
     if source is not None and named is not None:
-        raise UserError(f"model.init_from={source} and model.weights={node.get('weights')}: take one of them")
-    if named is not None:  # the first process of each host may have to fetch the file for the others
+        raise UserError(f"model.init_from={source} and model.weights={node.get('weights')}: set one of them")
+    if named is not None:  # the first process of each host may have to download the file for the others
         agreement.everywhere(lambda: _file(named) if dist.local_rank == 0 else None)
         source = agreement.everywhere(lambda: _file(named))
-    if source is not None:  # a file that one host does not see ends all ranks, in one message
+    if source is not None:  # if a host lacks the file, all ranks end with one message
         model.load(agreement.everywhere(lambda: weights_for(model.module, source, ignore)))
 
 

@@ -1,4 +1,4 @@
-"""From a command line to a run: compose the settings, then launch the run or be one of its processes."""
+"""From a command line to a run: composes the settings, then launches the run or takes part in it."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
 
 @ends_in_time()
 def main() -> None:
-    """Do what `sys.argv` says, as every Hydra program would, and end with the status of the run."""
+    """Run the command line `sys.argv`, like every Hydra program, and exit with the status of the run."""
     die_with_parent()
     extend_path()
     with exits():
@@ -38,9 +38,9 @@ def main() -> None:
 
 
 def compose() -> list[DictConfig]:
-    """The settings of the run that the command line asks for; none for --help and the like, nor for a sweep.
+    """The settings of the command line's run; [] for --help and the like, and for a sweep.
 
-    Only collected: Hydra would report the errors of what runs inside it, and cut their tracebacks.
+    They are only collected: Hydra would report errors of code inside it, and cut their tracebacks.
     """
     composed: list[DictConfig] = []
 
@@ -48,7 +48,7 @@ def compose() -> list[DictConfig]:
         composed.append(settings)
 
     wanted = os.environ.get("HYDRA_FULL_ERROR")
-    # Hydra would otherwise print errors by itself, on every rank, and hide their traceback from torchrun.
+    # Hydra would otherwise print errors itself, on every rank, and hide their traceback from torchrun.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")(ringmaster)()
@@ -58,7 +58,7 @@ def compose() -> list[DictConfig]:
         groups = [each for each in sys.argv[1:] if (CONF / each.partition("=")[0]).is_dir()]
         what = " ".join(groups) or "the command line"
         raise UserError(f"{what} cannot be composed: {in_words(error)}") from error
-    finally:  # what is launched would inherit it, and end with a traceback instead of its message
+    finally:  # launched processes would inherit it, and end with a traceback instead of a message
         os.environ.pop("HYDRA_FULL_ERROR")
         if wanted is not None:
             os.environ["HYDRA_FULL_ERROR"] = wanted
@@ -66,19 +66,19 @@ def compose() -> list[DictConfig]:
 
 
 def _is_of_hydra(error: Exception) -> bool:
-    """Whether Hydra itself raised it, no sweep within: it trips over model=null, no less a mistake."""
+    """Whether Hydra itself raised it, not a sweep within: model=null makes Hydra fail, also a user error."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return str(last[0].f_globals.get("__name__")).startswith("hydra.")
 
 
 def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
-    """Run here, or have it run by the launcher that the settings name, with the same command line.
+    """Run here, or through the launcher in the settings, with the same command line.
 
     Returns:
-        What result.json holds, where the run was this process's own.
+        The contents of result.json, if the run was in this process.
 
     Raises:
-        SystemExit: with the status of the processes that were launched, unless that is 0.
+        SystemExit: with the status of the launched processes, unless it is 0.
     """
     launcher = LAUNCHERS.get(settings.launch.name)
     if launcher is not None and launched_by() is None:
@@ -86,9 +86,9 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
             sys.exit(status)
         return None
     publish(place(settings.distributed))
-    # What is imported stays: to look through it for garbage, again and again, is a fifth of the start-up.
+    # Imported objects stay: searching them for garbage repeatedly is a fifth of the start-up.
     gc.disable()
-    from trainer.run import run  # torch is loaded only once the settings are good
+    from trainer.run import run  # loads torch only after the settings are checked
 
     gc.freeze()
     gc.enable()

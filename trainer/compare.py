@@ -1,6 +1,6 @@
-"""Runs side by side, from what they left: `python -m trainer.compare RUN RUN ... | SWEEP [--plot FILE]`.
+"""Compares runs by their files: `python -m trainer.compare RUN RUN ... | SWEEP [--plot FILE]`.
 
-Reads config.yaml, result.json and metrics.jsonl. The first run is what the others are measured against.
+Reads config.yaml, result.json and metrics.jsonl. The other runs are compared with the first.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from trainer.run_dir.metrics_file import read_metrics
 from trainer.sweep.results import columns
 from trainer.sweep.trial_log import DONE, read_trials
 
-# What makes losses those of another task, and those of which another value makes another run of the same.
+# Settings that make losses incomparable, and settings that make a different run of the same task.
 _TASK = ("data.dataset", "data.task")
 _ALIKE = ("train.global_batch_size", "train.precision", "seed", "train.max_steps", "train.epochs")
-# What parameters show of themselves at each log step, and how far apart, relatively, equal ones may show it:
-# strategies add up a gradient's norm in different orders.
+# Figures of the parameters at each log step, and the relative difference that equal parameters may show:
+# strategies add a gradient's norm in different orders.
 _FIGURES = {"train/loss": 0.0, "train/grad_norm": 1e-5}
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
 
@@ -44,44 +44,44 @@ class Run:
 
     @property
     def ms_per_step(self) -> list[float]:
-        """Of each log window but the first, in which all is still warming up, unless it is the only one."""
+        """Of each log window except the first, which is warm-up, unless it is the only one."""
         windows = list(self.scalars.get(_MS, {}).values())
         return windows[1:] or windows or [self.result["ms_per_step"]]
 
     def comm_ms(self) -> list[float]:
-        """Communication per step: in all, hidden behind the backward pass, exposed; [] where none is told."""
+        """Communication per step: total, hidden behind the backward pass, exposed; [] without figures."""
         windows = [list(self.scalars.get(name, {}).values()) for name in _COMM]
         return [statistics.median(values) for values in windows] if all(windows) else []
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Raises UserError where `folder` holds no run that came to its end."""
+    """Raises UserError if `folder` is not a finished run."""
     try:
         settings = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
         result = load_json(folder / "result.json")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
-            f"{folder} is no run that came to its end: it has no {Path(str(error.filename)).name}"
+            f"{folder} is not a finished run: it has no {Path(str(error.filename)).name}"
         ) from error
     except (OSError, ValueError, YAMLError) as error:
         raise UserError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
-        raise UserError(f"{folder} is no run: its config.yaml holds no settings")
+        raise UserError(f"{folder} is not a run: its config.yaml holds no settings")
     if missing := {*_TEXTS, *_NUMBERS} - result.keys():
-        raise UserError(f"{folder} is no run: its result.json has no {', '.join(sorted(missing))}")
+        raise UserError(f"{folder} is not a run: its result.json has no {', '.join(sorted(missing))}")
     fields = Fields(f"{folder}/result.json", result)
     texts = {figure: fields.text(figure) for figure in _TEXTS}
-    numbers = {  # null: the run was too short to tell
+    numbers = {  # null: the run was too short
         figure: fields.number(figure) if fields.has(figure) else math.nan for figure in (*_NUMBERS, *_LOSSES)
     }
     return Run(printable(name), dict(leaves(settings)), texts | numbers, read_metrics(folder))
 
 
 def read_runs(named: Sequence[str]) -> list[Run]:
-    """The runs named, and those of each sweep among them that are done.
+    """The named runs, and the finished runs of each named sweep.
 
     Raises:
-        UserError: less than two, or one that is no run.
+        UserError: there are less than two, or one is not a run.
     """
     folders: list[Path] = []
     for folder in map(Path, named):
@@ -92,15 +92,15 @@ def read_runs(named: Sequence[str]) -> list[Run]:
     short = len({folder.name for folder in folders}) == len(folders)
     runs = [read_run(folder, folder.name if short else str(folder)) for folder in folders]
     if len(runs) < 2:
-        raise UserError(f"{' '.join(named)}: {len(runs)} run that is done; two are needed to compare")
+        raise UserError(f"{' '.join(named)}: {len(runs)} finished run, but two are needed to compare")
     return runs
 
 
 def compare(runs: Sequence[Run]) -> str:
-    """What is unlike, a table, and a verdict in one line.
+    """The differences, a table, and a verdict in one line.
 
     Raises:
-        UserError: other data or another task: no figure of one says anything about another.
+        UserError: the data or the task differs, so figures are not comparable.
     """
     base, lines = runs[0], []
     for run in runs[1:]:
@@ -120,7 +120,7 @@ def compare(runs: Sequence[Run]) -> str:
 
 
 def verdict(runs: Sequence[Run], flagged: Mapping[str, Sequence[str]]) -> str:
-    """Which run is fastest, by more than its steps vary or not; and which made the same model."""
+    """Which run is fastest, and whether by more than its steps vary; and which made the same model."""
     base = runs[0]
     fastest, *others = sorted(runs, key=lambda run: statistics.median(run.ms_per_step))
     slow = statistics.median(others[0].ms_per_step)
@@ -143,13 +143,13 @@ def verdict(runs: Sequence[Run], flagged: Mapping[str, Sequence[str]]) -> str:
 
 
 def loss_gaps(base: Run, run: Run) -> dict[int, float]:
-    """Loss of `run` less that of `base`, at each step that both have logged."""
+    """Loss of `run` minus that of `base`, at each step that both have logged."""
     mine, theirs = run.scalars.get("train/loss", {}), base.scalars.get("train/loss", {})
     return {step: mine[step] - theirs[step] for step in sorted(mine.keys() & theirs.keys())}
 
 
 def parts_at(base: Run, run: Run) -> int | None:
-    """The first log step at which losses differ in any bit, or gradients in their norm; None: never."""
+    """The first log step at which losses differ in any bit, or gradients' norms; None: never."""
     for step in sorted(run.scalars.get("train/loss", {})):
         for name, rounding in _FIGURES.items():
             mine, theirs = run.scalars.get(name, {}).get(step), base.scalars.get(name, {}).get(step)
@@ -159,7 +159,7 @@ def parts_at(base: Run, run: Run) -> int | None:
 
 
 def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The settings at or under `names` that have another value, or are missing on one side."""
+    """The settings at or under `names` that have different values, or are missing on one side."""
     keys = [
         key for key in dict.fromkeys((*mine, *theirs)) if any(f"{key}.".startswith(f"{n}.") for n in names)
     ]
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.plot is not None:
             try:
                 plot(runs, given.plot)
-            except (OSError, ValueError) as error:  # a folder that is not there, an ending that says nothing
+            except (OSError, ValueError) as error:  # a folder that does not exist, or an unknown ending
                 raise UserError(f"--plot {given.plot}: {error}") from error
             print(given.plot)
     except UserError as error:
@@ -235,7 +235,7 @@ def _row(run: Run, base: Run) -> list[str]:
     if run is base:
         return [*row, "", ""]
     gaps, parts = loss_gaps(base, run), parts_at(base, run)
-    if not gaps:  # no step that both have logged
+    if not gaps:  # no step that both logged
         return [*row, "", ""]
     row.append("never" if parts is None else f"step {parts}")
     return [*row, f"{max(map(abs, gaps.values())):.2g}"]

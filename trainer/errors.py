@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 class RunEndError(Exception):
-    """An end that needs no traceback: its message says it all, and is printed once.
+    """An end that needs no traceback: its message is complete, and is printed once.
 
     Attributes:
-        ranks: whom it is about, where it is about some and raised by all.
+        ranks: the ranks that it is about, if all raise it because of some.
     """
 
     exit_code: int
@@ -23,33 +23,33 @@ class RunEndError(Exception):
 
 
 class UserError(RunEndError, ValueError):
-    """A mistake that the person at the keyboard can mend: name the value, the limit and the way out."""
+    """An error that the user can fix: its message has the value, the limit and the way out."""
 
     exit_code = 2
 
 
 class NonFiniteLossError(RunEndError, ArithmeticError):
-    """The loss or a gradient was NaN or Inf on some rank, and no update was made of that gradient; or a
-    number that was to be saved was, and nothing of that step was saved.
+    """The loss or a gradient was NaN or Inf on some rank, and no update was made with that gradient; or a
+    value to be saved was, and nothing of that step was saved.
     """
 
     exit_code = 3
 
 
 class ReplicasDifferError(RunEndError):
-    """Ranks that must hold the same bits do not; nothing was saved after the last time they did.
+    """Ranks that must hold the same bits do not; nothing was saved since they last did.
 
-    `ranks` are those that differ from the majority of their replicas; empty where there is no majority.
+    `ranks` are those that differ from the majority of their replicas; empty without a majority.
     """
 
     exit_code = 1
 
 
-class StoppedBySignal(RunEndError):  # noqa: N818, it is no error
+class StoppedBySignal(RunEndError):  # noqa: N818, not an error
     """A signal asked for a stop; the run was saved at `step`, or had not begun (None), and can be resumed.
 
     The exit status is 75, EX_TEMPFAIL of sysexits.h, "try again later": a job script can requeue on it, and
-    cannot take it for a crash (1), a mistake (2) or a kill that saved nothing (128 + signal number).
+    can tell it from a crash (1), a user error (2) or a kill without a save (128 + signal number).
     """
 
     exit_code = 75
@@ -58,14 +58,14 @@ class StoppedBySignal(RunEndError):  # noqa: N818, it is no error
         super().__init__(
             "stopped by a signal before all ranks had met: no step was made"
             if step is None
-            else f"stopped by a signal after step {step}; resume=auto goes on from there"
+            else f"stopped by a signal after step {step}; resume=auto continues from there"
         )
         self.step = step
 
 
 @contextmanager
 def writing(run_dir: Path | str) -> Iterator[None]:
-    """What the disk says while a run writes its own files, full, read-only or gone, is one message.
+    """Turn OSErrors of a run's own files (disk full, read-only or gone) into one message.
 
     Raises:
         UserError: for an OSError.
@@ -76,8 +76,8 @@ def writing(run_dir: Path | str) -> Iterator[None]:
         raise UserError(f"run_dir={run_dir} cannot be written: {error}") from error
 
 
-class EndedBefore(RunEndError):  # noqa: N818, it is no error
-    """torchrun has restarted a launch that came to an end which a restart cannot help: the same end again."""
+class EndedBefore(RunEndError):  # noqa: N818, not an error
+    """torchrun restarted a launch after an end that a restart cannot help: end in the same way."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -85,12 +85,12 @@ class EndedBefore(RunEndError):  # noqa: N818, it is no error
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of what an error says, or its class's name if it says nothing."""
+    """The first line of an error's message, or the name of its class if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def in_a_line(error: BaseException) -> str:
-    """The name of its class, and the first line of what it says."""
+    """The name of its class, and the first line of its message."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"

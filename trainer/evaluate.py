@@ -1,8 +1,8 @@
 """Evaluate a trained model: `python -m trainer.evaluate RUN [--checkpoint newest|best|PATH] [OVERRIDES]`.
 
-Writes RUN/evaluation.json: eval/* as in result.json, each held-out sample counted once, and what it is of.
-Runs alone, under torchrun or with launch=local launch.processes=N, and also while RUN still trains. At the
-world size and strategy of the run its figures are those of the run's own evaluation, to the bit.
+Writes RUN/evaluation.json: eval/* as in result.json, each held-out sample counted once, and its origin.
+Runs alone, under torchrun or with launch=local launch.processes=N, and also while RUN still trains. With the
+world size and strategy of the run its figures equal those of the run's own evaluation, to the bit.
 """
 
 import json
@@ -17,7 +17,7 @@ from trainer.inference.command import arguments, start
 
 
 def main() -> None:
-    """Do what `sys.argv` says, and print what evaluation.json then holds."""
+    """Run the command line `sys.argv`, and print the contents of evaluation.json."""
 
     def do(options: Any, config: Config) -> None:
         found = _evaluate(config, options.checkpoint)
@@ -30,20 +30,20 @@ def main() -> None:
 def evaluate(
     run_dir: str | Path, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
 ) -> dict[str, Any] | None:
-    """What evaluation.json then holds, on rank 0; None on others (a collective of all ranks there are).
+    """Return the contents of evaluation.json on rank 0; None on others (a collective of all ranks).
 
     Raises:
-        UserError: no run, no such checkpoint or no held-out data; or settings that do not fit.
+        UserError: there is no run, no such checkpoint or no held-out data; or settings do not fit.
     """
     return _evaluate(saved_settings(Path(run_dir), overrides), str(checkpoint))
 
 
 def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
     from trainer.distributed.agreement import on_main
-    from trainer.inference import evaluation  # torch is loaded only once the settings are good
+    from trainer.inference import evaluation  # loads torch only after the settings are checked
     from trainer.inference.restore import evaluates_ema, held_out, restored_run
 
-    config.train.eval_every_epochs = config.train.eval_every_epochs or 1  # so that the task must know how
+    config.train.eval_every_epochs = config.train.eval_every_epochs or 1  # so that the task must evaluate
     with restored_run(config, checkpoint) as at_work:
         _, loader = held_out(at_work)
         figures = {"eval/": evaluation.evaluate(at_work, loader).figures}
@@ -55,7 +55,7 @@ def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
             "step": at_work.source.progress.step,
             "strategy": config.strategy.name,
             "world_size": at_work.dist.world_size,
-            "samples": loader.num_samples and loader.num_samples - loader.num_skipped,  # null: of a stream
+            "samples": loader.num_samples and loader.num_samples - loader.num_skipped,  # null for a stream
             **{f"{of}{name}": value for of, those in figures.items() for name, value in those.items()},
         }
         path = Path(config.run_dir or "") / "evaluation.json"

@@ -1,7 +1,7 @@
-"""The norm of all gradients, and gradients scaled down to one; of shards as of whole tensors.
+"""The norm of all gradients, and scaling gradients to a maximum norm, for shards and whole tensors.
 
-What torch's own functions do to a list of DTensors takes a time that grows with the square of their number:
-two minutes for 10,000. Shards are given to them one rank's each; the numbers are those of torch, to the bit.
+torch's own functions take a time quadratic in the number of DTensors: two minutes for 10,000. Here they get
+each rank's shards; the results equal torch's, to the bit.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from trainer.local_shard import to_local
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """A scalar; a collective over the ranks that gradients are sharded over, if they are."""
+    """The norm, a scalar (a collective over the ranks of sharded gradients, if any)."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or not isinstance(gradients[0], DTensor):
         return nn.utils.get_total_norm(gradients)
@@ -28,7 +28,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 @torch.no_grad()
 def scale_down(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients whose norm is `norm` down to `max_norm`, if theirs is larger."""
+    """Scale gradients of norm `norm` down to `max_norm`, if it is larger."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     if not any(isinstance(parameter.grad, DTensor) for parameter in parameters):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -1,4 +1,4 @@
-"""The training loop: `fit` trains epochs and evaluates and saves between them; nothing calls back."""
+"""The training loop: `fit` trains epochs and evaluates and saves between them, without callbacks."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from trainer.training.meter import peak_memory_bytes
 
 log = logging.getLogger(__name__)
 
-# fp16 may skip the first update for an overflow; the schedule counts steps of data all the same.
+# fp16 may skip the first update for an overflow; the schedule still counts the step.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
@@ -34,7 +34,7 @@ def fit(context: TrainingContext) -> dict[str, float]:
     steady = epoch_begin = meter.mark()
     evaluation = context.checkpointer.restored_metrics
     if context.first_step and not evaluation:
-        evaluation = evaluate_if_due(context)  # a signal came between the end of the epoch and this
+        evaluation = evaluate_if_due(context)  # a signal came after the end of the epoch
 
     while not is_over(context):
         epoch_begin = meter.mark()
@@ -109,10 +109,10 @@ def is_over(context: TrainingContext) -> bool:
 
 
 def skip_epoch(context: TrainingContext) -> None:
-    """Go on to the next epoch where what was left of this one, in smaller batches, is less than a batch.
+    """Move to the next epoch if the rest of this one, after smaller batches, is less than a batch.
 
     Raises:
-        UserError: all of it is less than a batch, on some rank; on every rank alike.
+        UserError: the whole epoch is less than a batch, on some rank; raised on every rank.
     """
     progress = context.state.progress
     if not progress.samples_in_epoch:
@@ -141,10 +141,10 @@ def evaluation_due(context: TrainingContext) -> bool:
 
 
 def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
-    """Evaluate at the end of the run, and after an epoch or a step to do so; otherwise return no figures.
+    """Evaluate at the end of the run, and after an epoch or a step if due; otherwise return no figures.
 
     Returns:
-        The figures by their names in result.json; they are logged, and told to the schedule.
+        The figures by their names in result.json; they are logged, and passed to the schedule.
     """
     progress = context.state.progress
     if context.eval_loader is None or not evaluation_due(context):
@@ -162,7 +162,7 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
 
 
 def weights_to_evaluate(context: TrainingContext) -> Iterator[str]:
-    """What the figures' names begin with, for each set of weights; the model has that set meanwhile."""
+    """The prefix of the figures' names for each set of weights; within, the model has those weights."""
     average, instead = context.state.average, context.ema.evaluate == "instead"
     if average is None or not instead:
         yield "eval/"

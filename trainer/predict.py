@@ -1,7 +1,7 @@
-"""Write what a trained model makes of each held-out sample: `python -m trainer.predict RUN --out FILE`.
+"""Writes a trained model's predictions for held-out samples: `python -m trainer.predict RUN --out FILE`.
 
 FILE ends in .csv, .jsonl or .pt and appears whole, at the end, or not at all. Each held-out sample has a row,
-in the dataset's order: its index, its input's name where the dataset knows one, and what the task predicts.
+in the dataset's order: its index, the name of its input if the dataset has names, and the task's predictions.
 Runs alone, under torchrun or with launch=local launch.processes=N, and also while RUN still trains.
 """
 
@@ -19,7 +19,7 @@ from trainer.launch.place import place
 
 
 def main() -> None:
-    """Do what `sys.argv` says."""
+    """Run the command line `sys.argv`."""
     parser = arguments("trainer.predict", __doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="must not exist")
 
@@ -32,11 +32,11 @@ def main() -> None:
 def predict(
     run_dir: str | Path, out: str | Path, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
 ) -> int:
-    """Write `out` and return the number of its rows (a collective of all ranks there are).
+    """Write `out` and return the number of its rows (a collective of all ranks).
 
     Raises:
-        UserError: no run, no such checkpoint, no held-out data, or a task that predicts nothing; or `out`
-            exists or cannot be written.
+        UserError: there is no run, no such checkpoint or no held-out data; the task predicts nothing; or
+            `out` exists or cannot be written.
     """
     return _predict(saved_settings(Path(run_dir), overrides), str(checkpoint), Path(out))
 
@@ -44,7 +44,7 @@ def predict(
 def _predict(config: Config, checkpoint: str, out: Path) -> int:
     if place(config.distributed).rank == 0:
         check_free(out)
-    from trainer.inference.evaluation import predict  # torch is loaded only once the settings are good
+    from trainer.inference.evaluation import predict  # loads torch only after the settings are checked
     from trainer.inference.prediction_file import kind_of
     from trainer.inference.restore import held_out, restored_run
     from trainer.tasks import offers
@@ -53,8 +53,8 @@ def _predict(config: Config, checkpoint: str, out: Path) -> int:
     with restored_run(config, checkpoint) as at_work, ExitStack() as written:
         if not offers(at_work.task, "predict"):
             raise UserError(
-                f"data.task: {config.data.task['_target_']} predicts nothing: it has no method predict, as "
-                "trainer.tasks.Task describes it"
+                f"data.task: {config.data.task['_target_']} predicts nothing: it has no method predict (see "
+                "trainer.tasks.Task)"
             )
         dataset, loader = held_out(at_work)
         name_of, num_rows = _names(dataset), 0
@@ -74,7 +74,7 @@ def _predict(config: Config, checkpoint: str, out: Path) -> int:
 
 
 def _names(dataset: Any) -> Callable[[int], Any] | None:
-    """What tells a sample's input from others: `dataset.name_of(index)`, or the path in a folder of files."""
+    """The name of a sample's input: `dataset.name_of(index)`, or the path in a folder of files."""
     from torch.utils.data import Subset
 
     if isinstance(dataset, Subset):

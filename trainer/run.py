@@ -57,10 +57,10 @@ log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Train as `config` says and return what result.json holds.
+    """Train as `config` says and return the contents of result.json.
 
     Raises:
-        UserError: a setting that does not fit this machine, this data or the other ranks.
+        UserError: a setting does not fit this machine, this data or the other ranks.
     """
     with (
         StopRequest(is_watched(place(config.distributed))) as stop_request,
@@ -79,7 +79,7 @@ def run(config: Config) -> dict[str, Any]:
             if not claimed.used:
                 on_main(take_over, dist)
             context = assemble(config, claimed.run_id, dist, stop_request)
-            if claimed.used:  # whatever was refused until here has left the run before as it was
+            if claimed.used:  # a refusal before this line leaves the former run unchanged
                 on_main(take_over, dist)
                 dist.watch.writes_to(run_dir)
             on_main(context.run_log.begin, dist)
@@ -101,15 +101,15 @@ def run(config: Config) -> dict[str, Any]:
             context.strategy.close()
             if dist.is_main:
                 write_result(run_dir, result, made_steps=context.state.progress.step > context.first_step)
-            context.run_log.close()  # a logger that cannot end well takes nothing along
+            context.run_log.close()  # last, so that a failing logger loses nothing else
             log.info("%s  ->  %s", run_dir, context.run_log.look)
     return result
 
 
 def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest) -> TrainingContext:
-    """Put the parts of a run together, up to the step at which it begins or goes on (a collective).
+    """Build the parts of a run, up to the step at which it begins or resumes (a collective).
 
-    `config.run_dir`, `config.seed` and `run_id` are those of this run, chosen, and the same on every rank.
+    `config.run_dir`, `config.seed` and `run_id` must be this run's, and the same on every rank.
     """
     assert config.run_dir is not None and config.seed is not None
     run_dir, seed, train = Path(config.run_dir), config.seed, config.train
@@ -141,8 +141,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     freeze(model.module, config.model)
     flops = model_flops(model.module, task, train, batch, strategy.devices, dist)
     wrapped = wrap_model(config, model, strategy)
-    del model  # and with it the weights that it was to start from
-    seed_everything(seed, strategy.replica)  # each rank drops out units of its own
+    del model  # and its initial weights
+    seed_everything(seed, strategy.replica)  # each rank draws different dropout
 
     facts = ScheduleFacts(total_steps, train_loader.steps_per_epoch)
     state = _state(config, strategy.owned(wrapped), strategy.grad_scaler(), facts)
@@ -200,7 +200,7 @@ def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module
 def _state(
     config: Config, model: nn.Module, scaler: torch.amp.GradScaler, facts: ScheduleFacts
 ) -> TrainState:
-    """What training changes, as it is before the first step; `model` is what the strategy owns."""
+    """The state that training changes, before the first step; `model` is what the strategy owns."""
     optimizer = build_optimizer(model, config.optim)
     schedule = build_schedule(config.schedule, optimizer, facts)
     check_schedule(schedule, evaluates=config.train.evaluates)
@@ -211,15 +211,15 @@ def _state(
 
 
 def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
-    """The number of the run's last step; `begin` may stem from a run with another batch size.
+    """The number of the run's last step; `begin` may come from a run with another batch size.
 
-    A stream of unknown length may end before, with its last epoch.
+    A stream of unknown length may end earlier, with its last epoch.
     """
     if num_samples is None:
         if train.max_steps is None:
             raise UserError(
                 "train.max_steps is null, but the training data is a stream of unknown length: set "
-                "train.max_steps=N, to which the schedule and the time left are counted"
+                "train.max_steps=N, which the schedule and the remaining time need"
             )
         return train.max_steps
     begin = dataclasses.replace(begin)
@@ -229,7 +229,7 @@ def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> 
 
 
 def _log_start(config: Config, context: TrainingContext) -> None:
-    if context.dist.is_main:  # writing all out takes longer than a step of a small model
+    if context.dist.is_main:  # writing all settings takes longer than a step of a small model
         context.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, context.first_step)
     log.info("%s", start_table(config, context))
     for note in context.strategy.notes:
@@ -259,7 +259,7 @@ def start_table(config: Config, context: TrainingContext) -> str:
 
 
 def layout(hosts: Sequence[int]) -> str:
-    """Hosts and ranks of each, from the host of every rank: 2 x 4, or 2 + 1 where hosts differ."""
+    """Hosts and ranks of each, from the host of every rank: 2 x 4, or 2 + 1 if hosts differ."""
     sizes = list(Counter(hosts).values())
     alike = len(set(sizes)) == 1
     return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
@@ -276,7 +276,7 @@ def _samples(number: int | None) -> str:
 
 
 def _check_keep_best(config: Config, task: Task) -> None:
-    """Refuse a metric that no evaluation will yield, where the task says which figures it gives."""
+    """Refuse a metric that no evaluation will yield, if the task lists its figures."""
     best, own = config.checkpoint.keep_best, list(getattr(task, "figures", ()))
     averages = own if config.ema.decay is not None and config.ema.evaluate == "beside" else []
     figures = [f"eval/{name}" for name in own] + [f"eval/ema/{name}" for name in averages]
@@ -288,7 +288,7 @@ def _check_keep_best(config: Config, task: Task) -> None:
 
 
 def _settle(config: Config, held: ExitStack) -> tuple[RunDir, int]:
-    """The run directory, this run's own until `held` closes, and the seed."""
+    """The run directory, locked until `held` closes, and the seed."""
     run_dir = claim(config.run_dir, config.resume, held, wait_s=config.distributed.timeout_s / 2)
     seed = config.seed
     if seed is None and config.resume is not None:
@@ -297,7 +297,7 @@ def _settle(config: Config, held: ExitStack) -> tuple[RunDir, int]:
 
 
 def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> None:
-    """Called on rank 0: from now on what the run directory says is of this run."""
+    """Called on rank 0: from now on the files of the run directory are this run's."""
     exit_report.forget_failure(run_dir)
     with writing(run_dir), atomic_file(run_dir / "config.yaml") as file:
         file.write(to_yaml(config).encode())

@@ -1,7 +1,7 @@
-"""Let a trained language model go on with a text: `python -m trainer.sample RUN --prompt TEXT --tokens N`.
+"""Continues a text with a trained language model: `python -m trainer.sample RUN --prompt TEXT --tokens N`.
 
-The text comes on standard output as it is made, all else on standard error; at the end how many tokens that
-were in a second. Runs alone, under torchrun or with launch=local, also where the model is sharded.
+The text is printed to standard output as it is generated, all else to standard error; at the end the
+tokens per second. Runs alone, under torchrun or with launch=local, also if the model is sharded.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from trainer.inference.command import Ended, arguments, start
 
 
 def main() -> None:
-    """Do what `sys.argv` says."""
+    """Run the command line `sys.argv`."""
     parser = arguments("trainer.sample", __doc__)
     parser.add_argument("--prompt", default="\n", metavar="TEXT", help="default: a new line")
     parser.add_argument("--tokens", type=_count, default=200, metavar="N", help="how many; default: 200")
-    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="of what is drawn; default: 0")
+    parser.add_argument("--seed", type=_seed, default=0, metavar="S", help="seed of the draws; default: 0")
     parser.add_argument(
         "--temperature", type=_temperature, default=1.0, metavar="T", help="0: the likeliest; default: 1"
     )
-    parser.add_argument("--top-k", type=_count, metavar="K", help="draw from the K likeliest alone")
-    parser.add_argument("--no-cache", action="store_true", help="compute all anew for each token, to compare")
+    parser.add_argument("--top-k", type=_count, metavar="K", help="draw only from the K likeliest")
+    parser.add_argument("--no-cache", action="store_true", help="recompute all for each token, to compare")
     start("trainer.sample", parser, _sample)
 
 
@@ -54,20 +54,20 @@ def _temperature(text: str) -> float:
 
 
 def _sample(options: Any, config: Config) -> None:
-    import torch  # loaded only once the settings are good
+    import torch  # loaded only after the settings are checked
 
     from trainer.inference.generate import generate
     from trainer.inference.restore import restored_run
 
-    config.train.compile = False  # each length would be compiled anew
+    config.train.compile = False  # each length would be compiled separately
     with restored_run(config, options.checkpoint) as at_work:
         model, tokenizer = at_work.module, getattr(at_work.train_set(), "tokenizer", None)
         block_size = getattr(model, "block_size", None)
         if tokenizer is None or not isinstance(block_size, int):
             raise UserError(
-                f"{config.model['_target_']} on {config.data.dataset['_target_']} is no model of text: "
-                "sampling needs a model with a block_size, as models.gpt.GPT, and data with a tokenizer, "
-                "as trainer.data.text.in_memory.Text"
+                f"{config.model['_target_']} on {config.data.dataset['_target_']} is not a text model: "
+                "sampling needs a model with a block_size, such as models.gpt.GPT, and data with a "
+                "tokenizer, such as trainer.data.text.in_memory.Text"
             )
         prompt = tokenizer.encode([os.fsencode(options.prompt)])[0].tolist()
         if not 0 < len(prompt) <= block_size:
@@ -96,18 +96,18 @@ def _sample(options: Any, config: Config) -> None:
 
 
 def _in_time(tokens: Iterator[int], enter: Callable[[str], None]) -> Iterator[int]:
-    """`tokens`, each a sign of life to the other ranks."""
+    """`tokens`; each updates this rank's heartbeat."""
     for token in tokens:
         enter("evaluate")
         yield token
 
 
 def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: str) -> None:
-    """Print the text as far as it is whole characters, and then how fast it came.
+    """Print the text as far as its characters are complete, and then the rate.
 
-    What is no UTF-8 is shown as U+FFFD; a character that the end cuts in two, too.
+    Invalid UTF-8 is shown as U+FFFD, also a character that the end cuts in two.
     """
-    # What a terminal's encoding lacks is spelt out: \\u00e9.
+    # Characters outside the terminal's encoding are escaped: \\u00e9.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
     began = time.perf_counter()
@@ -127,11 +127,11 @@ def _print(tokens: Iterator[int], prompt: Sequence[int], tokenizer: Any, cache: 
 
 @contextmanager
 def _writing_out() -> Iterator[None]:
-    """A reader that has had enough, as `head`, ends this in silence; a full disk does not."""
+    """A reader that stops early, such as `head`, ends this silently; a full disk does not."""
     try:
         yield
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own end tries again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python tries again at exit
         if isinstance(error, BrokenPipeError):
             raise Ended(signal.SIGPIPE) from None
         raise UserError(f"the text cannot be written: {error}") from error

@@ -1,6 +1,6 @@
-"""One optimizer step: gradients of the micro-batches, a word with the other ranks, an update.
+"""One optimizer step: gradients of the micro-batches, an agreement with the other ranks, an update.
 
-Called by `Strategy.train_step`, so it imports none of what it is called with.
+Called by `Strategy.train_step`, so it imports none of its arguments' modules.
 """
 
 import time
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class StepResult(NamedTuple):
-    """What the loop has to know of a step."""
+    """The result of a step for the loop."""
 
     loss: Tensor
     """This rank's mean, a detached scalar on the device."""
     grad_norm: Tensor | None
-    """Over the whole model, where it was clipped or the step is logged."""
+    """Over the whole model, if it was clipped or the step is logged."""
     stop: bool
-    """Whether any rank was told to stop."""
+    """Whether any rank was asked to stop."""
     data_left: bool
     """Whether all ranks have data for another step of this epoch."""
 
@@ -54,7 +54,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     strategy.aggregate(context.model)
 
     max_norm, log_now = context.settings.clip_grad_norm, context.settings.logs(step)
-    state.scaler.unscale_(state.optimizer)  # here, as a fused step would ask no other rank for an overflow
+    state.scaler.unscale_(state.optimizer)  # here, since a fused step would ignore other ranks' overflows
     grad_norm = strategy.grad_norm(context.model) if log_now or max_norm is not None else None
     with context.gradients.all_finite(step, state, grad_norm if max_norm is not None else None):
         if log_now:
@@ -69,7 +69,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
 
 
 def weights_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
-    """How much each micro-batch of this rank's next step counts: they are read here."""
+    """Read this rank's micro-batches of the next step, and return their weights."""
     begin = time.perf_counter()
     weights = [weight_of(context.task, batch) for batch in batches.ahead()]
     context.meter.data_s += time.perf_counter() - begin
@@ -84,11 +84,11 @@ def compute_gradients(
     *,
     tell_others: bool,
 ) -> None:
-    """Add up the gradients of `context.batch.accumulation` micro-batches, and their mean loss to `mean_loss`.
+    """Add the gradients of `context.batch.accumulation` micro-batches, and their mean loss to `mean_loss`.
 
     Args:
-        divisors: by what the loss of each micro-batch is divided.
-        tell_others: whether the other ranks are told of the loss as soon as it is known (a collective).
+        divisors: the divisor of each micro-batch's loss.
+        tell_others: whether to send the loss to the other ranks as soon as it is known (a collective).
     """
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
     goes_on = context.state.progress.step + 1 < context.total_steps

@@ -201,7 +201,7 @@ def test_what_cannot_be_sampled_is_named(text_run: Path, tmp_path: Path) -> None
         train, 1, *STRIPES, "strategy=single", "train.max_steps=1", f"run_dir={tmp_path}/run", init=False
     )
     no_text = finish("-m", "trainer.sample", f"{tmp_path}/run")
-    assert no_text.code == 2 and "is no model of text: sampling needs" in no_text.stderr
+    assert no_text.code == 2 and "is not a text model: sampling needs" in no_text.stderr
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_a_refusal_is_not_told_in_the_words_of_an_earlier_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exit_report.write_failure(tmp_path, {"status": 2, "message": "of an earlier run"})
-    for message, words in ((None, "its output says why"), ("of this one", "of this one")):
+    for message, words in ((None, "see its output"), ("of this one", "of this one")):
 
         def launch(*_: object, message: str | None = message) -> int:
             if message is not None:
