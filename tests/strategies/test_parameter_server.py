@@ -272,11 +272,12 @@ def test_a_signal_to_one_rank_stops_all_after_a_whole_step(tmp_path: Path, stale
 
 
 class Counting(nn.Module):
-    """Digits; counts its passes in a buffer that it assigns, and in its extra state; makes one as it goes."""
+    """Digits; counts its passes in a buffer that it assigns, and in its extra state; `late`: what it makes."""
 
-    def __init__(self, late: bool = False) -> None:
+    def __init__(self, late: str = "") -> None:
         super().__init__()
         self.head, self.passes, self.late = nn.Linear(64, 10), 0, late
+        self.teacher = nn.Linear(2, 2).requires_grad_(False)
         self.register_buffer("scale", torch.zeros(1))
 
     def get_extra_state(self) -> Tensor:
@@ -289,8 +290,13 @@ class Counting(nn.Module):
         if self.training:
             self.passes += 1
             self.scale = self.scale + 1
-            if self.late:
-                self.register_buffer("made", torch.ones(2), persistent=False)
+            match self.late:
+                case "buffer":
+                    self.register_buffer("made", torch.ones(2), persistent=False)
+                case "layer":
+                    self.layer = nn.Linear(2, 2)
+                case "teacher":
+                    self.teacher.weight.mul_(0.5)
         return self.head(images.flatten(1) * (1 + self.scale / 10))
 
 
@@ -298,7 +304,7 @@ COUNTING = ("model._target_=tests.strategies.test_parameter_server.Counting", *(
 
 
 def counted(root: str, *overrides: str) -> tuple[list[set[float]], list[str]]:
-    """The counts that this rank ends a run with, and one that goes on; and what refuses a late buffer."""
+    """The counts that this rank ends a run with, and one that goes on; and what refuses what is made late."""
     ran, found = (*COMMON, *COUNTING, *SGD, *PS, *overrides, "checkpoint.every_steps=2"), []
     for steps in (4, 6):
         go_on = (f"run_dir={root}/run", "resume=auto", f"train.max_steps={steps}", "schedule=constant")
@@ -308,9 +314,19 @@ def counted(root: str, *overrides: str) -> tuple[list[set[float]], list[str]]:
             saved = context.state.model.state_dict()
             found.append({model.passes, *map(float, (model.scale, saved["scale"], saved["_extra_state"]))})
     refusals = []
-    for staleness in ("0", "inf"):
-        late = ("+model.late=true", f"strategy.max_staleness={staleness}", f"run_dir={root}/{staleness}")
-        with pytest.raises(UserError) as refused, context_of(*ran, *late) as context:
+    for late, staleness in (
+        ("buffer", "0"),
+        ("layer", "0"),
+        ("teacher", "0"),
+        ("buffer", "inf"),
+        ("layer", "inf"),
+    ):
+        own = (
+            f"+model.late={late}",
+            f"strategy.max_staleness={staleness}",
+            f"run_dir={root}/{late}{staleness}",
+        )
+        with pytest.raises(UserError) as refused, context_of(*ran, *own) as context:
             fit(context)
         refusals.append(f"{refused.value} after step {context.state.progress.step}")
         torch.distributed.destroy_process_group()
@@ -318,11 +334,14 @@ def counted(root: str, *overrides: str) -> tuple[list[set[float]], list[str]]:
 
 
 def test_what_a_forward_pass_keeps_comes_to_the_servers_or_is_refused(tmp_path: Path) -> None:
-    words = "differs from rank 0 in the buffer made: 'torch.float32 of (2,)' against None"
+    buffer = "differs from rank 0 in the buffer made: 'torch.float32 of (2,)' against None"
+    layer = "the forward pass makes or changes layer.bias, layer.weight: no server"
+    words = [buffer, layer, "the forward pass makes or changes teacher.weight: no server", buffer, layer]
     for found, refusals in run_ranks(counted, 3, str(tmp_path), init=False):
         assert found == [{4.0}, {6.0}]
-        assert all(words in refusal for refusal in refusals)
-        assert refusals[0].endswith("after step 0")
+        for expected, refusal in zip(words, refusals, strict=True):
+            assert expected in refusal
+        assert all(refusal.endswith("after step 0") for refusal in refusals[:3])
 
 
 class Meeting(nn.Module):

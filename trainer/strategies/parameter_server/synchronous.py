@@ -18,7 +18,7 @@ from trainer.comm.parameter_server.server import LayoutError, Mean, Server
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.transport.blame import CommError, PeerError
 from trainer.config import ParameterServerConfig
-from trainer.distributed.agreement import compare_across_ranks
+from trainer.distributed.agreement import compare_across_ranks, gather_objects
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
@@ -63,6 +63,7 @@ class ParameterServer(Strategy):
         self._compared = False  # the ranks' buffers, after the first step
         self._meets_nobody = settings.servers != "all"  # whether a worker's pass needs no other rank
         self._is_first_pass: bool | None = None  # of training; None before it
+        self._frozen_versions: dict[str, int] = {}  # before it
         self._replica: WorkerCopy | None = None
         self._server: Server | None = None
 
@@ -82,7 +83,7 @@ class ParameterServer(Strategy):
             self._shards.take(name, parameter)
         model = super().wrap(model)
         own = self._shards.parameters
-        self._parameters = dict(model.named_parameters())
+        self._model, self._parameters = model, dict(model.named_parameters())
         self.owned_model = named_alike(model, {p: own[name] for name, p in self._parameters.items()})
         self._connect(model)
         return model
@@ -133,6 +134,9 @@ class ParameterServer(Strategy):
         assert self._replica is not None
         first, self._pulled = not self._pulled, True
         self._is_first_pass = self._is_first_pass is None
+        if self._is_first_pass:
+            frozen = ((name, p) for name, p in self._parameters.items() if not p.requires_grad)
+            self._frozen_versions = {name: parameter._version for name, parameter in frozen}
         with self._plain_errors(), self._replica.pass_(first, last=enabled):
             yield
 
@@ -229,6 +233,7 @@ class ParameterServer(Strategy):
         """Called after each step (a collective in the first)."""
         if not self._compared:
             self._compare_buffers()
+            self._refuse_changed_parameters()
             self._compared = True
 
     def _compare_buffers(self) -> None:
@@ -241,6 +246,20 @@ class ParameterServer(Strategy):
             "under strategy=parameter_server a rank that is only a server runs no forward pass in training: "
             "register buffers in __init__, in their final size, or take strategy=ddp",
         )
+
+    def _refuse_changed_parameters(self) -> None:
+        """Raise UserError on every rank if the forward passes of a step made or changed parameters on any."""
+        now = dict(self._model.named_parameters())
+        changed = [
+            name for name, p in now.items() if p._version != self._frozen_versions.get(name, p._version)
+        ]
+        own = sorted(changed + [name for name in now if name not in self._parameters])
+        if names := sorted(set().union(*gather_objects(own))):
+            raise UserError(
+                f"strategy=parameter_server: the forward pass makes or changes {', '.join(names[:5])}: no "
+                "server would hold that, nor a checkpoint; make parameters in __init__, and change none, or "
+                "take strategy=ddp"
+            )
 
     def evaluators(self, rank: int) -> tuple[int, int]:
         """All ranks evaluate, servers too, which would be idle otherwise."""
