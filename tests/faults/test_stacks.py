@@ -9,7 +9,7 @@ import traceback
 
 from torch.futures import Future
 
-from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, waits
+from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits, where
 
 
 def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
@@ -28,6 +28,34 @@ def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
     deadline = time.monotonic() + 100
     while "test_a_process_that_comes_or_goes" not in reader.read():
         assert time.monotonic() < deadline
+    reader.close()
+
+
+def test_the_question_is_answered_by_the_main_thread_and_later_by_all() -> None:
+    """Other threads go on while the signal is answered: one in a thousand such walks through theirs was a SIGSEGV."""
+    stacks, over = Stacks(), threading.Event()
+    stacks.open(crashes=False)
+    other = threading.Thread(target=over.wait, name="other")
+    other.start()
+    reader = StackReader(os.getpid(), stacks.fd)
+    stacks.add_other_threads()
+    assert not reader.size()
+    (text,) = ask([(os.getpid(), reader)], timeout_s=100.0)
+    assert text.count("most recent call first") == 1 and "test_the_question_is_answered" in text
+    answered = threading.Thread(target=stacks.add_other_threads)
+    answered.start()
+    answered.join()
+    everything, size = reader.read(), reader.size()
+    assert everything.count("most recent call first") > 3
+    assert where(frames_of(everything)) == where(frames_of(text))
+    stacks.add_other_threads()
+    assert reader.size() == size
+    crash = f'{everything}Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n  File "a", line 1 in b\n\n'
+    crash += 'Current thread 0x2 (most recent call first):\n  File "c", line 2 in d\n'
+    assert frames_of(crash) == [("c", "2", "d")]
+    over.set()
+    other.join()
+    stacks.close()
     reader.close()
 
 

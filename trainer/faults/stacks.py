@@ -47,6 +47,7 @@ class Stacks:
 
     def __init__(self) -> None:
         self._file: BinaryIO
+        self._size = 0
         if hasattr(os, "memfd_create"):
             self._file = os.fdopen(os.memfd_create("ringmaster-stacks"), "r+b", buffering=0)
         else:
@@ -63,7 +64,17 @@ class Stacks:
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
             self._undo = uncaught.tell(self.fd)
-        faulthandler.register(STACK_SIGNAL, self._file, all_threads=True)
+        # Of the main thread alone: others go on meanwhile, and to walk their frames may end in SIGSEGV.
+        faulthandler.register(STACK_SIGNAL, self._file, all_threads=False)
+
+    def add_other_threads(self) -> None:
+        """Add the stacks of all threads where the main thread's was asked for.
+
+        Called now and then: who calls holds the interpreter, so that no thread changes its frames meanwhile.
+        """
+        if os.fstat(self.fd).st_size != self._size:
+            faulthandler.dump_traceback(self._file, all_threads=True)
+            self._size = os.fstat(self.fd).st_size
 
     def close(self) -> None:
         faulthandler.unregister(STACK_SIGNAL)
@@ -113,17 +124,19 @@ def _ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float) -> list[s
 
 
 def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
-    """The frames of the main thread in the last stacks that faulthandler wrote, innermost first.
+    """The frames of the main thread in the last answer, innermost first; after a crash, its thread's.
 
     Args:
         of_worker: in the last that a data worker wrote; its rank may have been asked by somebody else, too.
     """
-    text = uncaught.without_handler(text)
-    threads = re.split(r"^(?=Thread 0x|Current thread )", text, flags=re.MULTILINE)
+    _, crash, after = text.rpartition("Fatal Python")
+    text = uncaught.without_handler(after) if crash else text
+    threads = re.split(r"^(?=Stack |Thread 0x|Current thread )", text, flags=re.MULTILINE)
     if of_worker:
         threads = [thread for thread in threads if " in _worker_loop\n" in thread] or [""]
-    # The kernel gives a signal to the main thread, if it can; and the main thread is always written last.
-    chosen = [each for each in threads if each.startswith("Current") and _FRAME.search(each)] or threads
+    # The kernel gives a signal to the main thread, if it can; in a crash that is written last.
+    asked = "Current" if crash else "Stack "
+    chosen = [each for each in threads if each.startswith(asked) and _FRAME.search(each)] or threads
     return [(file, line, function) for file, line, function in _FRAME.findall(chosen[-1])]
 
 

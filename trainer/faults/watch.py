@@ -195,6 +195,7 @@ class Watch:
 
     def _look(self) -> None:
         self._leave_when_orphaned()
+        self._stacks.add_other_threads()
         for neighbour in self._others_here():
             neighbour.look_for_death()
         for neighbour in self._others_here():

@@ -77,8 +77,8 @@ class Outcome:
         expected: dict[str, Any] = {"status": 3 if case.fault == "nan" else 1, "rank": case.rank}
         if case.fault == "cut":  # each side names the other; which wrote last is chance
             del expected["rank"]
-            near, far = self.outputs
-            found += [] if "host 1 (" in near and "host 0 (" in far else ["the other side not named"]
+            for host, said in enumerate(self.outputs):
+                found += [] if f"host {1 - host} (" in said else [f"host {host} does not name the other"]
         elif case.fault not in ("nan", "diverge"):  # which are found later than they are made
             expected |= {"step": self.step, "phase": case.phase}
         return found + [
