@@ -93,7 +93,7 @@ def test_a_process_without_one_is_told_apart(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="no heartbeat"):
         Records.of(os.getpid(), file.fileno())
     pid = in_child(lambda: None)
-    with pytest.raises(OSError, match="another's"):
+    with pytest.raises(OSError, match="another process's"):
         Records.of(pid, heartbeat.fd)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -189,7 +189,7 @@ def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
     assert "of another model" in said["another model"] and "[256, 32] float32 there" in said["another model"]
     assert "the evaluation data is empty" in said["no data"]
     assert "exists already" in said["taken"]
-    assert f"{tmp_path}/nowhere is no directory" in said["no folder"]
+    assert f"{tmp_path}/nowhere is not a directory" in said["no folder"]
     assert "must end in .csv, .jsonl or .pt" in said["no kind"]
 
 

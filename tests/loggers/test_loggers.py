@@ -73,7 +73,7 @@ def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
     [
         (
             ["+logger.mine._target_=tests.user_parts.Deaf"],
-            "logger.mine: tests.user_parts.Deaf makes a Deaf without text",
+            "logger.mine: tests.user_parts.Deaf creates a Deaf without text",
         ),
         (["+logger.mine._target_=tests.user_parts.Noted"], "missing 1 required positional argument: 'word'"),
     ],

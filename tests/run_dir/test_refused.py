@@ -24,7 +24,7 @@ REFUSED = {
     "other data": (["data=fake"], "the training data holds"),
     "a fault in the past": (["fault=nan", "fault.rank=0", "fault.step=3"], "fault.step is 3"),
     "a profile after the end": (["+train.profile={start: 90, steps: 2}"], "train.profile asks for"),
-    "no logger": (["+logger.mine._target_=tests.user_parts.Deaf"], "makes a Deaf without text"),
+    "no logger": (["+logger.mine._target_=tests.user_parts.Deaf"], "creates a Deaf without text"),
     "a damaged checkpoint": (["resume=RUN_DIR/checkpoints/step_00000003"], "damaged"),
 }
 

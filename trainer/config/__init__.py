@@ -4,7 +4,7 @@
 Models, datasets, tasks, optimizers and schedules are `_target_` nodes: their keys belong to the class
 they name, which validates them itself. Defaults are in conf/, types and limits in schema.py and choices.py,
 and conflicts between two settings in contradictions.py.
-Does not import torch, so that a user error is reported before torch has loaded.
+Never imports torch, so that a user error is reported before torch has loaded.
 """
 
 from trainer.config.choices import (

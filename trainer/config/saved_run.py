@@ -1,7 +1,7 @@
 """The settings of an existing run, read from its config.yaml by commands that follow training.
 
 They say what the run is, not where it ran: launch, ranks and all-reduce are those of the present command.
-Does not import torch, so that a user error is reported before torch has loaded.
+Never imports torch, so that a user error is reported before torch has loaded.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""What becomes of a run when something fails: heartbeats, the watch that reads them, the verdict."""
+"""Handling of failures: heartbeats, the watch that reads them, and the verdict."""

@@ -1,16 +1,16 @@
-"""A rank of another host is named after that host's next word: what we know of ourselves is always newer."""
+"""A rank of another host is blamed only after two more reports of it, which are older than local facts."""
 
 from collections.abc import Hashable, Mapping
 
-# The first that comes may have been on its way already.
+# The first that arrives may have been sent before.
 _REPORTS = 2
 
 
 class Debounce:
-    """Whom we have in mind, and how many reports of each host had been read when we first did.
+    """A suspect, and the number of reports of each host at the first suspicion.
 
-    What a host knows of itself is of this moment; a report, read when all was well or kept by a busy machine,
-    may show a rank where it was a while ago: there it seems to hold up others that it has long served.
+    Facts about this host are current. A report, read when all was well or delayed by a busy machine,
+    may show where a rank was a while ago: it then seems to block others that it has long since served.
     """
 
     def __init__(self) -> None:
@@ -21,14 +21,14 @@ class Debounce:
         self._of = None
 
     def confirmed(self, of: Hashable, host: int, counts: Mapping[int, int]) -> bool:
-        """Whether what is held against a rank of `host`, and where it is, has outlived two reports of it.
+        """Whether the suspicion of a rank of `host` has outlived two further reports of that host.
 
         Args:
-            of: who it is, and where.
-            counts: how many reports have been read, by host; a host that is not there is this one.
+            of: the suspect, and where it is.
+            counts: the number of reports read, by host; a host without an entry is this one.
         """
         if host not in counts:
-            return True  # seen with our own eyes
+            return True  # on this host: observed directly
         if of != self._of:
             self._of, self._counts = of, dict(counts)
         return counts[host] >= self._counts[host] + _REPORTS

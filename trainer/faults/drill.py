@@ -1,9 +1,10 @@
-"""Every fault in turn, on this machine: what is said, how soon all is over, and whether the run goes on.
+"""Every fault, one after another, on this machine: the verdict, the time until all have ended, and the
+restart.
 
 Trains the MLP on the embedded digits under torchrun with --max-restarts=1, as a user would, once undisturbed
-and once for each fault, and prints a table with a row for each. `right` says whether failure.json names the
-rank, the phase and the step of the fault; the seconds are those from the fault to the verdict, and until each
-process of that attempt was gone. Exit status 1 if any row is not as it should be.
+and once for each fault, and prints a table with a row for each. `right` means that failure.json names the
+rank, the phase and the step of the fault; the seconds are from the fault to the verdict, and until each
+process of that attempt has ended. Exit status 1 if any row is wrong.
 
     python -m trainer.faults.drill
     python -m trainer.faults.drill --strategies ddp --comm ring --faults kill,stop --phase all_reduce
@@ -24,7 +25,7 @@ BATCH = 64  # train.global_batch_size of the preset
 
 
 def cases(strategies: Sequence[str], comms: Sequence[str], faults: Sequence[str], phase: str) -> list[Case]:
-    """Undisturbed first, for each strategy and choice of comm."""
+    """The undisturbed case first, for each strategy and choice of comm."""
     found = []
     for strategy in strategies:
         for comm in comms:
@@ -54,10 +55,10 @@ def row(case: Case, outcome: Outcome, problems: Sequence[str], equal: bool) -> s
 def drill(
     todo: Sequence[Case], start: Start, folder: Path, timeout_s: float = 10.0
 ) -> list[tuple[Case, list[str]]]:
-    """Run the cases, print a row for each as it is done; return what went wrong in which.
+    """Run the cases, print a row for each; return the problems of each faulty case.
 
     Args:
-        todo: for each strategy and all-reduce the undisturbed run comes first.
+        todo: for each strategy and all-reduce, the undisturbed run must come first.
         timeout_s: `distributed.timeout_s` of the runs.
     """
     wrong, hashes = [], dict[str, str]()
@@ -80,16 +81,16 @@ def drill(
 
 
 def parser(description: str | None, faults: Sequence[str]) -> argparse.ArgumentParser:
-    """Of what to drill; `faults` are those that can be made."""
+    """The command line of a drill; `faults` are the possible ones."""
     found = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_argument("--strategies", type=_some_of("ddp", "fsdp"), default="ddp,fsdp")
     found.add_argument("--comm", type=_some_of(), default="native,ring,hierarchical", help="for both")
     found.add_argument("--faults", type=_some_of(*faults), default=",".join(faults))
-    found.add_argument("--phase", default="forward", help="in which the fault is made")
+    found.add_argument("--phase", default="forward", help="in which the fault is injected")
     found.add_argument("--timeout-s", type=float, default=10.0, help="distributed.timeout_s of the runs")
-    found.add_argument("--out", type=Path, help="where the runs and what they print are kept")
+    found.add_argument("--out", type=Path, help="where the runs and their output are kept")
     return found
 
 
@@ -105,7 +106,7 @@ def _some_of(*known: str) -> Callable[[str], list[str]]:
 
 
 def main(todo: Sequence[Case], start: Start, arguments: argparse.Namespace) -> int:
-    """Drill as `parser` was told; the exit status."""
+    """Run the drill, and return the exit status."""
     with by_the_door(), contextlib.ExitStack() as stack:
         folder = arguments.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
         wrong = drill(todo, start, folder, arguments.timeout_s)
@@ -115,7 +116,7 @@ def main(todo: Sequence[Case], start: Start, arguments: argparse.Namespace) -> i
 
 
 def fitting_batch(processes: int) -> str:
-    """The largest batch up to the preset's that so many ranks can share out equally."""
+    """The largest batch, up to the preset's, that divides evenly over `processes` ranks."""
     return f"train.global_batch_size={BATCH // processes * processes}"
 
 
@@ -124,7 +125,7 @@ def _main() -> None:
     known.add_argument("--processes", type=int, default=4)
     arguments = known.parse_args()
     if arguments.processes < 2:
-        known.error(f"--processes is {arguments.processes}, but a rank that fails needs others who see it: 2")
+        known.error(f"--processes is {arguments.processes}, but must be at least 2: another rank sees it")
     if arguments.processes > BATCH:
         known.error(f"--processes is {arguments.processes}, but a batch has {BATCH} samples: at most {BATCH}")
     todo = cases(arguments.strategies, arguments.comm, arguments.faults, arguments.phase)

@@ -1,4 +1,4 @@
-"""The end of a run that ends badly: its verdict said and written down, and then the process gone at once."""
+"""The end of a failed run: its verdict is printed and written, and then the process exits at once."""
 
 import contextlib
 import json
@@ -19,12 +19,12 @@ FAILURE = "failure.json"
 
 
 def write_failure(run_dir: Path, facts: dict[str, Any]) -> None:
-    """Write `facts` whole or not at all; `status` and `message` among them.
+    """Write `facts` whole or not at all; they must include `status` and `message`.
 
-    Never raises: a disk that takes no more must not come before what it is to be told.
+    Never raises: a full disk must not prevent the message to the user.
     """
     if not run_dir.is_dir():
-        return  # another host's disk, or the run ended before it had one
+        return  # not this host's disk, or the run ended before it had a directory
     with contextlib.suppress(OSError), atomic_file(run_dir / FAILURE) as file:
         file.write(json.dumps(facts, indent=2).encode() + b"\n")
 
@@ -38,14 +38,14 @@ def read_failure(run_dir: Path) -> dict[str, Any] | None:
 
 
 def failure_written_at(run_dir: Path) -> int | None:
-    """By the disk's clock, in ns: another time means that another run, or attempt, has written it."""
+    """The file's modification time in ns: another time means another run, or attempt, has written it."""
     with contextlib.suppress(OSError):
         return (run_dir / FAILURE).stat().st_mtime_ns
     return None
 
 
 def forget_failure(run_dir: Path) -> None:
-    """What an earlier run, or attempt, left says nothing of the one that begins."""
+    """Remove the report of an earlier run or attempt."""
     with contextlib.suppress(OSError):
         (run_dir / FAILURE).unlink(missing_ok=True)
 
@@ -55,7 +55,7 @@ _LONGEST = 4000  # characters of a line
 
 
 def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
-    """Nothing for an orderly end, which those that come to it say themselves."""
+    """Print the verdict, except for an orderly end, which each rank prints itself."""
     if verdict.kind == "orderly":
         return
     others = num_ranks - len(verdict.ranks)
@@ -65,12 +65,12 @@ def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
 
 
 def print_line(line: str) -> None:
-    """In one piece, and past Python's own buffers and locks, which another thread may hold for ever.
+    """Print in one piece, without Python's buffers and locks, which another thread may hold forever.
 
-    Another host may have written part of it: what a terminal would obey is escaped, but for new lines.
+    Another host may have written part of it: control characters are escaped, except newlines.
     """
     shown = "\n".join(printable(part, _LONGEST) for part in line.split("\n"))
-    with contextlib.suppress(OSError):  # who read it may have died
+    with contextlib.suppress(OSError):  # the reader may have died
         os.write(2, f"{shown}\n".encode())
 
 
@@ -82,7 +82,7 @@ def write(verdict: Verdict, run_dir: Path | None, attempt: int) -> None:
 
 
 def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> None:
-    """The verdict in train.log, and by rank the stacks that were taken."""
+    """Write the verdict to train.log, and the stacks, by rank."""
     if run_dir is None or not run_dir.is_dir():
         return
     with contextlib.suppress(OSError), (run_dir / "train.log").open("a") as log:
@@ -94,14 +94,14 @@ def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> N
 
 
 def let_torchrun_look() -> None:
-    """Leave torchrun in no doubt who failed first: it counts whole seconds by the clock, and of the ranks
-    that end within one it blames the lowest."""
+    """Make sure that torchrun sees who failed first: it counts whole seconds, and of ranks that end within
+    one it blames the lowest."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         time.sleep(max(_LOOKED_S, 1.01 - time.time() % 1.0))
 
 
 def leave(status: int) -> None:
-    """End this process now: nothing of torch's or Python's may wait for a peer that is gone."""
+    """End this process now: torch and Python must not wait for a peer that is gone."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -109,7 +109,7 @@ def leave(status: int) -> None:
 
 
 def of_one(rank: Observed, status: int, message: str) -> Verdict:
-    """An orderly end about `rank`."""
+    """The verdict of an orderly end because of `rank`."""
     keys = ("rank", "phase", "where", "step")
     facts = {key: value for key, value in asdict(rank).items() if key in keys}
     facts |= {"host": rank.hostname, "silent_s": 0.0}

@@ -1,7 +1,7 @@
-"""What a process is doing, in memory that others of its host can read: when it is stuck, and when it is dead.
+"""The state of a process in memory that others of its host can read, even when it is stuck or dead.
 
-A rank enters phases, its data workers note the sample they read. All of it is plain stores into a small
-shared record: no lock, no system call but for the clock, a microsecond a phase. Times are nanoseconds
+A rank enters phases; its data workers record the sample they read. All of it is plain stores into a small
+shared record: no lock, no system call except the clock, a microsecond for each phase. Times are nanoseconds
 of CLOCK_MONOTONIC, which all processes of a host share.
 """
 
@@ -26,9 +26,9 @@ PHASES = (
     "log",
     "end",
 )
-ALL_REDUCE = "all_reduce"  # of one bucket, while the backward pass goes on
+ALL_REDUCE = "all_reduce"  # of one bucket, during the backward pass
 
-MAX_WORKERS = 255  # data workers of one rank that have a record; any others work without
+MAX_WORKERS = 255  # data workers of one rank with a record; further ones have none
 _MAGIC = 0x52494E47
 _RECORD_BYTES, _NOTE_BYTES = 128, 8192
 _SIZE = _RECORD_BYTES * (1 + MAX_WORKERS) + _NOTE_BYTES
@@ -41,18 +41,18 @@ _CODES = {phase: code for code, phase in enumerate(PHASES)}
 
 @dataclass(frozen=True)
 class Beat:
-    """One record as it was read.
+    """One record as read.
 
     Attributes:
-        position: phases entered so far. All ranks enter the same ones in the same order, so that the rank
-            with the smallest is the one that the others wait for.
-        step: the optimizer step being made, counted from 1; 0 before the first.
+        position: phases entered so far. All ranks enter the same ones in the same order, so the others wait
+            for the rank with the smallest.
+        step: the current optimizer step, counted from 1; 0 before the first.
         since_ns: when this phase was entered.
-        bucket: the bucket of gradients handed over last in this phase, if any; `buckets` counts them all.
+        bucket: the last bucket of gradients sent in this phase, if any; `buckets` counts them all.
         index: the sample being read, or the first one of the batch; None between batches.
-        progress_ns: the last sign of progress: the phase, a bucket, a sample, bytes of a checkpoint.
+        progress_ns: the last progress: the phase, a bucket, a sample, bytes of a checkpoint.
         tick_ns: when the process's own watch was last awake; 0 if it has none.
-        disk_ns: how long the disk may take over what some thread waits for it with; 0 where none does.
+        disk_ns: how long a thread may wait for the disk; 0 if none does.
     """
 
     pid: int
@@ -69,10 +69,10 @@ class Beat:
 
 
 class Heartbeat:
-    """The record of this process, to be written by it alone, and those of its data workers.
+    """The record of this process, written by it alone, and those of its data workers.
 
     Attributes:
-        fd: the memory; another process opens it as /proc/PID/fd/FD. -1 where the system has none to share.
+        fd: the memory; another process opens it as /proc/PID/fd/FD. -1 if the system cannot share it.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Heartbeat:
 
     @property
     def step(self) -> int:
-        """The optimizer step being made, counted from 1; set before the phases of a step are entered."""
+        """The current optimizer step, counted from 1; set before the phases of a step are entered."""
         return self._words[_STEP]
 
     @step.setter
@@ -107,7 +107,7 @@ class Heartbeat:
         self._words[_STEP] = step
 
     def enter(self, phase: str, bucket: int = _NONE) -> None:
-        """This process begins with `phase`, one of PHASES; or hands `bucket` over to be all-reduced."""
+        """Record that this process begins `phase`, one of PHASES; or sends `bucket` to the all-reduce."""
         words, now = self._words, time.monotonic_ns()
         words[_PROGRESS] = now
         if phase == ALL_REDUCE:
@@ -121,7 +121,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def in_any_order(self) -> Iterator[None]:
-        """Within it each rank goes through phases as often as it can; who has made fewer is not behind."""
+        """Within, ranks make different numbers of phases; one with fewer is not behind."""
         self._ordered = False
         try:
             yield
@@ -130,35 +130,35 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
-        """Around a wait for those that are not so far, within `in_any_order`; also when that has failed."""
+        """Around a wait for ranks that are behind, within `in_any_order`; stays set if the wait fails."""
         self._words[_POSITION] += 1
         yield
         self._words[_POSITION] -= 1
 
     def skip(self, phases: tuple[str, ...], times: int) -> None:
-        """Pass through phases that others enter so often, with nothing to do: nobody waits for this one."""
+        """Pass phases that others enter `times` times, so that this rank, without work, is not behind."""
         for phase in phases * times:
             self.enter(phase)
 
     def read(self, index: int) -> None:
-        """This process begins to read sample `index`."""
+        """Record that this process begins to read sample `index`."""
         words = self._words
         words[_INDEX] = index
         words[_SINCE] = words[_PROGRESS] = time.monotonic_ns()
 
     def rest(self) -> None:
-        """A data worker's batch is read."""
+        """Record that a data worker's batch is complete."""
         self._words[_INDEX] = _NONE
         self._words[_PROGRESS] = time.monotonic_ns()
 
     def reserve(self, num_workers: int) -> int:
-        """Records for so many data workers, which are forked later: the number of the first."""
+        """Reserve records for data workers that are forked later; return the number of the first."""
         first = self._num_reserved + 1
         self._num_reserved += num_workers
         return first
 
     def become_worker(self, number: int) -> None:
-        """To be called in a data worker: from now on this object writes the record `number`."""
+        """Called in a data worker: from now on this object writes the record `number`."""
         if number <= MAX_WORKERS:
             self._serve(number)
             self._words[_PHASE] = _CODES["data"]
@@ -166,16 +166,16 @@ class Heartbeat:
             self._words = memoryview(bytearray(_RECORD_BYTES)).cast("q")
 
     def progress(self) -> None:
-        """A sign of life within a phase that may take long: a piece of a file has been written, say."""
+        """Record progress within a phase that may take long, such as a written part of a file."""
         self._words[_PROGRESS] = time.monotonic_ns()
 
     def disk_may_take(self, seconds: float) -> None:
-        """Whoever is within `at_disk` may be silent for so long."""
+        """Allow this much silence within `at_disk`."""
         self._words[_DISK_NS] = int(seconds * 1e9)
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
-        """Around what the disk may hold for long, an fsync say, in any thread, without a sign of life."""
+        """Around a disk operation that may take long without progress, such as fsync, in any thread."""
         self._count_at_disk(1)
         try:
             yield
@@ -191,13 +191,13 @@ class Heartbeat:
         self._words[_TICK] = time.monotonic_ns()
 
     def note(self, facts: dict[str, Any]) -> None:
-        """Leave word of how this process ends (plain values), to be read when it is gone."""
+        """Record how this process ends (plain values), for others to read afterwards."""
         text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass")
         begin = _SIZE - _NOTE_BYTES
         self._memory[begin : begin + 8] = bytes(8)
-        assert len(text) <= _NOTE_BYTES - 8, "a note this long is no note"
+        assert len(text) <= _NOTE_BYTES - 8, "the note is too long"
         self._memory[begin + 8 : begin + 8 + len(text)] = text
-        self._memory[begin : begin + 8] = len(text).to_bytes(8, "little")  # last: whole or not there
+        self._memory[begin : begin + 8] = len(text).to_bytes(8, "little")  # last: a note is whole or absent
 
     def records(self) -> "Records":
         return Records(self._memory)
@@ -207,61 +207,61 @@ _of_this_process: Heartbeat | None = None
 
 
 def set_mine(heartbeat: Heartbeat) -> None:
-    """Make `heartbeat` the one of which `progress` tells."""
+    """Make `heartbeat` the one that `progress` updates."""
     global _of_this_process
     _of_this_process = heartbeat
 
 
 def progress() -> None:
-    """Called where files are written piece by piece, far from anybody who knows of heartbeats."""
+    """Called by code that writes files part by part, without access to the heartbeat."""
     if _of_this_process is not None:
         _of_this_process.progress()
 
 
 @contextlib.contextmanager
 def at_disk() -> Iterator[None]:
-    """As Heartbeat.at_disk, likewise."""
+    """As Heartbeat.at_disk, for the same code."""
     with contextlib.nullcontext() if _of_this_process is None else _of_this_process.at_disk():
         yield
 
 
 class Records:
-    """What another process (or this one) reads of a heartbeat."""
+    """A heartbeat as another process (or this one) reads it."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     @classmethod
     def of(cls, pid: int, fd: int) -> "Records":
-        """Open those of another process of this host.
+        """Open the records of another process of this host.
 
         Raises:
             OSError: it is gone, or of another host, container or user.
         """
-        with open(f"/proc/{pid}/fd/{fd}", "rb") as file:  # noqa: PTH123, no path but a handle
+        with open(f"/proc/{pid}/fd/{fd}", "rb") as file:  # noqa: PTH123, a handle, not a path
             if os.fstat(file.fileno()).st_size != _SIZE:
                 raise OSError(f"process {pid} has no heartbeat")
             memory = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
         records = cls(memory)
         if records.main().pid != pid:
-            raise OSError(f"the heartbeat of process {pid} is another's")
+            raise OSError(f"the heartbeat of process {pid} is another process's")
         return records
 
     def main(self) -> Beat:
         return _beat(_words(self._memory, 0))
 
     def workers(self) -> dict[int, Beat]:
-        """Those of the data workers that have begun, by number."""
+        """The records of the data workers that have started, by number."""
         words = memoryview(self._memory)[: _RECORD_BYTES * (1 + MAX_WORKERS)].cast("q")
-        kinds = words[_KIND :: _RECORD_BYTES // 8].tolist()  # at once: a watch asks five times a second
+        kinds = words[_KIND :: _RECORD_BYTES // 8].tolist()  # in one read: a watch asks five times a second
         begun = [number for number, kind in enumerate(kinds) if number and kind == _MAGIC]
         return {number: _beat(_words(self._memory, number)) for number in begun}
 
     def note(self) -> dict[str, Any] | None:
-        """How the process said it ends; None if it did not."""
+        """The recorded end of the process; None without one."""
         begin = _SIZE - _NOTE_BYTES
         size = int.from_bytes(self._memory[begin : begin + 8], "little")
-        with contextlib.suppress(ValueError):  # one that is being replaced is not there for a moment
+        with contextlib.suppress(ValueError):  # one that is being replaced is absent for a moment
             return json.loads(self._memory[begin + 8 : begin + 8 + size]) if size else None
         return None
 

@@ -1,4 +1,4 @@
-"""The kernel ends this process when its watch has not looked for too long: stopped, or never let to run."""
+"""Has the kernel end this process when its watch has not run for too long: stopped, or never scheduled."""
 
 import ctypes
 import signal
@@ -17,10 +17,10 @@ class _Times(ctypes.Structure):
 
 
 class KillTimer:
-    """A timer of the kernel's that sends SIGKILL after `after_s`, unless it is put off before.
+    """A kernel timer that sends SIGKILL after `after_s`, unless it is postponed.
 
     It works on a process that is stopped, or whose threads all wait for one that holds the interpreter, and
-    needs nobody else. Where the C library has no such timer, this does nothing.
+    needs no other process. Without such a timer in the C library, this does nothing.
     """
 
     def __init__(self, after_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What keeps a process from ending: threads and processes that user code has left, named and then ended."""
+"""Names, and then ends, threads and processes of user code that keep the process from exiting."""
 
 import multiprocessing
 import os
@@ -12,15 +12,15 @@ from multiprocessing.process import BaseProcess
 
 from trainer.faults import exit_report, stacks
 
-_NAMED_S, _ENDED_S = 5.0, 30.0  # after the end of the program
+_NAMED_S, _ENDED_S = 5.0, 30.0  # after the program has ended
 
 
 @contextmanager
 def ends_in_time() -> Iterator[None]:
-    """Around a whole program: it ends with its own status, whatever its user's code has left running.
+    """Around a whole program: it exits with its own status, even if user code has left something running.
 
-    At its end Python waits for threads and child processes that are no daemons, and a launcher for Python.
-    They are given some time, as one may still send a file somewhere, and then end with the process.
+    At exit Python waits for threads and child processes that are not daemons, and a launcher waits for
+    Python. They get some time, since one may still be sending a file, and then end with the process.
     """
     status = 1
     try:
@@ -38,7 +38,7 @@ def _see_to_the_end(status: int) -> None:
     ended = time.monotonic()
     time.sleep(_NAMED_S)
     if not (left := _left()):
-        return  # what Python does at its own end may take long
+        return  # Python's own exit may take long
     words = ", ".join(
         f"process {one.name} (pid {one.pid})"
         if isinstance(one, BaseProcess)
@@ -48,7 +48,7 @@ def _see_to_the_end(status: int) -> None:
     exit_report.print_line(
         f"[rank {os.environ.get('RANK', 0)}] the program has ended, with status {status}, but not {words}; "
         f"what still runs {_ENDED_S:.0f} s after the end is ended, too. Join it before, in a logger's close "
-        "for instance, or start it with daemon=True"
+        "for example, or start it with daemon=True"
     )
     while time.monotonic() - ended < _ENDED_S:
         time.sleep(0.1)
@@ -61,7 +61,7 @@ def _see_to_the_end(status: int) -> None:
 
 
 def _left() -> list[threading.Thread | BaseProcess]:
-    """What Python waits for."""
+    """The threads and processes that Python waits for."""
     threads = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
     return [*threads, *(one for one in multiprocessing.active_children() if not one.daemon)]
 

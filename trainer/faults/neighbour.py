@@ -1,4 +1,4 @@
-"""A rank of this host, perhaps this one: all that can be seen of it from outside, also after its death."""
+"""A rank of this host, perhaps this one: what can be observed from outside, also after its death."""
 
 import contextlib
 import os
@@ -13,14 +13,14 @@ from trainer.faults import processes, stacks, uncaught
 from trainer.faults.heartbeat import Beat, Heartbeat, Records
 from trainer.faults.verdict import Observed
 
-TICK_S = 0.2  # a rank's watch looks at least so often
+TICK_S = 0.2  # a rank's watch looks at least this often
 _MAY_READ = ("data", "evaluate", "set_up")  # phases in which a rank waits for its data workers
-_MAY_WRITE = ("checkpoint", "end")  # and for the disk; in others, what is written asynchronously holds nobody
+_MAY_WRITE = ("checkpoint", "end")  # for the disk; in other phases, asynchronous writes block no rank
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """A rank, as it introduced itself to the others."""
+    """The identity of a rank, as sent to the others at the start."""
 
     rank: int
     host: int
@@ -28,12 +28,12 @@ class RankIdentity:
     pid: int
     heartbeat_fd: int
     stacks_fd: int
-    attempt: int  # how often its launcher says that it has restarted the run
-    address: str | None = None  # of its host, on the way to the store
+    attempt: int  # the number of restarts, from its launcher
+    address: str | None = None  # of its host, on the route to the store
 
 
 def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> dict[str, Any]:
-    """What a `RankIdentity` is made of, but for the index of its host, which is known once all have met."""
+    """The fields of a `RankIdentity`, except the index of its host, which is known when all have met."""
     return {
         "rank": rank,
         "hostname": socket.gethostname(),
@@ -45,7 +45,7 @@ def introduction(rank: int, heartbeat: Heartbeat, own_stacks: stacks.Stacks) -> 
 
 
 class Neighbour:
-    """Its memory and its process, opened while it lives.
+    """The memory and the process of a rank, opened while it lives.
 
     Raises:
         OSError: it is gone, or of another container or user.
@@ -58,8 +58,8 @@ class Neighbour:
         self.death_fd = processes.watch_for_death(member.pid)
         self.died_at_ns: int | None = None
         self.ending: str | None = None
-        self.frames: tuple[int, list[stacks.Frame]] | None = None  # taken at which position,
-        self.frames_at_s = 0.0  # and when
+        self.frames: tuple[int, list[stacks.Frame]] | None = None  # the position at which they were taken,
+        self.frames_at_s = 0.0  # and the time
         self.worker_words: str | None = None
 
     def close(self) -> None:
@@ -124,9 +124,9 @@ class Neighbour:
         return [worker for worker in busy if str(worker.pid) in re.findall(r"\d+", blamed)]
 
     def stuck_worker(self, memory_kills: processes.MemoryKills, error: str = "") -> str | None:
-        """The data worker that this rank waits for, in words: one that is dead, or has read the longest.
+        """The data worker that this rank waits for, and why: one that is dead, or has read the longest.
 
-        torch raises in whatever phase it learns of a worker's death; `error` tells the pid then.
+        torch raises in any phase when it learns of a worker's death; `error` contains the pid then.
         """
         busy = self.busy_workers(self.records.main(), error)
         if not busy:
@@ -144,9 +144,9 @@ class Neighbour:
         return f"{words}, at {where}" if where else words
 
     def end_workers(self) -> None:
-        """Kill its data workers in the middle of a batch, to be called in this process when it has failed.
+        """Kill the data workers in the middle of a batch. Called in this process when it has failed.
 
-        Its end would wait for theirs, and what they do may never end, nor let a SIGTERM be heard.
+        Otherwise its exit would wait for theirs, which may never come, even after a SIGTERM.
         """
         with contextlib.suppress(ValueError):  # torch raises on such a death, and only in the main thread
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What the system says of other processes of this host: stopped, dead and of what, and short of memory."""
+"""The state of other processes of this host: stopped, dead and why, or killed for lack of memory."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def state(pid: int) -> str:
-    """running | stopped | dead. A zombie is dead: it only waits for its parent to ask."""
+    """running | stopped | dead. A zombie is dead: it only waits for its parent."""
     fields = _stat(pid)
     if fields is None or fields[0] in "ZX":
         return "dead"
@@ -16,17 +16,17 @@ def state(pid: int) -> str:
 
 
 def parent(pid: int) -> int | None:
-    """None once there is no such process."""
+    """The pid of the parent; None if the process does not exist."""
     fields = _stat(pid)
     return None if fields is None else int(fields[1])
 
 
 def ending(pid: int) -> str | None:
-    """How a process that has just died did, in words; None once its parent has asked and it is gone."""
+    """How a process that just died has ended; None once its parent has collected it."""
     fields = _stat(pid)
     if fields is None or fields[0] not in "ZX":
         return None
-    code = int(fields[49])  # as wait(2) gives it
+    code = int(fields[49])  # as from wait(2)
     number = code & 0x7F
     if not number:
         return f"left with exit status {code >> 8}"
@@ -36,7 +36,7 @@ def ending(pid: int) -> str | None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on; None if there is no such process."""
+    """The fields of /proc/PID/stat from the state on; None if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -44,10 +44,10 @@ def _stat(pid: int) -> list[str] | None:
 
 
 class MemoryKills:
-    """How often the kernel has killed for want of memory since this was made, where it can be read.
+    """Counts the kernel's kills for lack of memory since this object was created, if they can be read.
 
     Args:
-        pids: of processes whose control groups, each may have its own, are asked too.
+        pids: processes whose control groups are read too; each may have its own.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
@@ -56,8 +56,8 @@ class MemoryKills:
         self._before = {path: _oom_kills(path) for path in self._sources}
 
     def words(self) -> str | None:
-        """Who says that there was one; None if nobody does."""
-        for path in reversed(self._sources):  # a cgroup first: it holds less than the whole machine
+        """The source that reports a kill; None if there is none."""
+        for path in reversed(self._sources):  # a cgroup first: it is smaller than the whole machine
             if _oom_kills(path) > self._before[path]:
                 who = "the kernel" if path.name == "vmstat" else "the cgroup"
                 return f"for want of memory, says {who} ({path})"
@@ -88,7 +88,7 @@ def _oom_kills(path: Path) -> int:
 
 
 def watch_for_death(pid: int) -> int:
-    """A descriptor that polls as readable once the process is dead; -1 where there is none."""
+    """A descriptor that polls as readable once the process is dead; -1 if the system has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):

@@ -1,7 +1,7 @@
-"""What hosts tell each other through the store: reports now and then, and one verdict.
+"""Communication of hosts through the store: reports at times, and one verdict.
 
-All of it in a thread of its own: a store whose host is gone or cut off may hold a call for minutes. Anybody
-who reaches the store may write there: what is no report, or no verdict, is passed over, and said once.
+All of it is in a separate thread: a store whose host is gone or cut off may block a call for minutes. Any
+process that reaches the store may write there: an invalid report or verdict is ignored, with one message.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _EVERY_S, _EAGER_EVERY_S, _OTHERS_EVERY_S = 1.0, 0.2, 5.0
-_ENDED_S = 5.0  # for the store to take the last word of a host
-_HEARD_S = 2.0  # for the other hosts to hear it
+_ENDED_S = 5.0  # for the store to accept a host's last report
+_HEARD_S = 2.0  # for the other hosts to read it
 _VERDICT = "verdict"
 _MAX_BYTES = 1 << 22
 _FACTS = {"rank", "host", "phase", "where", "step", "silent_s"}
@@ -36,13 +36,13 @@ class Reports:
     """The reports of this host and of the others.
 
     Args:
-        connect: opens a connection of one's own to the store, where the keys of this attempt are.
+        connect: opens a separate connection to the store, with the keys of this attempt.
         first: what is known of the ranks of other hosts before they have reported.
         num_ranks: of the run.
 
     Attributes:
-        verdict: that of the run, once somebody has given one.
-        counts: how many reports have been read, by host.
+        verdict: that of the run, once a host has given one.
+        counts: the number of reports read, by host.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Reports:
         self._thread.start()
 
     def tell(self, own: Sequence[Observed], eager: bool) -> None:
-        """This host's report; `eager`: something is wrong, so write and read at once and often."""
+        """Set this host's report; `eager`: something is wrong, so write and read at once and often."""
         self._own = list(own)
         if eager and not self._eager:
             self._eager, self._eager_since = True, time.monotonic()
@@ -84,34 +84,34 @@ class Reports:
         self._eager = eager
 
     def rest(self) -> None:
-        """Another rank reports for this host now: what this one last knew must not go on contradicting it."""
+        """Stop reporting: another rank reports for this host now, and this rank must not contradict it."""
         self._own, self._eager = [], False
 
     def others(self) -> list[Observed]:
-        """What is known of the ranks of the other hosts, with the age of it."""
+        """The last reports of the other hosts' ranks, with their age."""
         now = time.monotonic()
         answer_age = now - self._answered_at
         observed = []
         for host in self._hosts:
-            # Before, it was read now and then: what is old then is no silence.
+            # Before, reports were read only at times: an old one then does not mean silence.
             heard_at = max(self._heard_at[host], self._eager_since)
             age = max(now - heard_at, answer_age if answer_age > 1.5 * _EVERY_S else 0.0)
             if all(rank.status == 0 for rank in self._known[host]):
-                age = 0.0  # there is nothing more to be heard
+                age = 0.0  # no further report will come
             observed += [dataclasses.replace(rank, heard_s=age) for rank in self._known[host]]
         return observed
 
     def agree(self, verdict: Verdict, timeout_s: float) -> Verdict:
-        """The first verdict that a host gives holds for all; without an answer in time, this one."""
+        """Agree on the first verdict that a host gives; without an answer in time, on this one."""
         self._proposed = verdict
         self._asked.set()
         self._agreed.wait(timeout_s)
         return self.verdict or verdict
 
     def close(self, last_word: Sequence[Observed] = (), lost: Container[int] = ()) -> None:
-        """This host reports no more; its `last_word` stands, if it has one and the store takes it in time.
+        """Stop reporting; a `last_word` stays in the store, if the store accepts it in time.
 
-        Where that is of a bad end, the other hosts are given a moment to hear it, but for those that are
+        After a failure, the other hosts get a moment to read it, except those that are
         `lost`: the store may end with this process, and they would take this host for lost.
         """
         within_s = 2 * _EAGER_EVERY_S
@@ -134,7 +134,7 @@ class Reports:
                     return
                 count += 1
                 if own := self._own:
-                    # Another rank may have led this host before, and counted for itself.
+                    # Another rank may have reported for this host before, with its own count.
                     store.set(f"report/{self._host}", _report(f"{os.getpid()}/{count}", own))
                 self._settle(store)
                 if self._eager or self.verdict is not None or time.monotonic() >= next_others:
@@ -142,7 +142,7 @@ class Reports:
                     next_others = time.monotonic() + _OTHERS_EVERY_S
                 self._tell_that_it_knows(store)
                 self._answered_at = time.monotonic()
-            except RuntimeError:  # torch's DistStoreError and DistNetworkError are
+            except RuntimeError:  # DistStoreError and DistNetworkError of torch are such
                 if self._over:
                     return
                 store = None
@@ -167,7 +167,7 @@ class Reports:
                 self._receive(host, f"report/{host}", store)
 
     def _receive(self, host: int, key: str, store: "Store") -> bool:
-        """Whether there is a report of the host under `key`; it is taken, if it is a new one."""
+        """Whether there is a report of the host under `key`; a new one is stored."""
         name, ranks = self._read(key, store.get(key), lambda report: self._report_of(host, report)) or (
             "",
             [],
@@ -180,7 +180,7 @@ class Reports:
         return bool(ranks)
 
     def _read(self, key: str, text: bytes, take: Callable[[Fields], _T]) -> _T | None:
-        """What `take` makes of what is under `key`; None where that is nothing of ours."""
+        """The result of `take` for the value of `key`; None if the value is invalid."""
         try:
             if len(text) > _MAX_BYTES:
                 raise UserError(f"{key} has {len(text):,} bytes, but must have at most {_MAX_BYTES:,}")
@@ -209,7 +209,7 @@ class Reports:
         return Verdict(tuple(ranks), verdict.text("kind"), status, verdict.text("message"), known)
 
     def _tell_that_it_knows(self, store: "Store") -> None:
-        """Let those leave that wait until this host knows of their end: its leader, that is."""
+        """Tell hosts that wait for it that this host knows of their end; done by the host's leader."""
         bad_ends = (rank for host in self._ended for rank in self._known[host] if rank.status != 0)
         if self._own and not self._told and (self.verdict is not None or any(bad_ends)):
             store.set(f"told/{self._host}", "")
@@ -231,7 +231,7 @@ def _report(name: str, ranks: Sequence[Observed]) -> str:
 def _observed(values: dict[str, Any]) -> Observed:
     """
     Raises:
-        UserError: a field too many, too few, or of another type.
+        UserError: an unknown or missing field, or one of another type.
     """
     kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Observed)}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""The Python stacks of a process, taken by a signal that is answered in C, whoever holds the interpreter."""
+"""The Python stacks of a process, written by a signal handler in C, which needs no interpreter lock."""
 
 import contextlib
 import faulthandler
@@ -20,8 +20,8 @@ from trainer.faults import uncaught
 STACK_SIGNAL = signal.SIGUSR2
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _ROOT = str(Path(__file__).parents[1]) + os.sep
-_INSTALLED = {"site-packages", "dist-packages"}  # in whichever of several environments
-# Whoever is in one of these waits for another rank, or for what a backward pass hands on to them.
+_INSTALLED = {"site-packages", "dist-packages"}  # in any of several environments
+# A thread in one of these functions waits for another rank, or for the results of a backward pass.
 _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "distributed"),
     ("torch", "autograd"),
@@ -31,7 +31,7 @@ _WAITS: tuple[tuple[str, ...], ...] = (
     ("trainer", "distributed", "process_group.py"),
     ("trainer", "checkpoint", "agreement.py"),
 )
-# The watch and whom it asks to wait look the same in every process: they tell nothing.
+# The watch's threads look the same in every process, so they are skipped.
 _OWN = ("trainer", "faults", "watch.py")
 
 Frame = tuple[str, str, str]  # file, line, function
@@ -39,10 +39,10 @@ _asking = threading.Lock()
 
 
 class Stacks:
-    """Where this process's stacks go: memory that neighbours can open, and keep when we are dead.
+    """The memory for this process's stacks, which neighbours can open, and keep when it is dead.
 
-    Answers STACK_SIGNAL, also in processes forked from this one; a fatal signal leaves the stack too, and
-    before it a C++ exception its words.
+    Answers STACK_SIGNAL, also in processes forked from this one; a fatal signal writes the stack too, and
+    before it the message of a C++ exception.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class Stacks:
         if hasattr(os, "memfd_create"):
             self._file = os.fdopen(os.memfd_create("ringmaster-stacks"), "r+b", buffering=0)
         else:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, it stays open
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, kept open
         self.fd = self._file.fileno()
         self._crashes = False
-        # A neighbour that was introduced to this process may ask before `open`, and while it is on its way
-        # out: it must not kill it.
+        # A neighbour that knows this process may ask before `open`, and during its exit: the signal must not
+        # kill it.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
     def open(self, crashes: bool) -> None:
-        """Begin to answer; `crashes`: a fatal error's stack goes here too, and not to stderr."""
+        """Start to answer; `crashes`: a fatal error's stack is written here, too, not to stderr."""
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
@@ -84,7 +84,7 @@ class Stacks:
 
 
 class StackReader:
-    """Reads what another process of this host, or this one, has written into its `Stacks`."""
+    """Reads the `Stacks` of another process of this host, or of this one."""
 
     def __init__(self, pid: int, fd: int) -> None:
         self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
@@ -100,9 +100,9 @@ class StackReader:
 
 
 def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> list[str]:
-    """Have each process, by pid, write its stacks now, and return them; empty where one does not answer.
+    """Have each process, by pid, write its stacks now, and return them; "" for one that does not answer.
 
-    A rank and its data workers write into one file: one question at a time.
+    A rank and its data workers write to one file, so processes of a rank are asked one at a time.
     """
     with _asking:
         return _ask(readers, timeout_s)
@@ -118,7 +118,7 @@ def _ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float) -> list[s
     while time.monotonic() < deadline:
         time.sleep(0.02)
         before, texts = texts, [reader.read(at) for (_, reader), at in zip(readers, begins, strict=True)]
-        if all(texts) and texts == before:  # nobody is still writing
+        if all(texts) and texts == before:  # no process is still writing
             break
     return texts
 
@@ -127,14 +127,14 @@ def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
     """The frames of the main thread in the last answer, innermost first; after a crash, its thread's.
 
     Args:
-        of_worker: in the last that a data worker wrote; its rank may have been asked by somebody else, too.
+        of_worker: in the last stacks that a data worker wrote; its rank may have written some, too.
     """
     _, crash, after = text.rpartition("Fatal Python")
     text = uncaught.without_handler(after) if crash else text
     threads = re.split(r"^(?=Stack |Thread 0x|Current thread )", text, flags=re.MULTILINE)
     if of_worker:
         threads = [thread for thread in threads if " in _worker_loop\n" in thread] or [""]
-    # The kernel gives a signal to the main thread, if it can; in a crash that is written last.
+    # The kernel delivers a signal to the main thread if it can; in a crash that is written last.
     asked = "Current" if crash else "Stack "
     chosen = [each for each in threads if each.startswith(asked) and _FRAME.search(each)] or threads
     return [(file, line, function) for file, line, function in _FRAME.findall(chosen[-1])]
@@ -146,10 +146,10 @@ def frames_of_exception(error: BaseException) -> list[Frame]:
 
 
 def where(frames: Sequence[Frame]) -> str | None:
-    """The innermost frame of the user's own code; else of this trainer's; else of anybody's."""
+    """The innermost frame of the user's own code; else of this trainer's; else the innermost."""
     users = [frame for frame in frames if not _is_others(frame[0]) and not frame[0].startswith(_ROOT)]
     ours = [frame for frame in frames if frame[0].startswith(_ROOT) and not _within(frame[0], _OWN)]
-    # train.py, a test and the like call the trainer: they are the outermost frames, and tell nothing.
+    # train.py, a test and the like call the trainer: their frames are the outermost, and are skipped.
     if users and ours and frames.index(users[0]) > frames.index(ours[0]):
         users = []
     for chosen in (users, ours, frames):
@@ -162,7 +162,7 @@ def where(frames: Sequence[Frame]) -> str | None:
 
 
 def waits(frames: Sequence[Frame]) -> bool:
-    """Whether the innermost frame with something to tell is one that waits for other ranks."""
+    """Whether the innermost relevant frame waits for other ranks."""
     for file, _, _ in frames:
         if _within(file, _OWN) or (file.startswith(sys.prefix) and "torch" not in Path(file).parts):
             continue

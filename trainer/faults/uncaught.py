@@ -1,6 +1,6 @@
-"""The words of a C++ exception that nobody catches, such as gloo's, kept where neighbours read stacks.
+"""The message of an uncaught C++ exception, such as gloo's, written where neighbours read stacks.
 
-libstdc++ prints them to stderr, which no other process sees, and then aborts.
+libstdc++ prints it to stderr, which no other process sees, and then aborts.
 """
 
 import ctypes
@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable
 
 _HANDLER = ctypes.CFUNCTYPE(None)
-_WORDS = re.compile(r"^  what\(\):\s+(?:\[[^]]*\]\s*)?(.+)", re.MULTILINE)  # gloo's begin with [file:line]
+_WORDS = re.compile(r"^  what\(\):\s+(?:\[[^]]*\]\s*)?(.+)", re.MULTILINE)  # gloo's start with [file:line]
 
 
 def tell(fd: int) -> Callable[[], None]:
-    """Have them printed to `fd` from now on; what is returned undoes it. Does nothing without libstdc++."""
+    """Write such messages to `fd` from now on; the returned function undoes it. Needs libstdc++."""
     try:
         library = ctypes.CDLL("libstdc++.so.6")
         set_terminate = library._ZSt13set_terminatePFvvE  # std::set_terminate
@@ -37,11 +37,11 @@ def tell(fd: int) -> Callable[[], None]:
 
 
 def words(text: str) -> str | None:
-    """What the last exception said, of what a process that aborted has written."""
+    """The message of the last exception in the text of a process that aborted."""
     found = _WORDS.findall(text)
     return found[-1] if found else None
 
 
 def without_handler(text: str) -> str:
-    """`text` without the frames of `tell`'s own, which stand in the thread that aborted."""
+    """`text` without the frames of `tell` in the thread that aborted."""
     return re.sub(r'^  File ".*", line \d+ in before_abort\n', "", text, flags=re.MULTILINE)

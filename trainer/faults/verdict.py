@@ -1,10 +1,10 @@
-"""Who stopped first: what is known of every rank, and what follows from it. No clock, no process."""
+"""Which rank stopped first, from what is known of every rank. Uses no clock and no process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-UNHEARD_S = 2.0  # a host that reports again and again, and then does not for so long, is lost or cut off
-ASLEEP_S = 3.0  # a watch that has not looked for so long is kept from it: its process holds the interpreter
+UNHEARD_S = 2.0  # a host whose reports stop for this long is lost or cut off
+ASLEEP_S = 3.0  # a watch that has not run for this long is blocked: its process holds the interpreter
 _FAR = 10  # batches of an evaluation: see _stuck
 _MISMATCH = (
     "gloo aborts a rank that is sent another size than it waits for: then the fault is that ranks, perhaps "
@@ -24,21 +24,22 @@ class Observed:
     """What is known of one rank. All times are seconds ago.
 
     Attributes:
-        heard_s: how old this is: 0 for a rank of this host, for another the age of its host's last report.
+        heard_s: the age of this: 0 for a rank of this host, for another the age of its host's last report.
         state: running | stopped (by SIGSTOP or a debugger) | dead.
-        position: phases entered, as in a heartbeat; `buckets` of gradients handed over.
-        silent_s: since its last sign of progress.
+        position: phases entered, as in a heartbeat; `buckets` of gradients sent.
+        silent_s: since its last progress.
         asleep_s: since its own watch was awake.
-        ended_s: since it died, or left word of its end.
-        ending: how it died, in words, where that could be seen.
-        status: the exit status it left word of; None: no word.
-        error: the last line of the exception it left word of.
-        orderly: that exception is an end whose message says it all; all ranks come to it, as a rule.
-        symptom: that exception is of communication: others may have caused it. `peer` is whom it blames.
+        ended_s: since it died, or recorded its end.
+        ending: how it died, if that could be seen.
+        status: the exit status that it recorded; None: none.
+        error: the last line of the exception that it recorded.
+        orderly: that exception is an end with a complete message, which usually all ranks have.
+        symptom: that exception is of communication: other ranks may have caused it. `peer` is the rank it
+            blames.
         where: file, line and function of the innermost frame of the user's code, else of the innermost.
-        waits: its stack says that it waits in communication.
-        worker: what its data worker is stuck with, in words.
-        patience_s: how long the disk may hold it, while one does: silent, it still does what it should.
+        waits: its stack shows that it waits in communication.
+        worker: the state of its data worker, if that is stuck.
+        patience_s: how long it may wait for the disk, while it does: its silence is then no failure.
     """
 
     rank: int
@@ -72,14 +73,14 @@ class Observed:
 
     @property
     def failed_by_itself(self) -> bool:
-        """It left word of an exception of its own, or is dead and left none."""
+        """Whether it recorded an exception of its own, or is dead without a record."""
         if self.status is None:
             return self.state == "dead"
         return self.status != 0 and not self.symptom
 
     @property
     def ended_ago_s(self) -> float:
-        """Since it ended, if it has; of a rank of another host as far as was heard."""
+        """Seconds since it ended, if it has; for another host's rank, from its report."""
         return (self.ended_s or 0.0) + self.heard_s
 
     @property
@@ -92,14 +93,14 @@ class Observed:
         return f"{phase} of step {self.step}" if self.step else f"{phase} before the first step"
 
     def is_late(self, timeout_s: float) -> bool:
-        """Whether it has kept others waiting for too long; a process that cannot run waits for no disk."""
+        """Whether it has kept others waiting too long; a process that cannot run does not wait for a disk."""
         waits = self.patience_s and self.state == "running" and self.asleep_s + self.heard_s < ASLEEP_S
         return self.silent_s + self.heard_s >= (max(timeout_s, self.patience_s) if waits else timeout_s)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whom to look at first. `status` is what every rank of the run leaves with."""
+    """The ranks to look at first. `status` is the exit status of every rank of the run."""
 
     ranks: tuple[int, ...]
     kind: str  # orderly | raised | died | lost | stopped | hangs | unknown
@@ -109,10 +110,10 @@ class Verdict:
 
 
 def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdict | None:
-    """Say who stopped first, or None while there is no reason to.
+    """Decide who stopped first, or return None if there is no failure yet.
 
     Args:
-        pressing: somebody's communication has failed, and others have had time to say why; otherwise only
+        pressing: some rank's communication has failed, and others have had time to say why; otherwise only
             certain knowledge counts, or a silence of `timeout_s`.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
@@ -124,7 +125,7 @@ def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdic
 
 
 def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
-    """The first that failed by itself: a fact, whatever the others wait for."""
+    """The first rank that failed by itself: a fact, independent of what the others wait for."""
     ended = [rank for rank in ranks if rank.failed_by_itself]
     if not ended:
         return None
@@ -136,18 +137,18 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
         worker = f"; {first.worker}" if first.worker else ""
         return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
     ending = first.ending or "is gone without a word"
-    if ending.endswith("SIGABRT") or "preamble" in ending:  # by an unknown reason, or by gloo's words
+    if ending.endswith("SIGABRT") or "preamble" in ending:  # for an unknown reason, or with gloo's message
         others = [f"rank {rank.rank} at {rank.where}" for rank in ranks if rank is not first and rank.where]
         at += "; ".join(["", _MISMATCH, *others])
     return _verdict(first, "died", f"{ending}, in {first.doing}{at}")
 
 
 def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
-    """Whether somebody has been silent, and has kept the others waiting, for `timeout_s`.
+    """Whether some rank has been silent, and has kept the others waiting, for `timeout_s`.
 
-    How long it was silent alone says little: all may take long over a phase (the set-up, a save to a slow
-    disk), and one a moment longer. A rank that is behind all others waits for nobody. Where none is behind,
-    only a silence of all counts; and not before the first step, when torch may compile for as long.
+    Its own silence is not enough: a phase may take long on all ranks (the set-up, a save to a slow
+    disk), and slightly longer on one. A rank behind all others waits for none. If no rank is behind,
+    only a silence of all counts, and not before the first step, when torch may compile for that long.
     """
     alive = [rank for rank in ranks if rank.status is None or rank.symptom]
     if len(alive) < 2:
@@ -158,14 +159,14 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
     if ahead := [rank for rank in alive if _progress(rank) > _progress(last)]:
         if any(rank.silent_s + rank.heard_s >= timeout_s for rank in ahead):
             return True
-        # Nobody waits in the middle of an evaluation, which may be long.
+        # No rank waits in the middle of an evaluation, which may be long.
         return last.phase == "evaluate" and any(rank.position > last.position + _FAR for rank in ahead)
     unheard = any(rank.heard_s >= timeout_s for rank in alive)
     return (last.step > 1 or unheard) and all(rank.is_late(timeout_s) for rank in alive)
 
 
 def _of_those_that_wait(ranks: Sequence[Observed]) -> Verdict:
-    """From the surest sign to the least."""
+    """The verdict from the most reliable sign to the least."""
     silent = [rank for rank in ranks if rank.status is None or rank.symptom]
     if unheard := [rank for rank in silent if rank.heard_s >= UNHEARD_S]:
         return _lost(unheard)
@@ -173,7 +174,7 @@ def _of_those_that_wait(ranks: Sequence[Observed]) -> Verdict:
         first = min(stopped, key=_progress)
         message = f"is stopped (SIGSTOP, or a debugger) in {first.doing}"
         return _verdict(first, "stopped", f"{message}, for {first.silent_s:.1f} s")
-    quiet = [rank for rank in silent if not rank.symptom]  # the others have waited in vain, and said so
+    quiet = [rank for rank in silent if not rank.symptom]  # the others have timed out, and reported it
     if quiet:
         behind = _first_of(quiet)
         if len(behind) == 1:
@@ -186,7 +187,7 @@ def _of_those_that_wait(ranks: Sequence[Observed]) -> Verdict:
 
 
 def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
-    """Those whom the others wait for: asleep, or behind, or not waiting themselves; several if unsure."""
+    """The ranks that the others wait for: asleep, behind, or not waiting themselves; several if unsure."""
     asleep = [rank for rank in quiet if rank.asleep_s >= ASLEEP_S]
     if asleep and len(asleep) < len(quiet):
         return asleep
@@ -198,7 +199,7 @@ def _first_of(quiet: Sequence[Observed]) -> Sequence[Observed]:
 
 
 def _blamed(ranks: Sequence[Observed]) -> Observed | None:
-    """Follow the blame from rank to rank, to the one that blames nobody; None where it goes in a circle."""
+    """Follow the blame from rank to rank, to the one that blames none; None if it forms a cycle."""
     by_rank = {rank.rank: rank for rank in ranks}
     for start in ranks:
         seen, at = set(), start
@@ -211,13 +212,13 @@ def _blamed(ranks: Sequence[Observed]) -> Observed | None:
 
 
 def stand_still(ranks: Sequence[Observed], for_s: float) -> bool:
-    """Whether all that are at work, and several of them, have shown no progress for `for_s`."""
+    """Whether several ranks are at work, and none has shown progress for `for_s`."""
     alive = [rank for rank in ranks if rank.status is None]
     return len(alive) > 1 and all(rank.silent_s >= for_s for rank in alive)
 
 
 def slow(ranks: Sequence[Observed]) -> Observed | None:
-    """Of ranks that stand still, the one that all the others wait for; None where that cannot be told."""
+    """Of ranks without progress, the one that all the others wait for; None if unknown."""
     alive = [rank for rank in ranks if rank.status is None]
     last, second = sorted(alive, key=_progress)[:2]
     if _progress(last) < _progress(second):
@@ -254,7 +255,7 @@ def _lost(unheard: Sequence[Observed]) -> Verdict:
 
 
 def _unknown(ranks: Sequence[Observed]) -> Verdict:
-    """Communication failed and every process is there, as far as can be seen."""
+    """Communication failed, but every process seems to be alive."""
     said = [rank for rank in ranks if rank.symptom] or list(ranks)
     first = max(said, key=lambda rank: rank.ended_s or 0.0)
     message = f"cannot go on in {first.doing}: {first.error or 'all ranks wait'}"

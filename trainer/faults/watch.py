@@ -1,7 +1,8 @@
-"""A thread that looks at the heartbeats: it names who stopped first, and ends the ranks that wait for it.
+"""A thread that reads the heartbeats: it names the rank that stopped first, and ends those that wait for it.
 
-Each rank has one. The first of a host that is awake leads: it alone judges, tells other hosts and speaks;
-the others leave when it has. Nothing here waits for the store, a peer or a disk without a short deadline.
+Each rank has one. The first rank of a host that is awake leads: it alone judges, informs other hosts and
+prints; the others exit when it has. Nothing here waits for the store, a peer or a disk without a short
+deadline.
 """
 
 import atexit
@@ -28,20 +29,20 @@ from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge, slow, sta
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_SUSPICIOUS_S = 1.0  # without progress: from then on, look at the other hosts too
-_GRACE_S = 2.2  # from a failed communication until the others have said why, and are heard of or not
-_ALONE_S = 5.0  # how long the others may take to end alike after a rank's orderly end, or their launcher's
-_FRESH_S = 2.0  # so long a stack tells what a rank does, at least
+_SUSPICIOUS_S = 1.0  # without progress: then look at the other hosts too
+_GRACE_S = 2.2  # from a failed communication until the others' reports are in, or missing
+_ALONE_S = 5.0  # how long the others may take to end after a rank's orderly end, or their launcher's
+_FRESH_S = 2.0  # a stack is current for at least this long
 _KILL_TIMER_S = 4.0  # beyond timeout_s
 
 
 class Watch:
-    """What this rank knows of the others, and what becomes of the run when one of them fails.
+    """What this rank knows of the others, and the reaction of the run when one of them fails.
 
     Args:
-        connect: opens a connection to the store of this attempt; None where there is none.
+        connect: opens a connection to the store of this attempt; None if there is none.
         timeout_s: how long a rank may keep the others waiting.
-        launched: by one that the run must not outlive.
+        launched: by a process that the run must not outlive.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Watch:
         timeout_s: float,
         launched: bool = False,
     ) -> None:
-        # Launchers of several hosts may count differently.
+        # Launchers of several hosts may count restarts differently.
         self._attempt, self._launched = max(member.attempt for member in members), launched
         self._heartbeat, self._stacks, self._timeout_s = heartbeat, own_stacks, timeout_s
         self._rank, self._members, self._connect = rank, list(members), connect
@@ -64,7 +65,7 @@ class Watch:
         self._here: dict[int, Neighbour] = {}
         for member in members:
             if member.host == self._own.host:
-                with contextlib.suppress(OSError):  # of another container: it can only be heard of
+                with contextlib.suppress(OSError):  # in another container: known only from reports
                     self._here[member.rank] = Neighbour(member)
         self._alone = len(members) == 1
         self._reports: Reports | None = None
@@ -76,21 +77,21 @@ class Watch:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
-    # ---- what the run calls
+    # ---- called by the run
 
     def start(self) -> None:
         heard_by_others = len(self._here) > 1
         self._stacks.open(crashes=heard_by_others)
         self._heartbeat.tick()
-        self._heartbeat.progress()  # all have met: to wait for that was no silence
+        self._heartbeat.progress()  # all have met: the wait for them was not a silence
         set_mine(self._heartbeat)
         self._thread.start()
 
     def writes_to(self, run_dir: Path, refusals: bool = True) -> None:
-        """Where failure.json and stacks/ belong.
+        """Set the directory of failure.json and stacks/.
 
         Args:
-            refusals: whether an end that is no fault is written down, too.
+            refusals: whether to write an orderly end, too.
         """
         self._run_dir, self._refusals = run_dir, refusals
 
@@ -98,7 +99,7 @@ class Watch:
         return self._run_dir if self._refusals or verdict.kind != "orderly" else None
 
     def close(self) -> None:
-        """The run has ended well, or its end is told otherwise."""
+        """End the watch after a success, or when the end is reported in another way."""
         self._stop_looking()
         self.let_go_of_store()
         self._stacks.close()
@@ -106,16 +107,16 @@ class Watch:
             neighbour.close()
 
     def let_go_of_store(self) -> None:
-        """A store in a file must be gone before another run meets there."""
+        """Disconnect: a store in a file must be removed before another run uses it."""
         self._connect = None
         if self._reports is not None:
             self._reports.close()
 
     def ended_well(self) -> None:
-        """Tell the others that this rank is done, lest those with something left to do miss it."""
+        """Record that this rank is done, so that ranks still at work do not miss it."""
         self._heartbeat.note({"status": 0, "at_ns": time.monotonic_ns()})
         self._stop_looking()
-        # Only the last of a host sees that all of it have ended, and nobody is left to report after it.
+        # Only the last rank of a host sees that all have ended, and no other can report after it.
         is_last = all(neighbour.observe().status == 0 for neighbour in self._here.values())
         if is_last:
             self._leave_word()
@@ -123,14 +124,14 @@ class Watch:
 
     def _stop_looking(self) -> None:
         self._closed.set()
-        self._thread.join()  # it looks at least every TICK_S; whoever puts off must do so no more
+        self._thread.join()  # wait until it no longer postpones the timer; it runs every TICK_S
         self._kill_timer.cancel()
 
     def failed(self, error: BaseException, symptom: bool) -> None:
-        """Tell the others that this rank ends with `error`.
+        """Record that this rank ends with `error`, for the others.
 
-        With a `symptom`, an error that somebody else may have caused, this does not return, but for a fault
-        of its own: the watch ends the process once it is known who it was.
+        With a `symptom`, an error that another rank may have caused, this returns only if the watch itself
+        fails: otherwise the watch ends the process once the cause is known.
         """
         in_worker = getattr(error, "where", None)
         note: dict[str, Any] = {
@@ -152,7 +153,7 @@ class Watch:
         elif isinstance(error, RunEndError):
             if self._rank == 0 or self._run_dir is None or exit_report.read_failure(self._run_dir) is None:
                 about = self._members[error.ranks[0] if error.ranks else self._rank]
-                own = self._here[self._rank].observe()  # all raise it at the same place
+                own = self._here[self._rank].observe()  # all ranks raise it at the same place
                 own = replace(own, rank=about.rank, host=about.host, hostname=about.hostname, pid=about.pid)
                 verdict = exit_report.of_one(own, _status(error), str(error))
                 exit_report.write(verdict, self._where_to_write(verdict), self._attempt)
@@ -165,9 +166,9 @@ class Watch:
         self.close()
 
     def _leave_word(self, lost: Container[int] = ()) -> None:
-        """Nobody of this host can report any more: let the others know how it ended."""
+        """Send the other hosts a last report: no rank of this host can report later."""
         if reports := self._reports_of_other_hosts():
-            self._heartbeat.tick()  # it may take a moment, in which no neighbour is to take over
+            self._heartbeat.tick()  # it may take a moment, in which no neighbour should take over
             reports.close([neighbour.observe() for neighbour in self._here.values()], lost)
 
     # ---- the thread
@@ -184,12 +185,12 @@ class Watch:
             else:
                 time.sleep(TICK_S)
             self._heartbeat.tick()
-            # Not in the set-up, where torch itself waits for peers and holds the interpreter meanwhile.
+            # Not in the set-up, where torch waits for peers while it holds the interpreter.
             if not self._alone and self._heartbeat.step:
                 self._kill_timer.put_off()
             try:
                 self._look()
-            except Exception as error:  # a mistake in here must not end a run that is well
+            except Exception as error:  # a bug in here must not end a healthy run
                 exit_report.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(_ALONE_S)
 
@@ -205,7 +206,7 @@ class Watch:
         if self._closed.is_set():
             return
         if not self._leads():
-            if self._reports is not None:  # it did, while the one before it slept
+            if self._reports is not None:  # it led while a lower rank was asleep
                 self._reports.rest()
             return
         here = [neighbour.observe() for neighbour in self._here.values()]
@@ -226,7 +227,7 @@ class Watch:
     def _judge(self, here: list[Observed], elsewhere: list[Observed]) -> None:
         everyone = sorted(here + elsewhere, key=lambda rank: rank.rank)
         if all(rank.orderly or rank.status == 0 for rank in everyone):
-            return  # each by itself
+            return  # each rank ends by itself
         left = [rank for rank in everyone if rank.status != 0]
         if self._alone or (len(left) == 1 and left[0].status is None):
             self._report_a_silence()
@@ -234,11 +235,11 @@ class Watch:
         since_symptom = max((rank.ended_s or 0.0 for rank in everyone if rank.symptom), default=0.0)
         pressing = since_symptom >= _GRACE_S
         almost_late = max(rank.silent_s for rank in here) > 0.8 * self._timeout_s
-        # All may be in one phase, as in a gather of FSDP: only their stacks tell who does not wait.
+        # All may be in one phase, such as a gather of FSDP: only stacks show which rank does not wait.
         still = stand_still(everyone, max(1.0, self._timeout_s / 10))
-        aborted = any("SIGABRT" in (rank.ending or "") for rank in here)  # where the others are tells why
+        aborted = any("SIGABRT" in (rank.ending or "") for rank in here)  # the others' positions show why
         if (pressing or since_symptom > 1 or almost_late or still or aborted) and self._take_stacks():
-            return  # look again, knowing more
+            return  # look again, with the stacks
         verdict = judge(everyone, self._timeout_s, pressing)
         counts = self._reports.counts if self._reports else {}
         if verdict is not None:
@@ -256,7 +257,7 @@ class Watch:
             self._name_slow(found)
 
     def _leads(self) -> bool:
-        """Whether no rank before this one of its host is awake and still taking part."""
+        """Whether no lower rank of this host is awake and still takes part."""
         for rank, neighbour in sorted(self._here.items()):
             if rank == self._rank:
                 return True
@@ -281,11 +282,11 @@ class Watch:
         return self._reports
 
     def _take_stacks(self) -> bool:
-        """Ask the ranks of this host, and their busy data workers, for their stacks; False if it was done."""
+        """Ask the ranks of this host, and their busy data workers, for their stacks; False if known."""
         wanted = []
         for neighbour in self._here.values():
             position = neighbour.records.main().position
-            # A phase may be long: the set-up is one.
+            # A phase may be long, such as the set-up.
             fresh = time.monotonic() - neighbour.frames_at_s < max(_FRESH_S, self._timeout_s / 10)
             known = fresh and neighbour.frames is not None and neighbour.frames[0] == position
             if not known and neighbour.died_at_ns is None and neighbour.observe().state == "running":
@@ -300,10 +301,10 @@ class Watch:
         return True
 
     def _give(self, verdict: Verdict, everyone: Sequence[Observed]) -> None:
-        """This host's verdict, unless another's was earlier."""
+        """Give this host's verdict, unless another's was earlier."""
         culprit = next(rank for rank in everyone if rank.rank == verdict.ranks[0])
         if verdict.kind == "orderly" and culprit.ended_ago_s < _ALONE_S:
-            return  # all come to such an end by themselves, if they can
+            return  # all ranks reach such an end by themselves, if they can
         if self._still_speaks(verdict):
             return
         if verdict.kind == "died" and "SIGKILL" in (culprit.ending or "SIGKILL"):
@@ -314,7 +315,7 @@ class Watch:
         self._end(verdict)
 
     def _still_speaks(self, verdict: Verdict) -> bool:
-        """Whether the verdict is about a rank of this host on its way out: its traceback comes first."""
+        """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""
         if verdict.kind != "raised" or verdict.ranks[0] not in self._here:
             return False
         culprit = self._here[verdict.ranks[0]].observe()
@@ -323,7 +324,7 @@ class Watch:
     # ---- the end
 
     def _end(self, verdict: Verdict) -> None:
-        """Say it, write it down, and leave; the ranks of this host that cannot leave are ended."""
+        """Print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
         exit_report.say(verdict, len(self._members), self._run_dir)
         writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
         writing.start()
@@ -346,7 +347,7 @@ class Watch:
         exit_report.keep(verdict, run_dir, {rank: text for rank, text in taken.items() if text})
 
     def _leave_when_orphaned(self) -> None:
-        """The launcher has died: the kernel has asked for a stop, which may take too long."""
+        """Exit if the launcher died and the stop that the kernel requested takes too long."""
         if os.getppid() == self._parent:
             return
         now = time.monotonic()
@@ -356,11 +357,11 @@ class Watch:
             words = "the launcher of this host died, and there was no time to save"
             verdict = exit_report.of_one(own, 1, words)
             exit_report.write(verdict, self._where_to_write(verdict), self._attempt)
-            self._heartbeat.note({"verdict": 1, "status": 1})  # lest a neighbour take this for a death
+            self._heartbeat.note({"verdict": 1, "status": 1})  # or neighbours take this for a death
             exit_report.leave(1)
 
     def _speak_at_exit(self) -> None:
-        """Nobody else of this host is left to speak: after the traceback, then."""
+        """Print the verdict after the traceback: no other rank of this host is left to do so."""
         own = replace(self._here[self._rank].observe(), symptom=False)
         verdict = judge([own], self._timeout_s, pressing=False)
         if verdict is None:
@@ -371,7 +372,7 @@ class Watch:
         if not self._alone or own.worker:
             atexit.register(exit_report.say, verdict, len(self._members), self._run_dir)
 
-    # ---- lines on the way
+    # ---- lines during the run
 
     def _name_slow(self, found: Observed, others_wait: bool = True) -> None:
         if self._named_slow != (found.rank, found.position):
@@ -382,7 +383,7 @@ class Watch:
             exit_report.print_line("; ".join([words, *filter(None, more)]))
 
     def _report_a_silence(self) -> None:
-        """A process that is alone, or the last, keeps nobody waiting: say where it is, and let it go on."""
+        """A process that is alone, or the last, blocks no rank: print where it is, and let it continue."""
         own = self._here[self._rank].observe()
         if own.silent_s > self._timeout_s and own.status is None:
             self._take_stacks()

@@ -1,1 +1,1 @@
-"""Faults made on purpose, and a run under one of them as seen from outside."""
+"""Injected faults, and the observation of a run with one."""

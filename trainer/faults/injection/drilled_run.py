@@ -1,4 +1,4 @@
-"""One run with a fault in it, as seen from outside: what it said, when all were gone, whether it went on."""
+"""One run with a fault, observed from outside: its verdict, the time until all ended, and the restart."""
 
 import contextlib
 import json
@@ -17,15 +17,15 @@ from trainer.faults.injection.injector import MARKER
 from trainer.launch.signals import stop_signals_to
 
 PROGRAM = Path(__file__).parents[3] / "train.py"
-STEP, STEPS, SAVED = 25, 44, 10  # of the fault, of a run, from one checkpoint to the next
+STEP, STEPS, SAVED = 25, 44, 10  # the fault's step, the run's steps, the steps between checkpoints
 MARK = "RINGMASTER_DRILL"  # in the environment of every process of a drill
 _OF_TORCH = ("torchelastic_", "torchinductor_")  # left by torchrun and its ranks after any run
-_SPARE_S = 5.0  # beyond timeout_s, for all to be gone
+_SPARE_S = 5.0  # beyond timeout_s, until all have ended
 _DEADLINE_S = 240.0  # for a run as a whole, restart included
 
 Start = Callable[[Sequence[str], dict[str, str], Path], list[subprocess.Popen[bytes]]]
-"""Starts a run, given overrides, what to add to the environment, and where to append what is printed to files
-named `output` and so on; one launcher and one file per host."""
+"""Starts a run, given overrides, additions to the environment, and a folder in whose files, named `output`
+and so on, its output is written; one launcher and one file for each host."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Case:
     fault: str
     phase: str = "forward"
     rank: int = 1
-    overrides: tuple[str, ...] = ()  # more of them
+    overrides: tuple[str, ...] = ()  # further overrides
 
     @property
     def name(self) -> str:
@@ -50,19 +50,19 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What became of a run; seconds are from the fault on."""
+    """The outcome of a run; seconds are since the fault."""
 
-    step: int = STEP  # in which the fault was made: that asked for, or the next with such a phase
+    step: int = STEP  # of the fault: the requested one, or the next with that phase
     verdict: dict[str, Any] | None = None
     verdict_s: float | None = None
     end_s: float | None = None
     went_on: str = "undisturbed"  # | by torchrun | by hand
     sha256: str | None = None
     left: list[str] = field(default_factory=list)  # processes, shared memory, temporary files
-    outputs: list[str] = field(default_factory=list)  # what was printed on each host, up to the first end
+    outputs: list[str] = field(default_factory=list)  # the output on each host, up to the first end
 
     def problems(self, case: Case, sha256: str, timeout_s: float) -> list[str]:
-        """What is not as it should be, in words."""
+        """Describe what is wrong."""
         found = [] if self.sha256 == sha256 else ["another hash"]
         if self.left:
             found.append(f"left behind: {', '.join(self.left)}")
@@ -75,11 +75,11 @@ class Outcome:
         if self.end_s is None or self.end_s > timeout_s + _SPARE_S:
             found.append(f"not gone within {timeout_s + _SPARE_S:.0f} s")
         expected: dict[str, Any] = {"status": 3 if case.fault == "nan" else 1, "rank": case.rank}
-        if case.fault == "cut":  # each side names the other; which wrote last is chance
+        if case.fault == "cut":  # each side names the other, and either may write last
             del expected["rank"]
             for host, said in enumerate(self.outputs):
                 found += [] if f"host {1 - host} (" in said else [f"host {host} does not name the other"]
-        elif case.fault not in ("nan", "diverge"):  # which are found later than they are made
+        elif case.fault not in ("nan", "diverge"):  # which are found later than injected
             expected |= {"step": self.step, "phase": case.phase}
         return found + [
             f"{key} {self.verdict.get(key)}, not {value}"
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def torchrun(processes: int, *options: str) -> Start:
-    """On this machine alone, with `options` of torchrun's."""
+    """Start on this machine only, with `options` of torchrun."""
 
     def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
@@ -115,7 +115,7 @@ def settings(case: Case, timeout_s: float) -> list[str]:
 
 
 def attempt(case: Case, start: Start, folder: Path, timeout_s: float) -> Outcome:
-    """Run `case` in the new directory `folder`, to the last step if that can be."""
+    """Run `case` in the new directory `folder`, to the last step if possible."""
     run_dir, scratch = folder / "run", folder / "tmp"
     scratch.mkdir(parents=True)
     mark = f"{os.getpid()}-{folder.name}"
@@ -153,11 +153,11 @@ def _follow(
     pids: set[int],
     until_gone: bool = False,
 ) -> None:
-    """Watch a launch until its launchers have ended, and note when what was to be seen.
+    """Watch a launch until its launchers have ended, and record the times of events.
 
     Args:
-        pids: those of the ranks that the fault met are added.
-        until_gone: do not wait for launchers that wait for a host that is lost.
+        pids: the ranks of the first attempt are added.
+        until_gone: do not wait for launchers that wait for a lost host.
     """
     deadline = time.monotonic() + _DEADLINE_S
     made_at: float | None = None
@@ -184,12 +184,12 @@ def _follow(
 
 @contextlib.contextmanager
 def by_the_door() -> Iterator[None]:
-    """Have a signal leave this block as an exception does: launches end, temporary directories go."""
+    """Leave this block by an exception on a signal: launches end, temporary directories are removed."""
     received = list[int]()
 
     def end(number: int) -> None:
         received.append(number)
-        if len(received) == 1:  # that takes its time, and no other signal may cut it short
+        if len(received) == 1:  # this takes time, and another signal must not interrupt it
             sys.exit(128 + number)
 
     with stop_signals_to(end):
@@ -198,7 +198,7 @@ def by_the_door() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended(launchers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Whatever happens, the launchers are gone afterwards, and with them their ranks."""
+    """End the launchers afterwards in any case, and with them their ranks."""
     try:
         yield
     finally:
@@ -214,7 +214,7 @@ def ended(launchers: list[subprocess.Popen[bytes]]) -> Iterator[None]:
 
 
 def ranks_of(mark: str) -> dict[int, int]:
-    """The ranks of a drill and their data workers that live, with the number of restarts before each."""
+    """The ranks of a drill and their data workers that are alive, with the number of restarts before each."""
     found = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and _lives(int(folder.name)):

@@ -1,6 +1,6 @@
-"""Faults made on purpose (`fault=kill fault.rank=1 fault.step=10`), to see on one's own cluster what follows.
+"""Injected faults (`fault=kill fault.rank=1 fault.step=10`), to test a cluster's reaction.
 
-The heartbeat is told of each phase anyway, so the loop has no line for this.
+The heartbeat receives each phase anyway, so the loop has no line for this.
 """
 
 import dataclasses
@@ -33,63 +33,63 @@ from trainer.optim.train_state import Progress
 log = logging.getLogger(__name__)
 
 Replicated = Callable[[], Iterable[tuple[str, Tensor]]]
-MARKER = "fault.json"  # in the run directory: what was done, and when
+MARKER = "fault.json"  # in the run directory: which fault was injected, and when
 
 
 class InjectedError(RuntimeError):
-    """What `fault=raise` raises."""
+    """Raised by `fault=raise`."""
 
 
 class FaultInjector:
-    """Makes the fault when its phase comes, after that was noted.
+    """Injects the fault when its phase comes, after recording it.
 
-    Once in a run, also across restarts: a file in the run directory tells of it, and the same fault is not
-    made again.
+    Once in a run, also across restarts: a file in the run directory records it, and the same fault is not
+    injected again.
     """
 
     def __init__(self, fault: FaultConfig, rank: int, hosts: Sequence[int], run_dir: Path) -> None:
         """
         Args:
-            rank: this one; the host of each stands in `hosts`.
+            rank: this rank; `hosts` has the host of each.
 
         Raises:
-            UserError: on every rank alike, where the run has no such rank or host.
+            UserError: the run has no such rank or host; raised on every rank.
         """
         self._rank, self._marker = rank, run_dir / MARKER
         self._replicated: Replicated | None = None
         self._fault = fault if isinstance(fault, TimedFaultConfig) else None
         if self._fault is not None and _read(self._marker).get("fault") == dataclasses.asdict(fault):
-            log.info("fault=%s was made in this run before, and is not again", fault.kind)
+            log.info("fault=%s was injected in this run before, and is not repeated", fault.kind)
             self._fault = None
         self._is_here = self._fault is not None and _rank_of(self._fault, hosts) == rank
         self._poisons = False
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """The one to be told of phases from now on: `heartbeat` itself, but on the rank of the fault."""
+        """The heartbeat to use from now on: `heartbeat` itself, except on the rank of the fault."""
         return _Overheard(heartbeat, self._at) if self._is_here else heartbeat
 
     def meet(
         self, model: nn.Module, progress: Progress, total_steps: int, replicated: Replicated | None
     ) -> None:
-        """Be told what some faults change, before the first step.
+        """Receive the objects that some faults change, before the first step.
 
         Args:
-            model: what this rank computes with.
-            replicated: yields what ranks hold the same of, by name; None where there are no such ranks.
+            model: this rank's module.
+            replicated: yields the tensors that ranks share, by name; None if no ranks share any.
 
         Raises:
-            UserError: on every rank alike, where this run will never be at the step of the fault.
+            UserError: this run will never be at the step of the fault; raised on every rank.
         """
         fault, done = self._fault, progress.step
         if fault is None:
             return
         if not done < fault.step <= total_steps:
-            begin = f"goes on after step {done} and " if done else ""
+            begin = f"resumes after step {done} and " if done else ""
             raise UserError(f"fault.step is {fault.step}, but the run {begin}has {total_steps} steps")
         if fault.kind == "diverge" and replicated is None:
             raise UserError(
-                "fault=diverge needs ranks that hold the same: strategy=ddp on several, or strategy=fsdp "
-                "with strategy.shard_group=host on several hosts"
+                "fault=diverge needs ranks that hold the same values: strategy=ddp on several, or "
+                "strategy=fsdp with strategy.shard_group=host on several hosts"
             )
         self._replicated = replicated
         if fault.kind == "nan" and self._is_here:
@@ -142,14 +142,14 @@ class FaultInjector:
 
 
 class _Overheard(Heartbeat):
-    """A heartbeat that passes on what it is told; its record is the one it was made from."""
+    """A heartbeat that also reports its calls; it writes the record of the original one."""
 
     def __init__(self, heartbeat: Heartbeat, tell: Callable[[str, int], None]) -> None:
         self.__dict__.update(heartbeat.__dict__)
         self._owner, self._tell = heartbeat, tell
 
     def __del__(self) -> None:
-        """The memory is the owner's to close."""
+        """The original closes the memory."""
 
     def enter(self, phase: str, bucket: int = -1) -> None:
         super().enter(phase, bucket)
@@ -157,7 +157,7 @@ class _Overheard(Heartbeat):
 
 
 def _rank_of(fault: TimedFaultConfig, hosts: Sequence[int]) -> int:
-    """Where the fault is made; a host is cut off by its first rank."""
+    """The rank of the fault; a host is cut off by its first rank."""
     if isinstance(fault, CutFaultConfig):
         if fault.host not in hosts:
             raise UserError(f"fault.host is {fault.host}, but the hosts of this run are 0 to {max(hosts)}")
@@ -167,13 +167,13 @@ def _rank_of(fault: TimedFaultConfig, hosts: Sequence[int]) -> int:
         raise UserError(f"fault.rank is {fault.rank}, but the ranks of this run are 0 to {len(hosts) - 1}")
     if fault.phase == "all_reduce" and len(hosts) == 1:
         raise UserError(
-            "fault.phase=all_reduce never comes in a run of one process; take fault.phase=backward"
+            "fault.phase=all_reduce never happens in a run of one process; use fault.phase=backward"
         )
     return fault.rank
 
 
 def flip(tensor: Tensor, index: int, bit: int) -> None:
-    """Turn one bit of one element over, in place; bits beyond the dtype's begin anew."""
+    """Flip one bit of one element, in place; the bit is taken modulo the size of the dtype."""
     size = tensor.element_size()
     lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     bit %= 8 * size
