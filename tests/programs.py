@@ -190,7 +190,7 @@ def _main(
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this session when pytest is gone, however that ended: no thread of ours watches."""
+    """Have the kernel kill this session when pytest ends in any way, without a thread that watches."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpgrp())

@@ -64,7 +64,7 @@ def loaded(run_dir: str, form: str) -> list[str]:
     models = [trainer.load_model(run_dir, name) for name in ("newest", "best", first)]
     drawn = torch.rand(1)
     torch.manual_seed(5)
-    assert drawn == torch.rand(1)  # loading is no draw of the program's
+    assert drawn == torch.rand(1)  # loading does not draw from the program's generator
     assert not any(model.training for model in models)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return [made, *map(run_hash.parameters_sha256, models)]

@@ -37,7 +37,7 @@ def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> "nn.Mo
         checkpoint: newest (that verifies), best (by the run's `checkpoint.keep_best`), or the path of one.
 
     Raises:
-        UserError: there is no run or no such checkpoint, or it is broken or does not fit the model's class.
+        UserError: the run or the checkpoint does not exist, is broken, or does not fit the model's class.
     """
     from trainer.api import load_model
 

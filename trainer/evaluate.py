@@ -33,7 +33,7 @@ def evaluate(
     """Return the contents of evaluation.json on rank 0; None on others (a collective of all ranks).
 
     Raises:
-        UserError: there is no run, no such checkpoint or no held-out data; or settings do not fit.
+        UserError: the run, the checkpoint or held-out data does not exist; or settings do not fit.
     """
     return _evaluate(saved_settings(Path(run_dir), overrides), str(checkpoint))
 

@@ -35,7 +35,7 @@ def predict(
     """Write `out` and return the number of its rows (a collective of all ranks).
 
     Raises:
-        UserError: there is no run, no such checkpoint or no held-out data; the task predicts nothing; or
+        UserError: the run, the checkpoint or held-out data does not exist; the task predicts nothing; or
             `out` exists or cannot be written.
     """
     return _predict(saved_settings(Path(run_dir), overrides), str(checkpoint), Path(out))

@@ -1,4 +1,4 @@
-"""A fully_shard model with schedules of ours: equal to torch's own, with figures; who is not in step is named."""
+"""A fully_shard model with this project's schedules: equal to torch's own, with figures; lagging ranks are named."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sharded(
 
 
 def compared(hosts: list[int], algorithm: str) -> dict[str, Any]:
-    """Gradients of both, of two passes added up and of one anew; and what the timeline has seen."""
+    """Gradients of both, of two passes added up and of one more; and the timeline's records."""
     found: list[list[torch.Tensor]] = []
     for model, comm in (sharded(hosts, None), sharded(hosts, algorithm)):
         for step in range(3):

@@ -61,7 +61,7 @@ def test_the_parts_are_those_of_torchs_own_sampler(replicas: int) -> None:
 def test_another_batch_size_goes_on_at_the_very_next_sample(
     first_sample: int, batch: int, replicas: int
 ) -> None:
-    """Also where it is no multiple of the batch or of the replicas."""
+    """Also if it is not a multiple of the batch or of the replicas."""
     permutation = torch.randperm(43, generator=torch.Generator().manual_seed(3)).tolist()
     parts = []
     for replica in range(replicas):

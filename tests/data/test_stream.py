@@ -113,7 +113,7 @@ def test_evaluation_counts_every_sample_of_a_stream_once_on_as_many_batches_ever
         loaders = [
             eval_loader(Numbers("eval"), size, world, rank, num_workers=workers) for rank in range(world)
         ]
-        for _ in range(2):  # each evaluation begins anew
+        for _ in range(2):  # each evaluation begins again
             ranks = [list(loader) for loader in loaders]
             assert len({len(batches) for batches in ranks}) == 1
             numbers = [n for batches in ranks for _, of_batch in batches for n in of_batch]

@@ -194,7 +194,7 @@ def test_a_stop_that_was_torchruns_own_ends_no_later_attempt(
 
     def attempt(number: int, end: Exception | None = None) -> None:
         folder = tmp_path / f"attempt_{number}"
-        if end is not None:  # torchrun makes it anew at each start
+        if end is not None:  # torchrun creates it at each start
             shutil.rmtree(folder, ignore_errors=True)
             (folder / "0").mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "0" / "error.json"))

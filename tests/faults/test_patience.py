@@ -1,4 +1,4 @@
-"""What takes long and is no fault: a disk, and the end of a rank that others do not wait for."""
+"""Long waits that are not faults: a disk, and the end of a rank that others do not wait for."""
 
 import json
 import os

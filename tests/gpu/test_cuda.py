@@ -128,7 +128,7 @@ def test_every_hook_leaves_the_gradients_of_one_rank_as_they_are(algorithm: str,
         if algorithm in ALGORITHMS:
             options["cuda_graph"] = recorded
         hook = attach(model, algorithm, hosts=(0,), wire_dtype=wire, **options)
-        for _ in range(5):  # laid out anew after the first, recorded in the third
+        for _ in range(5):  # rebuilt after the first, recorded in the third
             found = gradients(model, x)
         tolerance = {"rtol": 0.0, "atol": 0.0} if wire == "fp32" else {"rtol": 1e-2, "atol": 1e-6}
         if algorithm in ("powersgd", *ALGORITHMS) and wire == "bf16":

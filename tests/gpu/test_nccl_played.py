@@ -93,7 +93,7 @@ def test_a_bucket_is_one_group_a_round_and_recorded_when_it_comes_again(
         buckets = [torch.empty(size) for size in sizes]
         for turn in range(4):
             if turn == 3:
-                buckets[1] = torch.empty(7)  # DDP has laid out its buckets anew
+                buckets[1] = torch.empty(7)  # DDP has rebuilt its buckets
             for index, bucket in enumerate(buckets):
                 bucket.copy_(torch.arange(len(bucket)) % 7 + rank + turn)
                 given = SimpleNamespace(buffer=lambda b=bucket: b, index=lambda i=index: i)

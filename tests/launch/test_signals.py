@@ -88,7 +88,7 @@ def _assert_saved(run_dir: Path) -> None:
     assert manifest.step == _last_step(run_dir)
     facts = json.loads((run_dir / "checkpoints" / "latest" / "state.json").read_text())
     assert facts["state"]["progress"]["samples_seen"] == 12 * manifest.step
-    assert "Traceback" not in (run_dir / "train.log").read_text(), "a stop is no fault"
+    assert "Traceback" not in (run_dir / "train.log").read_text(), "a stop is not a fault"
 
 
 CASES = {

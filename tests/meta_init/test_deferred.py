@@ -202,7 +202,7 @@ class Hides(nn.Module):
 def test_what_no_module_lists_has_its_values_all_the_same() -> None:
     model = filled(Hides)
     assert all(value.equal(torch.ones(3)) for value in model())
-    assert _cached(3).equal(torch.linspace(0, 1, 3)), "for whoever asks next"
+    assert _cached(3).equal(torch.linspace(0, 1, 3)), "for the next caller"
     assert model.trained.requires_grad  # type: ignore[union-attr]
     teacher = model.teacher[0]  # type: ignore[index]
     assert teacher.weight.equal(filled(Hides).teacher[0].weight) and not teacher.weight.requires_grad  # type: ignore

@@ -95,9 +95,9 @@ def _stopped(root: Path, options: tuple[str, ...], foreign: str | None) -> dict[
     with runs.context_of(*once, "ema.decay=null", stop, f"run_dir={root / 'without'}") as context:
         save(context)
     lacking = f"resume={root / 'without' / 'checkpoints' / 'step_00000005'}"
-    with runs.context_of(*once, lacking, "ema.evaluate=instead", f"run_dir={root / 'anew'}") as context:
+    with runs.context_of(*once, lacking, "ema.evaluate=instead", f"run_dir={root / 'again'}") as context:
         weights = _whole(context.state.model.state_dict())
-        found["anew"] = all(value.equal(weights[name]) for name, value in _averages(context).items())
+        found["again"] = all(value.equal(weights[name]) for name, value in _averages(context).items())
         fit(context)
         found["instead"] = sorted(evaluate_if_due(context))
     return found
@@ -121,7 +121,7 @@ def test_averages_under_each_strategy(tmp_path: Path) -> None:
             assert figures["eval/ema/loss"] == by_hand["written"]["loss"] != figures["eval/loss"]
             parameters = [name for name in stopped["whole"] if "running" not in name]
             assert all(stopped["whole"][name].equal(stopped["resumed"][name]) for name in parameters)
-            assert stopped["anew"] and "eval/ema/loss" not in stopped["instead"]
+            assert stopped["again"] and "eval/ema/loss" not in stopped["instead"]
         of_rank_0 = ranks[0][1]
         assert all(value.equal(of_rank_0["resumed"][name]) for name, value in of_rank_0["whole"].items())
         if foreign is not None:

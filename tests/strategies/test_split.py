@@ -85,7 +85,7 @@ class Appends(nn.Linear):
 
 
 class Keeps(nn.Module):
-    """Its units add to a list of the model's; what it returns is no plain dict."""
+    """Its units add to a list of the model's; its result is not a plain dict."""
 
     def __init__(self) -> None:
         super().__init__()

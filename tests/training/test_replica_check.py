@@ -132,7 +132,7 @@ def trained_alike(run_dir: Path, options: list[tuple[str, ...]]) -> list[dict[st
 
 @pytest.mark.slow
 def test_every_all_reduce_leaves_replicas_equal(tmp_path: Path) -> None:
-    """Also where sums travel rounded: whoever made a sum must keep what it sent, not what it had."""
+    """Also where sums travel rounded: the rank that made a sum must keep what it sent, not what it had."""
     algorithms = ("native", "ring", "tree", "halving_doubling", "hierarchical", "master_worker")
     options = [(f"comm={algorithm}", "comm.wire_dtype=bf16") for algorithm in algorithms]
     options += [("comm=powersgd",), ("comm=hierarchical", "train.precision=fp16")]

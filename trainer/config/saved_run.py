@@ -27,7 +27,7 @@ def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """The settings of the run in `run_dir`, changed by `overrides`, which are written as for training.
 
     Raises:
-        UserError: there is no run; or an override cannot be read, is invalid, or has no effect after
+        UserError: the run does not exist; or an override cannot be read, is invalid, or has no effect after
             training.
     """
     saved = _read(run_dir)

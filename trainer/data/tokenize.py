@@ -69,7 +69,7 @@ def tokenize(
     """Write the folder ``out``, or nothing; return the contents of its tokens.json.
 
     Raises:
-        UserError: ``out`` exists, or there is no text, or too little to hold out the fraction.
+        UserError: ``out`` exists, or the text is missing, or too short to hold out the fraction.
         OSError: ``out`` cannot be written.
     """
     if out.exists():

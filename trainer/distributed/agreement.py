@@ -1,4 +1,4 @@
-"""How ranks act together: what goes wrong on one is told to all before anyone raises."""
+"""How ranks act together: an error of one rank is sent to all before any raises it."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -47,19 +47,19 @@ def on_main(action: Callable[[], _T], dist: Dist) -> _T:
     """Call `action` on rank 0 only, and return its result on every rank (a collective).
 
     Raises:
-        UserError: the one that `action` raised, on every rank. Any other error is a fault, of rank 0 alone.
+        UserError: the one that `action` raised, on every rank. Any other error is a fault of rank 0 only.
     """
     return _from_main(action, UserError, dist.rank, None)
 
 
 class Agreement:
-    """All ranks acting on files: any error is a UserError. All is collective.
+    """All ranks acting on files: any error becomes a UserError. All methods are collectives.
 
-    They have a gloo group of their own, where they may wait `timeout_s`.
+    They use a separate gloo group, with a timeout of `timeout_s`.
     """
 
     def __init__(self, dist: Dist, timeout_s: float) -> None:
-        # Its making waits for all ranks as long as its members may wait: first see that they are there.
+        # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
         torch_dist.barrier()
         group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self.group = cast(torch_dist.ProcessGroup, group)
@@ -70,11 +70,11 @@ class Agreement:
         return gather_objects(value, self.group)
 
     def on_main(self, action: Callable[[], _T]) -> _T:
-        """Rank 0's result of `action` on every rank; its error, as a UserError, likewise."""
+        """Rank 0's result of `action` on every rank; its error is a UserError on every rank."""
         return _from_main(action, Exception, self.rank, self.group)
 
     def everywhere(self, action: Callable[[], _T]) -> _T:
-        """This rank's result of `action`, once all have one; one rank's error is a UserError on all."""
+        """This rank's result of `action`, once all have one; an error of one rank is a UserError on all."""
         value, error = _attempt(action, Exception)
         errors = self.gather(error)
         failed = {rank: message for rank, message in enumerate(errors) if message is not None}
@@ -85,11 +85,11 @@ class Agreement:
 
 
 class Alone(Agreement):
-    """A process without a process group, which has nobody to agree with."""
+    """A process without a process group."""
 
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
-        self.group = cast(torch_dist.ProcessGroup, None)  # by which a reader knows that it reads alone
+        self.group = cast(torch_dist.ProcessGroup, None)  # tells a reader that it reads alone
 
     def gather(self, value: _T) -> list[_T]:
         return [value]
@@ -114,7 +114,7 @@ def _from_main(
 
 
 def _attempt(action: Callable[[], _T], expected: type[Exception]) -> tuple[_T | None, str | None]:
-    """The result of `action`, or the `expected` error in words."""
+    """The result of `action`, or the message of an `expected` error."""
     try:
         return action(), None
     except expected as error:

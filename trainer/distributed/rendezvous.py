@@ -65,7 +65,7 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
 
     threading.Thread(target=run, name="rendezvous", daemon=True).start()
     try:
-        with stop_signals_to(_give_up):  # there is no step boundary yet at which to stop
+        with stop_signals_to(_give_up):  # no step boundary comes yet at which to stop
             value, error = results.get(timeout=timeout.total_seconds() + 2)
     except Empty:
         raise TimeoutError(

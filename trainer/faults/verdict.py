@@ -110,7 +110,7 @@ class Verdict:
 
 
 def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdict | None:
-    """Decide who stopped first, or return None if there is no failure yet.
+    """Decide who stopped first, or return None if nothing has failed yet.
 
     Args:
         pressing: some rank's communication has failed, and others have had time to say why; otherwise only

@@ -54,7 +54,7 @@ def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
 
 @ends_in_time()
 def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
-    """Call `do` with the options and the run's settings; with launch=local, in processes of its own.
+    """Call `do` with the options and the run's settings; with launch=local, in separate processes.
 
     Exits with status 2 for a user error, 130 for Ctrl-C, and 143 for SIGTERM; partial output is removed.
     """

@@ -145,7 +145,7 @@ def held_out(at_work: RestoredRun) -> tuple[Any, EvalLoader]:
     """The held-out data and the loader of this process's part.
 
     Raises:
-        UserError: there is no held-out data.
+        UserError: the run has no held-out data.
     """
     config, dist, strategy = at_work.config, at_work.dist, at_work.strategy
     dataset, loader = load_held_out(config, _batch(config, strategy), strategy, dist)

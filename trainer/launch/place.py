@@ -149,7 +149,7 @@ def publish(here: Place) -> None:
 
 
 def _source(told: Mapping[str, str]) -> _LauncherVariables | None:
-    """The most reliable source, after a check that all others agree with it; None: there is no source."""
+    """The most reliable source, after a check that all others agree with it; None without any source."""
     found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _speaks(source, told)]
     # The only task of its step may still be one of several ranks: a shell within srun, or an srun for each.
     if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:

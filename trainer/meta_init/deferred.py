@@ -138,7 +138,7 @@ def _recorded(build: Callable[[], nn.Module], recorder: InitRecorder) -> Deferre
         if type(tensor) not in KINDS:
             raise NotRecordable(f"{name} is a {type(tensor).__name__}")
         if tensor.is_meta and not recorder.holds(tensor):
-            raise NotRecordable(f"{name} lies on the meta device")
+            raise NotRecordable(f"{name} is on the meta device")
         if has_gradient_hook(tensor):  # it would stay with the tensor that is replaced
             raise NotRecordable(f"{name} has a hook on its gradient")
     if elsewhere := held_elsewhere(model):

@@ -39,7 +39,7 @@ def freeze(model: nn.Module, node: dict[str, Any]) -> None:
 
 
 class Frozen:
-    """The parameters that are not trained when a run begins, and so none of the optimizer's.
+    """The parameters that are not trained when a run begins, so the optimizer does not have them.
 
     Args:
         model: unwrapped, as this process computes with it.

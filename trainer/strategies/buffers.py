@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes: whose values the next forward pass of each rank begins from."""
+"""Buffers that a forward pass changes: each rank's next forward pass starts from rank 0's."""
 
 from collections.abc import Callable
 
@@ -8,22 +8,22 @@ from torch import nn
 
 
 def are_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are those of batch norms, which training only writes: no forward pass reads them.
+    """Whether all buffers are those of batch norms, which training only writes.
 
-    Those of rank 0 follow its own data either way, and are evaluated and saved.
+    Those of rank 0 follow its own data in any case, and are used for evaluation and saving.
     """
     holders = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
     return all(hasattr(module, "running_mean") for module in holders)
 
 
 class ChangedBuffers:
-    """Gives each rank rank 0's buffers before each forward pass, as DDP does, if the first changed any.
+    """Sends each rank rank 0's buffers before each forward pass, as DDP does, if the first pass changed any.
 
-    Otherwise ranks would go on from their own, and a resumed run from those of rank 0. Constants, such as
+    Otherwise ranks would continue from their own, and a resumed run from those of rank 0. Constants, such as
     masks and tables of positions, are not sent.
 
     Args:
-        sync: gives each rank the buffers of rank 0 (a collective).
+        sync: sends each rank the buffers of rank 0 (a collective).
     """
 
     def __init__(self, model: nn.Module, device: torch.device, sync: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class ChangedBuffers:
         self._change: bool | None = False if are_statistics(model) else None
 
     def before_forward(self) -> None:
-        """Called before each forward pass in training, on all ranks (a collective, but for the first)."""
+        """Called before each forward pass in training, on all ranks (a collective, except the first)."""
         if self._change is None:
             now = [(buffer, buffer._version) for buffer in self._model.buffers()]
             if self._before_first is None:

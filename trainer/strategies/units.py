@@ -65,7 +65,7 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
             options = {"context_fn": functools.partial(_keeping_buffers, unit, selective)}
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
     of_all = f" of {len(units)}" * (len(chosen) < len(units))
-    but = f", but for {', '.join(kept)}" * bool(kept)
+    but = f", except {', '.join(kept)}" * bool(kept)
     return f"activations of {len(chosen)}{of_all} units are recomputed in the backward pass{but}"
 
 

@@ -22,7 +22,7 @@ class Slots:
         self._num_taken = 0
 
     def take(self, config: Config) -> list[str] | None:
-        """Take room for a trial: its GPUs, [] if it uses none; None if there is no room now."""
+        """Take room for a trial: its GPUs, [] if it uses none; None if the room is taken."""
         if not self.has_room(config):
             return None
         gpus = self._idlest(_gpus_wanted(config, len(self._busy)))

@@ -1,4 +1,4 @@
-"""What modules keep from step to step and no checkpoint holds, so that a resume is not exact."""
+"""Attributes that modules keep between steps without saving them, so that a resume is not exact."""
 
 import logging
 import zlib
@@ -20,8 +20,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 class UnsavedState:
     """Compares the attributes of all modules after the first two steps, and warns of those that changed.
 
-    What the first step makes and the second leaves, such as a cache, is not state. A module that has
-    `get_extra_state` says itself what is saved of it.
+    Attributes that the first step sets and the second does not change, such as caches, are no state. A module
+    with `get_extra_state` decides itself what is saved.
     """
 
     def __init__(self, model: nn.Module, is_main: bool) -> None:
@@ -50,7 +50,7 @@ class UnsavedState:
 
 
 def _attributes(model: nn.Module) -> dict[str, list[Any]]:
-    """By name, the numbers, texts and tensors of each attribute that is no parameter, buffer or module."""
+    """Numbers, strings and tensors of each attribute, by name, if it is not a parameter, buffer or module."""
     found = {}
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is nn.Module.get_extra_state:

@@ -60,7 +60,7 @@ _MOVES: tuple[Callable[[Any, Any, int], Any], ...] = (
 
 
 def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -> tuple[int, list[Round]]:
-    """The ranks of one block, and the rounds in which they send; targets may lie in other blocks.
+    """The ranks of one block, and the rounds in which they send; targets may be in other blocks.
 
     Args:
         hosts: index of the host of every rank.

@@ -43,7 +43,7 @@ class TextFiles:
         field: the key of the text in such an object.
 
     Raises:
-        UserError: there is no text; or, while reading, a line is not such an object.
+        UserError: the path holds no text; or, while reading, a line is not such an object.
     """
 
     def __init__(self, path: str | Path, field: str = "text") -> None:

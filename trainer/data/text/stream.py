@@ -27,7 +27,7 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
         tokenizer: bytes | gpt2; ``vocabulary`` as for ``trainer.data.text.tokenizers.tokenizer``.
 
     Raises:
-        UserError: there is no text at ``path``, or an argument is out of range.
+        UserError: ``path`` holds no text, or an argument is out of range.
     """
 
     def __init__(
