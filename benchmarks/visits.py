@@ -67,7 +67,7 @@ def _visit(visit: Callable[[Answers, str], None], names: Sequence[str], out: Pat
 
 def _give_up(out: Path, name: str) -> None:
     with out.with_suffix(".0").open("a") as file:
-        print(json.dumps([name, "ranks", "WRONG: they ended without a word"]), file=file)
+        print(json.dumps([name, "ranks", "WRONG: they ended without a message"]), file=file)
 
 
 def read(out: Path) -> Table:

@@ -375,7 +375,8 @@ def test_what_users_code_does_is_told_with_its_line_and_its_sample(tmp_path: Pat
     stuck = r"its data worker \d+ has been reading sample 7 for [\d.]+ s, at tests/user_parts.py:\d+ in _act"
     assert re.search(stuck, said["loop"]), said
     assert re.search(
-        r"its data worker \d+ (died of SIGKILL|is gone without a word) while it read sample 7", said["killed"]
+        r"its data worker \d+ (died of SIGKILL|is gone without a message) while it read sample 7",
+        said["killed"],
     ), said
     assert re.search(
         r"in data of step \d+, at tests/user_parts.py:\d+ in _act: .*a data worker raised SystemExit: 7$",

@@ -46,7 +46,7 @@ def test_a_kill_for_want_of_memory_is_seen(
     monkeypatch.setattr(processes, "_of_cgroup", lambda pid: [tmp_path / name])
     kills = processes.MemoryKills([1])
     (tmp_path / name).write_text(text.format(4))
-    assert kills.words() == f"for want of memory, says the cgroup ({tmp_path / name})"
+    assert kills.words() == f"for lack of memory, according to the cgroup ({tmp_path / name})"
     assert processes.MemoryKills([1]).words() is None
 
 
@@ -83,4 +83,4 @@ def test_a_process_killed_for_want_of_memory_is_told_from_others() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
         words = kills.words()
     assert words is not None
-    assert words.startswith(f"for want of memory, says the cgroup ({group}/memory.")
+    assert words.startswith(f"for lack of memory, according to the cgroup ({group}/memory.")

@@ -47,7 +47,7 @@ CASES = {
     "killed, and its parent asked first": (
         four({1: {"state": "dead", "ended_s": 0.1}}, **WAITING),
         False,
-        (1, "died", "gone without a word"),
+        (1, "died", "gone without a message"),
     ),
     "raised": (
         four({2: {"status": 1, "error": "ValueError: boom", "where": "mine.py:3 in f", "ended_s": 0.2}}),

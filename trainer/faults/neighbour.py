@@ -133,7 +133,7 @@ class Neighbour:
             return None
         dead = [worker for worker in busy if processes.state(worker.pid) == "dead"]
         if dead:
-            how = processes.ending(dead[0].pid) or "is gone without a word"
+            how = processes.ending(dead[0].pid) or "is gone without a message"
             because = f", {words}" if (words := memory_kills.words()) else ""
             return f"its data worker {dead[0].pid} {how} while it read sample {dead[0].index}{because}"
         worker = min(busy, key=lambda beat: beat.progress_ns)

@@ -60,7 +60,7 @@ class MemoryKills:
         for path in reversed(self._sources):  # a cgroup first: it is smaller than the whole machine
             if _oom_kills(path) > self._before[path]:
                 who = "the kernel" if path.name == "vmstat" else "the cgroup"
-                return f"for want of memory, says {who} ({path})"
+                return f"for lack of memory, according to {who} ({path})"
         return None
 
 

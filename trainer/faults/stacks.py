@@ -64,13 +64,13 @@ class Stacks:
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
             self._undo = uncaught.tell(self.fd)
-        # Of the main thread alone: others go on meanwhile, and to walk their frames may end in SIGSEGV.
+        # Only the main thread: others continue meanwhile, and walking their frames may end in SIGSEGV.
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=False)
 
     def add_other_threads(self) -> None:
-        """Add the stacks of all threads where the main thread's was asked for.
+        """Add the stacks of all threads if the main thread's was asked for.
 
-        Called now and then: who calls holds the interpreter, so that no thread changes its frames meanwhile.
+        Called regularly by a thread that holds the interpreter, so that no other thread changes its frames.
         """
         if os.fstat(self.fd).st_size != self._size:
             faulthandler.dump_traceback(self._file, all_threads=True)

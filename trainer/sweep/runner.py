@@ -341,7 +341,7 @@ def _silent_s(folder: Path) -> float:
 
 def _last_lines(folder: Path) -> str:
     lines = (folder / OUTPUT).read_text(errors="replace").splitlines() if (folder / OUTPUT).exists() else []
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "without a word")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
     return f"{printable(last)}  ({folder / OUTPUT})"
 
 

@@ -151,7 +151,7 @@ class Timeline:
         self.rank = self.ranks[dist.get_rank(group)]
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
-        self.arrivals: Arrivals | None = None  # as of the last call of metrics
+        self.arrivals: Arrivals | None = None  # from the last call of metrics
         # Over the run, by (index, bytes, name); bytes is 0 if a bucket's size changes at every step.
         self.buckets: dict[tuple[int, int, str], BucketSum] = {}
         self.passes = PassSum()  # over the run

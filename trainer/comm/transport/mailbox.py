@@ -104,7 +104,7 @@ class Mailbox:
 
     def __init__(self, peer: int, timeout_s: float, window: int) -> None:
         self.peer = peer
-        self.waited_s = 0.0  # for this peer, since somebody set it to 0
+        self.waited_s = 0.0  # for this peer, since the last reset to 0
         self._timeout_s, self._window = timeout_s, window
         self._outgoing: socket.socket | None = None
         self._incoming: socket.socket | None = None

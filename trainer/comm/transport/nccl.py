@@ -16,7 +16,7 @@ from trainer.comm.transport.gloo import GlooLink
 
 _WIDTH = 1  # a sweep's messages are all in flight together, so one segment per stage keeps every link busy
 
-_Key = tuple[int, Layout]  # where a bucket lies, and what it is
+_Key = tuple[int, Layout]  # the address of a bucket, and its layout
 
 
 class NcclReducer:

@@ -1,4 +1,4 @@
-"""Finds a collective where some ranks would never come to it."""
+"""Detects collectives that some ranks never reach."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 
 
 class NoCollectives(TorchDispatchMode):
-    """Around code of others, in one thread: raises UserError in place of a collective that it calls.
+    """Around user code in one thread: raises UserError in place of a collective.
 
-    Costs some microseconds an operation, so it stands around a first call alone.
+    Costs some microseconds for each operation, so it is used only around a first call.
 
     Args:
-        words: who must not call one, why, and the way out; what was called is put into its `{}`.
+        words: who must not call a collective, why, and the way out; `{}` becomes the name of the operation.
     """
 
-    supports_higher_order_operators = True  # it takes them as they are
+    supports_higher_order_operators = True  # they are passed through
 
     def __init__(self, words: str) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class NoCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls what it is made of
+            return NotImplemented  # it calls its parts again
         if getattr(func, "namespace", "") in _NAMESPACES and func._opname not in _BETWEEN_TWO:
             raise UserError(self._words.format(func))
         return func(*args, **(kwargs or {}))
