@@ -45,7 +45,7 @@ def _steps(store: Store) -> list[int]:
     ],
 )
 def test_keeps_the_last_the_best_and_every_nth(tmp_path: Path, retention: Retention, kept: list[int]) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     for step, loss in ((10, 5.0), (20, 2.0), (30, 1.0), (40, 3.0)):
         _save(store, step, loss=loss)
     _save(store, 50)
@@ -66,14 +66,14 @@ def test_checkpoints_of_another_run_neither_count_nor_go(tmp_path: Path) -> None
     ours.prune(Retention(last=1))
     assert _steps(ours) == [1, 2, 3, 30, 101, 102, 103]
     assert [path.name for path in ours.newest_first()] == ["step_00000030"]
-    assert set(ours.of_others().values()) == {"other"}
+    assert [path.name[-3:] for path in ours.of_others()] == ["001", "002", "003", "101", "102", "103"]
 
 
 def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
-    other = Store(outside)
+    other = Store(outside, "mine")
     _save(other, 1)
-    store = Store(tmp_path / "checkpoints")
+    store = Store(tmp_path / "checkpoints", "mine")
     for step in range(3):
         _save(store, step)
     (store.root / "step_00000007").symlink_to(outside / "step_00000001")
@@ -88,8 +88,8 @@ def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dangling", [False, True])
 def test_a_link_in_the_way_is_replaced_and_not_followed(tmp_path: Path, dangling: bool) -> None:
-    target = _save(Store(tmp_path / "outside"), 1)
-    store = Store(tmp_path / "checkpoints")
+    target = _save(Store(tmp_path / "outside", "mine"), 1)
+    store = Store(tmp_path / "checkpoints", "mine")
     store.root.mkdir()
     store.path(2).symlink_to(tmp_path / "nowhere" if dangling else target)
     assert not _save(store, 2).is_symlink()
@@ -99,7 +99,7 @@ def test_a_link_in_the_way_is_replaced_and_not_followed(tmp_path: Path, dangling
 
 def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
     """After a run was sent back to step 5, its old step 10 is an abandoned future."""
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     for step in (5, 10, 6):
         _save(store, step)
     assert [path.name[-2:] for path in store.newest_first()] == ["06", "10", "05"]
@@ -111,7 +111,7 @@ def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
 def test_a_clock_set_back_does_not_make_the_newest_the_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     _save(store, 1)
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     for step in (2, 3):
@@ -121,7 +121,7 @@ def test_a_clock_set_back_does_not_make_the_newest_the_oldest(
 
 
 def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     _save(store, 1)
     (store.begin(2) / "half").write_text("...")
     _save(store, 3).rename(tmp_path / ".replaced_step_00000003")  # killed between the two renames
@@ -148,7 +148,7 @@ def test_latest_is_put_right_after_a_kill_between_a_checkpoints_rename_and_it(tm
 
 
 def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     directory = store.begin(1)
     digest = write_text(directory / "a.txt", "a")
     with pytest.raises(OSError, match="is run_dir on a file system that all hosts share"):
@@ -156,7 +156,7 @@ def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_files_can_be_verified_by_each_rank(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     directory = store.begin(1)
     files = {name: write_text(directory / name, name) for name in "abcd"}
     final = store.commit(1, "sharded", files, {})
@@ -168,17 +168,17 @@ def test_a_part_of_the_files_can_be_verified_by_each_rank(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/b", "..", "", "a\\b", "manifest.json"])
 def test_refuses_a_manifest_that_climbs_out(tmp_path: Path, name: str) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     directory = store.begin(1)
     digest = write_text(directory / "a.txt", "a")
     final = store.commit(1, "full", {"a.txt": digest}, {})
-    (final / MANIFEST).write_text(manifest_text(Manifest("full", 1, 0.0, {name: digest})))
+    (final / MANIFEST).write_text(manifest_text(Manifest("full", 1, 0.0, {name: digest}, run_id="mine")))
     with pytest.raises(UserError, match="only plain file names beside it"):
         read_manifest(final)
 
 
 def test_a_fifo_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     final = _save(store, 1)
     (final / "a.txt").unlink()
     os.mkfifo(final / "a.txt")
@@ -187,7 +187,7 @@ def test_a_fifo_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
 
 
 def test_a_run_copied_with_its_links_followed_goes_on(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     saved = _save(store, 1)
     for copied in (1, 2):
         (tmp_path / "latest").unlink()
@@ -202,7 +202,7 @@ def test_a_file_system_without_links_has_no_latest(tmp_path: Path, monkeypatch: 
         raise PermissionError(errno.EPERM, "Operation not permitted")  # as vfat says it
 
     monkeypatch.setattr(Path, "symlink_to", refused)
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     _save(store, 1)
     assert (_steps(store), (tmp_path / "latest").exists()) == ([1], False)
 
@@ -237,7 +237,7 @@ def _hold(patch: pytest.MonkeyPatch, how: str, held: str) -> None:
 def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
     tmp_path: Path, warnings: list[str], how: str
 ) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     _save(store, 1)
     with pytest.MonkeyPatch.context() as patch:
         _hold(patch, how, "step_00000001")
@@ -257,7 +257,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
 def test_what_a_failed_deletion_left_does_not_hold_up_the_same_step(
     tmp_path: Path, warnings: list[str]
 ) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     with pytest.MonkeyPatch.context() as patch:
         _hold(patch, "rmdir", ".tmp_step_00000001")
         for step in (1, 2, 1, 2, 1):
@@ -272,7 +272,7 @@ def test_what_a_failed_deletion_left_does_not_hold_up_the_same_step(
 def test_a_checkpoint_that_cannot_be_replaced_has_the_new_one_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     for step in (1, 10):
         _save(store, step)
     _hold(monkeypatch, "rename", str(tmp_path / "step_00000010"))
@@ -303,7 +303,7 @@ def test_a_latest_that_cannot_be_linked_is_named_once(
         raise OSError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, how, refused)
-    store = Store(tmp_path)
+    store = Store(tmp_path, "mine")
     for step in (1, 2):
         _save(store, step)
         store.clean()

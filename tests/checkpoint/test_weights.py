@@ -67,7 +67,7 @@ def test_refuses_what_is_no_state_dict(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         load_weights(tiny.Net(), tmp_path / "none.pt")
     (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(UserError, match="no file of plain tensors"):
+    with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) does not take it"):
         load_weights(tiny.Net(), tmp_path / "text.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(UserError, match="holds no named tensors, but a list"):
@@ -116,7 +116,7 @@ UNUSABLE = {
     "int keys": ({0: torch.ones(1), 1: torch.ones(2)}, "holds no named tensors, but int: Tensor"),
     "sparse": ({"first.weight": torch.eye(5).to_sparse()}, r"first.weight is sparse \(sparse_coo\)"),
     "meta": ({"first.weight": torch.empty(7, 5, device="meta")}, "first.weight is on the meta device"),
-    "expanded": ({"first.weight": torch.ones(1).expand(10**9)}, "claims tensors of more bytes than"),
+    "expanded": ({"first.weight": torch.ones(1).expand(10**9)}, r"first.weight \(\[1000000000\] there"),
 }
 
 
@@ -147,7 +147,7 @@ def test_reads_safetensors(tmp_path: Path) -> None:
     load_weights(ours, tmp_path / "w.safetensors")
     assert _same(theirs, ours)
     (tmp_path / "w.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(UserError, match="not readable as safetensors"):
+    with pytest.raises(UserError, match="is no safetensors file: its header is to have"):
         load_weights(ours, tmp_path / "w.safetensors")
 
 

@@ -349,7 +349,7 @@ def test_a_checkpoint_that_goes_while_it_is_read(tmp_path: Path) -> None:
     model = api.load_model(run, "newest")
     source = read_model(model, run, None, "newest", None, Deletes(run))
     assert source.directory == before and not newest.exists()
-    damaged = next(before.glob("tensors*"))
+    damaged = next(before.glob("model-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     older = read_model(model, run, None, "newest", None, Alone())
     assert older.manifest.step < source.manifest.step

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, help in (
         ("show", "what a checkpoint, or each checkpoint of a run, holds, and whether it is whole"),
         ("verify", "compare every file with its sha256; the exit status says whether all are whole"),
-        ("convert", "write a checkpoint in another form"),
+        ("convert", "write the weights of a checkpoint in a form of other programs"),
     ):
         command = commands.add_parser(name, help=help)
         command.add_argument("directory", type=Path, help="a checkpoint" + ", or a run" * (name != "convert"))

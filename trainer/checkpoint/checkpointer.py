@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import full, sharded
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, write_text
+from trainer.checkpoint.layout import Plan, index_to_json, plan
 from trainer.checkpoint.matching import (
     begins_average,
     first_five,
@@ -27,6 +27,7 @@ from trainer.checkpoint.matching import (
 from trainer.checkpoint.source import PLACES, RNG, STATE, Source, check_size, whole
 from trainer.checkpoint.store import Retention, Store
 from trainer.checkpoint.tree import take_apart
+from trainer.checkpoint.writing import write_tensors
 from trainer.config import CheckpointConfig
 from trainer.distributed import seeding
 from trainer.distributed.agreement import Agreement
@@ -145,22 +146,25 @@ class Checkpointer:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
         self._finish()
         tensors, plain = self._agreement.everywhere(lambda: self._taken_apart(state))
-        of_rank_0 = buffer_names(state.model) | {name for name in tensors if of_modules_own(name)}
-        if self._settings.format == "full":
-            tensors = full.part_of(tensors, self._dist.rank)
-        elif self._dist.rank != 0:
-            # Running statistics follow each rank's own data; those of rank 0 are the model's.
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in of_rank_0}
+        rng_tensors, rng = take_apart({RNG: self._gather_rng(dict(place or {}))})
+        own = (
+            buffer_names(state.model) | {name for name in tensors if of_modules_own(name)} | set(rng_tensors)
+        )
+        tensors |= rng_tensors
+        who = plan(tensors, own, self._settings.format == "full", self._agreement)
+        facts = self._facts(plain, rng)
+        if self._dist.rank == 0:
+            facts["tensors"] = index_to_json(who.index(tensors))
+        tensors = who.part_of(tensors, self._dist.rank)
         self._refuse_not_finite(tensors, step)
-        rng = self._gather_rng(dict(place or {}))
         self._last_saved = step
         if self._settings.async_:
-            copied = self._start_copying(tensors, of_rank_0)
+            copied = self._start_copying(tensors, own)
             self._in_flight = InBackground(
-                lambda: self._write(step, copied.result(), plain, rng, metrics), self._dist.device
+                lambda: self._write(step, copied.result(), who, facts, metrics), self._dist.device
             )
         else:
-            self._write(step, tensors, plain, rng, metrics)
+            self._write(step, tensors, who, facts, metrics)
 
     def _refuse_not_finite(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Raise NonFiniteLossError on every rank alike where any has a NaN or Inf that was not built in."""
@@ -219,19 +223,20 @@ class Checkpointer:
         """
         plain = source.facts["state"]
         # Nothing of the state is touched before all ranks have found that all of it fits.
-        targets = self._agreement.everywhere(lambda: targets_for(state, source.shapes, plain))
-        if self._dist.rank == 0 and (others := other_buffers(state, source.shapes)):
+        shapes = source.shapes
+        targets = self._agreement.everywhere(lambda: targets_for(state, shapes, plain))
+        if self._dist.rank == 0 and (others := other_buffers(state, shapes)):
             log.warning(
                 "buffers that %s has not, or not of this size, stay as built: %s", source.directory, others
             )
-        if self._dist.rank == 0 and begins_average(state, source.shapes):
+        if self._dist.rank == 0 and begins_average(state, shapes):
             log.warning(
                 "ema: %s holds no averages of these weights; they begin with its weights", source.directory
             )
         saved = self._agreement.everywhere(lambda: fitting(state, plain, targets))
         generators = self._agreement.everywhere(lambda: self._generators(source))
         self.restored_places = self._agreement.everywhere(source.places)
-        self._agreement.everywhere(lambda: source.read_into(targets, self._agreement.group))
+        self._agreement.everywhere(lambda: source.read_into(targets))
         self._agreement.everywhere(lambda: state.load_state_dict(saved))
         self._restore_rng(generators, state.progress)
         self._report(source, state.progress)
@@ -250,15 +255,8 @@ class Checkpointer:
             )
 
     def _report_others(self) -> None:
-        others = self._store.of_others()
-        if foreign := [path.name for path, run_id in others.items() if run_id is not None]:
-            log.warning("left alone, as another run's: %s in %s", first_five(foreign), self._store.root)
-        if nameless := [path.name for path, run_id in others.items() if run_id is None]:
-            log.warning(
-                "%s in %s bear no run's id: they can be resumed from, and stay until you delete them",
-                first_five(nameless),
-                self._store.root,
-            )
+        if others := [path.name for path in self._store.of_others()]:
+            log.warning("left alone, as another run's: %s in %s", first_five(others), self._store.root)
 
     def close(self) -> None:
         """Wait for what is still being written. To be called when a run ends well, not after an exception.
@@ -282,14 +280,14 @@ class Checkpointer:
         self,
         step: int,
         tensors: Mapping[str, Tensor],
-        plain: dict[str, Any],
-        rng: Mapping[str, Any] | None,
+        who: Plan,
+        facts: dict[str, Any],
         metrics: dict[str, float],
     ) -> None:
         directory = None
         try:
             directory = self._agreement.on_main(lambda: self._store.begin(step))
-            digests = self._agreement.everywhere(lambda: self._write_part(directory, tensors, plain, rng))
+            digests = self._agreement.everywhere(lambda: self._write_part(directory, tensors, who, facts))
             files = {
                 name: digest for part in self._agreement.gather(digests) for name, digest in part.items()
             }
@@ -310,41 +308,30 @@ class Checkpointer:
         self._agreement.on_main(lambda: self._store.prune(retention))
 
     def _write_part(
-        self,
-        directory: Path,
-        tensors: Mapping[str, Tensor],
-        plain: dict[str, Any],
-        rng: Mapping[str, Any] | None,
+        self, directory: Path, tensors: Mapping[str, Tensor], who: Plan, facts: dict[str, Any]
     ) -> dict[str, FileDigest]:
-        digests: dict[str, FileDigest] = {}
-        if self._settings.format == "sharded":
-            digests |= sharded.write(directory, tensors, self._agreement.group)
-        elif self._dist.rank == 0:
-            digests[full.TENSORS] = full.write(directory / full.TENSORS, tensors, self._agreement.group)
-        else:
-            full.send(tensors, self._agreement.group)
+        digests = write_tensors(directory, tensors, who, self._dist.rank, self._agreement.group)
         if self._dist.rank == 0:
-            assert rng is not None
-            rng_tensors, rng_plain = take_apart(rng)
-            digests[RNG] = full.write(directory / RNG, rng_tensors)
-            facts = {
-                "num_samples": self._num_samples,
-                "strategy": self._strategy,
-                "world_size": self._dist.world_size,
-                "torch_version": torch.__version__,
-                "config": self._config,
-                "state": plain,
-                "rng": rng_plain,
-                "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
-            }
-            digests[STATE] = write_text(directory / STATE, json.dumps(facts, indent=1))
+            digests[STATE] = write_text(directory / STATE, json.dumps(facts))
         return digests
 
-    def _gather_rng(self, place: dict[str, Any]) -> dict[str, Any] | None:
-        """Every rank's generators, and where its data stands, on rank 0."""
+    def _facts(self, plain: dict[str, Any], rng: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "num_samples": self._num_samples,
+            "strategy": self._strategy,
+            "world_size": self._dist.world_size,
+            "torch_version": torch.__version__,
+            "config": self._config,
+            "state": plain,
+            **rng,
+            "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
+        }
+
+    def _gather_rng(self, place: dict[str, Any]) -> dict[str, Any]:
+        """Every rank's generators, and where its data stands; nothing on other ranks than 0."""
         states = self._agreement.gather((seeding.rng_state(), place))
         if self._dist.rank != 0:
-            return None
+            return {}
         generators = {str(rank): state for rank, (state, _) in enumerate(states)}
         return {**generators, PLACES: [there for _, there in states]}
 
@@ -378,11 +365,13 @@ class Checkpointer:
         if source.facts["world_size"] != self._dist.world_size:
             return None
         generators = source.rng(self._dist.rank)
+        if generators is None:
+            return None
         try:
             seeding.check_rng_state(generators)
         except Exception as error:  # whatever a generator says to what is no state of one
             raise UserError(
-                f"{source.directory / RNG} holds no state of the generators: {reason(error)}"
+                f"{source.directory} holds no state of the generators: {reason(error)}"
             ) from error
         return generators
 

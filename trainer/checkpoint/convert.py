@@ -1,29 +1,25 @@
-"""One checkpoint in another form, with no GPU and no process group."""
+"""The weights of a checkpoint in a form of other programs, with no GPU and no process group."""
 
 import os
-import shutil
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from trainer.checkpoint import full, sharded
-from trainer.checkpoint.hashing import HashingFile
-from trainer.checkpoint.safetensors_files import write_safetensors
-from trainer.checkpoint.source import RNG, STATE, Source, whole
-from trainer.checkpoint.store import appear, open_listed, seal
+from trainer.checkpoint.safetensors_files import NAMES, ToStore, write_file
+from trainer.checkpoint.source import whole
+from trainer.checkpoint.store import appear
 from trainer.errors import UserError
 
-FORMS = ("full", "sharded", "safetensors", "torch")
-PORTION_BYTES = 1 << 28
+FORMS = ("safetensors", "torch")
 
 
 def convert(directory: Path, out: Path, to: str, averaged: bool = False) -> None:
-    """Write the checkpoint in ``directory`` to ``out``, which must not exist; it appears whole or not at all.
+    """Write the model's weights, which the checkpoint in ``directory`` holds, to the new file ``out``.
 
-    ``full`` and ``sharded`` are directories to resume from; ``sharded`` needs memory for 256 MB or for the
-    largest tensor, whatever the source. ``safetensors`` and ``torch`` are files of the model's weights alone,
-    to start from or for other programs; `averaged`: of their moving averages.
+    It appears whole or not at all. ``safetensors`` takes memory for one tensor, whatever the source.
+    `averaged`: their moving averages.
 
     Raises:
         UserError: ``directory`` does not verify, ``out`` exists, or its parent does not.
@@ -32,52 +28,32 @@ def convert(directory: Path, out: Path, to: str, averaged: bool = False) -> None
         raise UserError(f"{out} exists already")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no directory")
-    if averaged and to in ("full", "sharded"):
-        raise UserError(f"--ema writes weights alone, but --to {to} a whole checkpoint, which has both")
-    source = whole(directory)
+    if to not in FORMS:
+        raise UserError(f"--to {to} is not one of {', '.join(FORMS)}")
+    weights = whole(directory).weights(averaged)
     temporary = out.with_name(f".tmp_{out.name}")
     try:
-        match to:
-            case "full" | "sharded":
-                _write_checkpoint(source, temporary, out, to)
-            case "safetensors":
-                write_safetensors(temporary, source.weights(averaged))
-                _appear(temporary, out)
-            case "torch":
-                torch.save(source.weights(averaged), temporary)
-                _appear(temporary, out)
-            case _:
-                raise UserError(f"--to {to} is not one of {', '.join(FORMS)}")
-    except BaseException:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
+        if to == "safetensors":
+            write_weights(temporary, weights)
         else:
-            temporary.unlink(missing_ok=True)
+            # Tied ones stay one; a view of a mapped file would be saved with all of it.
+            copies = {id(tensor): tensor.clone() for tensor in weights.values()}
+            with temporary.open("xb") as file:
+                torch.save({name: copies[id(tensor)] for name, tensor in weights.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+        appear(temporary, out)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
         raise
 
 
-def _write_checkpoint(source: Source, temporary: Path, out: Path, to: str) -> None:
-    temporary.mkdir()
-    digests = {}
-    if to == "full":
-        digests[full.TENSORS] = full.write(temporary / full.TENSORS, source.read())
-    else:
-        digests |= sharded.write_streaming(
-            temporary, source.shapes, lambda tensors: source.read_into(tensors, None), PORTION_BYTES
-        )
-    for name in (STATE, RNG):
-        with (
-            open_listed(source.directory, source.manifest, name) as theirs,
-            HashingFile(temporary / name) as ours,
-        ):
-            for block in theirs.blocks(1 << 20):
-                ours.write(block)
-        digests[name] = ours.digest
-    seal(temporary, replace(source.manifest, format=to, files=digests))
-    appear(temporary, out)
-
-
-def _appear(temporary: Path, out: Path) -> None:
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    appear(temporary, out)
+def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """A safetensors file of ``weights``; tied ones, which share their memory, are written twice."""
+    for name, value in weights.items():
+        if value.dtype not in NAMES:
+            raise UserError(
+                f"{name} is {value.dtype}, which safetensors has no name for; --to torch takes it"
+            )
+    ordered = sorted(weights.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    write_file(path, [ToStore(name, value.dtype, tuple(value.shape), [value]) for name, value in ordered])

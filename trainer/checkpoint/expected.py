@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from trainer.checkpoint.archive import unusual
 from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, of_modules_own
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
@@ -71,6 +70,17 @@ def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
         name: {kind for kind, is_such in kinds.items() if is_such(part).any()} for name, part in here.items()
     }
     return {name: held for name, held in found.items() if held}
+
+
+def unusual(tensor: Tensor) -> str | None:
+    """Why a checkpoint cannot hold ``tensor``, in words; None where it can."""
+    if tensor.layout != torch.strided:
+        return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
+    if tensor.is_meta:
+        return "is on the meta device: it was saved without its numbers"
+    if tensor.is_nested or tensor.is_quantized or type(tensor) not in (Tensor, nn.Parameter):
+        return f"is nested, quantized or a {type(tensor).__name__}, and no plain tensor"
+    return None
 
 
 def _real(part: Tensor) -> Tensor:

@@ -1,105 +1,91 @@
-"""Files that know their sha256 by the time they are on the disk."""
+"""Files that know their sha256 by the time they are on the disk, block by block."""
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import torch
-
 from trainer.checkpoint.reading import PlainFile
+from trainer.errors import UserError
 from trainer.faults.heartbeat import at_disk
+from trainer.files.untrusted import printable
 
-_BLOCK_BYTES = 1 << 20
-_WORTH_A_THREAD_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 24
+ALGORITHM = "sha256 of each 16 MiB"  # by this name in manifests
+_NUM_THREADS = min(4, os.cpu_count() or 1)
 _PUSH_BYTES = 1 << 26
+_SMALL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    sha256: str
+    """The size of a file and the sha256 of each of its blocks: of all of it, if it is no longer than one.
+
+    One sha256 of everything could be computed by one core only, and proves nothing to a reader of a part.
+    """
+
     bytes: int
+    sha256: tuple[str, ...]
 
 
 class HashingFile:
     """A new file that is hashed and pushed to the disk while it is written, and fsynced when closed.
 
-    Writing, hashing and the disk all work without the GIL, so with two cores to spare the hash costs next to
-    nothing. Only what ``torch.save`` and ``torch.distributed.checkpoint`` call is here. ``error`` keeps the
-    first OSError of a write: torch replaces it by one of its own that no longer says "no space left".
+    Writing, hashing and the disk all work without the GIL, each in threads of its own. What is given to
+    `write` must not change before the file is closed. At most four blocks wait to be hashed, so that no more
+    is kept in memory than these and what they are part of.
     """
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("xb", buffering=0)
-        self._hash = hashlib.sha256()
         self._bytes = 0
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="checkpoint")
+        self._block: list[memoryview] = []  # what is written of the block that is not yet full
+        self._hashes: list[Future[str]] = []
+        self._threads = ThreadPoolExecutor(_NUM_THREADS + 1, thread_name_prefix="checkpoint")
         self._unsynced_bytes = 0
         self._syncing: Future[None] | None = None
-        self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> None:
         view = memoryview(data).cast("B")
-        hashed = None
-        if len(view) >= _WORTH_A_THREAD_BYTES:
-            hashed = self._threads.submit(self._hash.update, view)
-        else:
-            self._hash.update(view)
-        try:
-            written = 0
-            while written < len(view):
+        while view:
+            part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
+            view = view[len(part) :]
+            self._block.append(part)
+            self._bytes += len(part)
+            if self._bytes % BLOCK_BYTES == 0:
+                self._hash_block()
+            while part:
                 with at_disk():  # a slow disk is not silence
-                    written += self._file.write(view[written:])
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        finally:
-            if hashed is not None:
-                hashed.result()  # the caller may reuse its buffer as soon as this returns
-        self._bytes += len(view)
-        self._push(len(view))
-        return len(view)
+                    part = part[self._file.write(part) :]
+            self._push()
 
-    def _push(self, num_bytes: int) -> None:
+    def _hash_block(self) -> None:
+        if len(self._hashes) >= _NUM_THREADS:
+            self._hashes[-_NUM_THREADS].result()
+        block, self._block = self._block, []
+        self._hashes.append(_submit(self._threads, block))
+
+    def _push(self) -> None:
         """Let the disk work already, so that the last fsync finds little to do."""
-        self._unsynced_bytes += num_bytes
-        if self._unsynced_bytes >= _PUSH_BYTES and (self._syncing is None or self._syncing.done()):
+        if self._bytes - self._unsynced_bytes >= _PUSH_BYTES and (
+            self._syncing is None or self._syncing.done()
+        ):
             if self._syncing is not None:
                 self._syncing.result()  # the kernel tells of a failed write-back once only
             self._syncing = self._threads.submit(os.fdatasync, self._file.fileno())
-            self._unsynced_bytes = 0
-
-    def tell(self) -> int:
-        return self._bytes
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
+            self._unsynced_bytes = self._bytes
 
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def close(self) -> None:
-        if not self._file.closed:
-            try:
-                with at_disk():
-                    if self._syncing is not None:
-                        self._syncing.result()
-                    os.fsync(self._file.fileno())
-            finally:
-                self._release()
-
-    def _release(self) -> None:
-        self._threads.shutdown()  # first: a thread may still use the file's descriptor
-        self._file.close()
-
     @property
     def digest(self) -> FileDigest:
-        return FileDigest(self._hash.hexdigest(), self._bytes)
+        """Known once the file is closed."""
+        return FileDigest(self._bytes, tuple(block.result() for block in self._hashes))
 
     def __enter__(self) -> "HashingFile":
         return self
@@ -107,32 +93,63 @@ class HashingFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        self._release()
-        if self.error is not None and error is not self.error:
-            raise self.error from error
+        try:
+            if error is None:
+                if self._block:
+                    self._hash_block()
+                with at_disk():
+                    if self._syncing is not None:
+                        self._syncing.result()
+                    os.fsync(self._file.fileno())
+        finally:
+            self._threads.shutdown()  # first: a thread may still use the file's descriptor
+            self._file.close()
 
 
-@contextmanager
-def without_crc32() -> Iterator[None]:
-    """Spare the zip container's own checksums, a fifth of the time to save: the manifest has a better one."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+def _sha256(parts: list[memoryview]) -> str:
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part)
+    return sha.hexdigest()
 
 
-def digest_of(file: PlainFile) -> FileDigest:
-    """sha256 and size of ``file``, read in blocks."""
-    sha, num_bytes = hashlib.sha256(), 0
-    for block in file.blocks(_BLOCK_BYTES):
-        sha.update(block)
-        num_bytes += len(block)
-    return FileDigest(sha.hexdigest(), num_bytes)
+def check_blocks(
+    file: PlainFile,
+    digest: FileDigest,
+    blocks: Iterable[int],
+    look: Callable[[int, memoryview], None] = lambda offset, block: None,
+) -> None:
+    """Compare some blocks of ``file``, by number, with ``digest``; ``look`` is given the offset and each.
+
+    Raises:
+        UserError: one differs.
+    """
+    where, name = printable(file.path.parent), printable(file.path.name)
+    blocks = list(blocks)
+    num_buffers = min(len(blocks), _NUM_THREADS + 1)
+    memory = [memoryview(bytearray(min(BLOCK_BYTES, file.size))) for _ in range(num_buffers)]
+    coming: list[tuple[int, Future[str]]] = []
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
+        for turn, number in enumerate([*blocks, *[None] * _NUM_THREADS]):
+            if turn >= _NUM_THREADS and coming:
+                before, sha = coming.pop(0)
+                if sha.result() != digest.sha256[before]:
+                    raise UserError(f"{where} is damaged: the sha256 of {name} is not the manifest's")
+            if number is not None:
+                offset = number * BLOCK_BYTES
+                block = memory[turn % len(memory)][: min(BLOCK_BYTES, file.size - offset)]
+                file.read_into(offset, block)
+                coming.append((number, _submit(threads, [block])))
+                look(offset, block)
+
+
+def _submit(threads: ThreadPoolExecutor, block: list[memoryview]) -> Future[str]:
+    """The sha256 of `block`, to come; of a small one at once."""
+    if sum(map(len, block)) > _SMALL_BYTES:
+        return threads.submit(_sha256, block)
+    done: Future[str] = Future()
+    done.set_result(_sha256(block))
+    return done
 
 
 def write_text(path: Path, text: str) -> FileDigest:

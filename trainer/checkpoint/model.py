@@ -46,7 +46,7 @@ def read_model(
         found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
         try:
             source = _first_whole(found, agreement, which)
-            agreement.everywhere(partial(_read, model, source, agreement))
+            agreement.everywhere(partial(_read, model, source))
         except UserError:
             if not left or agreement.on_main(partial(_are_there, found)):
                 raise
@@ -109,10 +109,10 @@ def read_averages(model: nn.Module, source: Source, agreement: Agreement) -> Non
         if f"{_AVERAGE}{name}" in source.shapes and isinstance(value, Tensor)
     }
     with torch.no_grad():
-        agreement.everywhere(lambda: source.read_into(targets, agreement.group))
+        agreement.everywhere(lambda: source.read_into(targets))
 
 
-def _read(model: nn.Module, source: Source, agreement: Agreement) -> None:
+def _read(model: nn.Module, source: Source) -> None:
     held = get_model_state_dict(model)
     targets = model_targets(held, source.shapes)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}
@@ -122,5 +122,5 @@ def _read(model: nn.Module, source: Source, agreement: Agreement) -> None:
         if source.shapes.get(name) == (buffer.shape, buffer.dtype)
     }
     with torch.no_grad():
-        source.read_into(targets, agreement.group)
+        source.read_into(targets)
     set_model_state_dict(model, put_together(source.facts["state"]["model"], targets, "model"))

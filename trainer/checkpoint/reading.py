@@ -1,25 +1,24 @@
 """The one door through which every file of a checkpoint is read.
 
-A checkpoint may come from a stranger, or from a disk that lost its mind. What lies under a file's name may
-be a FIFO, a device, a link to somewhere else, or four terabytes of nothing; what it says may be of any type,
-any length and any depth. So a file is opened once, its kind and size are asked of what was opened, and all
-later reading goes through that one descriptor.
+A checkpoint may come from a stranger, or from a failing disk. What lies under a file's name may be a FIFO, a
+device, a link to somewhere else, or four terabytes of nothing. So a file is opened once, its kind and size
+are asked of what was opened, and all later reading goes through that one descriptor, by ranges.
 """
 
 import errno
 import io
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+
+import torch
+from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
 
 _SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 16
-_SMALL_PART_BYTES = 1 << 18
 
 
 class MissingFileError(UserError):
@@ -64,23 +63,27 @@ class PlainFile:
         """A path to what was opened, whatever its name means by now."""
         return f"/dev/fd/{self._file.fileno()}"
 
-    def read_at(self, offset: int, count: int) -> bytes:
-        """Exactly ``count`` bytes from ``offset``. UserError if the file has no such part."""
-        if not 0 <= offset <= offset + count <= self.size:
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``offset`` on. UserError if the file has no such part."""
+        end = offset + len(buffer)
+        if not 0 <= offset <= end <= self.size:
             raise UserError(
-                f"{printable(self.path)} has no {count} bytes from {offset} on, but {self.size} in all"
+                f"{printable(self.path)} has no {len(buffer)} bytes from {offset} on, but {self.size} in all"
             )
-        parts, missing = [], count
-        while missing:
+        while buffer:
             try:
-                part = os.pread(self._file.fileno(), missing, offset + count - missing)
+                count = os.preadv(self._file.fileno(), [buffer], end - len(buffer))
             except OSError as error:
                 raise UserError(f"{printable(self.path)} is unreadable ({_cause(error)})") from error
-            if not part:
+            if count == 0:
                 raise UserError(f"{printable(self.path)} became shorter while it was read")
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
+            buffer = buffer[count:]
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Exactly ``count`` bytes from ``offset``. UserError if the file has no such part."""
+        data = bytearray(min(count, self.size + 1))
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
 
     def read(self, max_bytes: int) -> bytes:
         """All of it. UserError if that is more than ``max_bytes``."""
@@ -90,15 +93,9 @@ class PlainFile:
             )
         return self.read_at(0, self.size)
 
-    def blocks(self, num_bytes: int) -> Iterator[memoryview]:
-        """The whole file in pieces of up to ``num_bytes``, each in the place of the one before."""
-        block = bytearray(num_bytes)
-        self._file.seek(0)
-        while count := self._file.readinto(block):
-            yield memoryview(block)[:count]
-
-    def part(self, offset: int, length: int) -> "FilePart":
-        return FilePart(self, offset, length)
+    def mapped(self) -> Tensor:
+        """Its bytes as a tensor, read when touched; to write there changes memory and not the file."""
+        return torch.from_file(self.descriptor_path, shared=False, size=self.size, dtype=torch.uint8)
 
     def close(self) -> None:
         self._file.close()
@@ -110,50 +107,6 @@ class PlainFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class FilePart(io.RawIOBase):
-    """Some bytes of a file as a file of their own, for torch to read.
-
-    A small part is read at once: torch and our own checks take some thirty pieces of it, each of which would
-    be a system call otherwise.
-    """
-
-    def __init__(self, file: PlainFile, offset: int, length: int) -> None:
-        if not 0 <= offset <= offset + length <= file.size:
-            raise UserError(f"{printable(file.path)} has no {length} bytes from {offset} on")
-        self.file, self.offset, self.length = file, offset, length
-        self._position = 0
-        self._whole = file.read_at(offset, length) if length <= _SMALL_PART_BYTES else None
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        if not 0 <= offset <= offset + count <= self.length:
-            raise UserError(f"{printable(self.file.path)} has a part that reaches beyond its end")
-        if self._whole is not None:
-            return self._whole[offset : offset + count]
-        return self.file.read_at(self.offset + offset, count)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = (
-            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.length}[whence]
-        )
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self.length - self._position))
-        view[:count] = self.read_at(self._position, count) if count else b""
-        self._position += count
-        return count
 
 
 def _written_bytes(descriptor: int, size: int) -> int:

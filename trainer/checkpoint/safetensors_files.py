@@ -1,42 +1,165 @@
-"""Files of the safetensors library, which is optional: ``pip install ringmaster-trainer[safetensors]``."""
+"""Files of the safetensors format: 8 bytes of length, a header of JSON, and the bytes of the tensors.
 
-from collections.abc import Mapping
+https://github.com/huggingface/safetensors. Nothing in such a file can be run. Written here without holding
+more than a piece in memory, and read here by ranges.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from trainer.checkpoint.hashing import FileDigest, HashingFile
 from trainer.checkpoint.reading import PlainFile
+from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
-from trainer.files.untrusted import reason
+from trainer.files.untrusted import MAX_JSON_BYTES, printable, read_json
 
-try:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
-except ImportError:
-    _INSTALLED = False
-else:
-    _INSTALLED = True
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The CPU tensors of ``path``. UserError if it is missing, malformed, or the library is."""
-    _require_library(path)
-    with PlainFile(path, follow_links=True) as file:
-        try:
-            return load_file(file.descriptor_path, device="cpu")
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} is not readable as safetensors: {reason(error)}") from error
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors`` to ``path``; tied weights, which share their memory, are written twice."""
-    _require_library(path)
-    try:
-        save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
-    except (SafetensorError, KeyError, ValueError) as error:  # a dtype that it has no name for
-        raise UserError(f"{path} cannot be written as safetensors: {reason(error)}") from error
+# Those that every version of the library since 0.4 reads.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_DIMENSIONS = 64
+_MAX_BYTES = 1 << 62
 
 
-def _require_library(path: Path) -> None:
-    if not _INSTALLED:
-        raise UserError(f"{path} needs the safetensors library: pip install safetensors")
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its bytes are those from ``begin`` to ``end``."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ToStore:
+    """A tensor to be written: ``pieces`` are its rows, in order, each on the CPU."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Iterable[Tensor]
+
+
+def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """What a file says of a tensor: where the format has no name for the dtype, that it is so many bytes."""
+    return (dtype, shape) if dtype in NAMES else (torch.uint8, (math.prod(shape) * dtype.itemsize,))
+
+
+def write_file(path: Path, tensors: Iterable[ToStore]) -> FileDigest:
+    """Write a new file, hashed on the way and fsynced.
+
+    Each tensor should need no larger alignment than the one before: readers that map the file count on it.
+
+    Raises:
+        OSError: of the disk.
+        UserError: a tensor's pieces are not of the size that was said.
+    """
+    tensors = list(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers takes no such file
+    end = 0
+    for tensor in tensors:
+        dtype, shape = stored_as(tensor.dtype, tensor.shape)
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[tensor.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with HashingFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            begin, end = header[tensor.key]["data_offsets"]
+            for piece in tensor.pieces:
+                data = as_bytes(piece)
+                begin += len(data)
+                if data and begin <= end:
+                    file.write(data)
+            if begin != end:
+                raise UserError(f"{printable(tensor.key)} came in {begin - end:+,} bytes of what was said")
+    return file.digest
+
+
+def read_header(file: PlainFile) -> dict[str, Stored]:
+    """Where each tensor lies in ``file``, by its name; only the header is read.
+
+    Raises:
+        UserError: no header that says so; bytes that belong to no tensor, or to two; a dtype unknown here.
+    """
+    size = int.from_bytes(file.read_at(0, 8), "little") if file.size >= 8 else file.size
+    if not 2 <= size <= min(file.size - 8, max(MAX_JSON_BYTES, file.size // 64)):
+        raise _refusal(file, f"its header is to have {size:,} of its {file.size:,} bytes")
+    header = read_json(file.path, file.read_at(8, size))
+    header.pop("__metadata__", None)
+    found = {name: _stored(file, name, entry, 8 + size) for name, entry in header.items()}
+    end = 8 + size
+    for name, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if stored.begin != end:
+            raise _refusal(file, f"{printable(name)} begins at byte {stored.begin:,}, not {end:,}")
+        end = stored.end
+    if end != file.size:
+        raise _refusal(file, f"its tensors end at byte {end:,} of {file.size:,}")
+    return found
+
+
+def _stored(file: PlainFile, name: str, entry: Any, origin: int) -> Stored:
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _refusal(file, f"{printable(name)} has the dtype {printable(dtype)}")
+    sizes = sizes_in(shape)
+    if sizes is None or not isinstance(offsets, list) or len(offsets) != 2 or sizes_in(offsets) is None:
+        raise _refusal(file, f"{printable(name)} has no shape, or no place")
+    begin, end = offsets
+    if end - begin != math.prod(sizes) * DTYPES[dtype].itemsize:
+        raise _refusal(file, f"{printable(name)} has {end - begin:,} bytes for {list(sizes)} of {dtype}")
+    return Stored(DTYPES[dtype], sizes, origin + begin, origin + end)
+
+
+def sizes_in(value: Any) -> tuple[int, ...] | None:
+    """``value`` as the sizes of a tensor that may exist; None if it is anything else."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        return None
+    if not all(type(size) is int and 0 <= size < _MAX_BYTES for size in value):
+        return None
+    return tuple(value) if math.prod(size or 1 for size in value) < _MAX_BYTES else None
+
+
+def _refusal(file: PlainFile, words: str) -> UserError:
+    return UserError(f"{printable(file.path)} is no safetensors file: {words}")
+
+
+def tensors_in(file: PlainFile) -> dict[str, Tensor]:
+    """The tensors of ``file`` by name, mapped from it and read when touched. UserError as of read_header."""
+    stored, data = read_header(file), file.mapped()
+    return {
+        name: as_tensor(data[place.begin : place.end], place.dtype, place.shape)
+        for name, place in stored.items()
+    }
+
+
+def as_tensor(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The bytes ``data`` as a tensor: a view where their alignment allows."""
+    if data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(shape)

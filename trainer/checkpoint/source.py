@@ -1,30 +1,35 @@
-"""A checkpoint opened for reading: its facts and its tensors, in either format."""
+"""A checkpoint opened for reading: its facts and its tensors."""
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as torch_dist
+import torch
 from torch import Tensor
 
-from trainer.checkpoint import full, sharded
 from trainer.checkpoint.expected import not_finite
-from trainer.checkpoint.hashing import digest_of
+from trainer.checkpoint.hashing import check_blocks
+from trainer.checkpoint.layout import Index, index_from_json, num_rows, own_rows
 from trainer.checkpoint.matching import Shapes, first_five, of_modules_own
+from trainer.checkpoint.reading import PlainFile
+from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
 from trainer.checkpoint.store import Manifest, open_listed, read_manifest, step_in_name, verify
 from trainer.checkpoint.tree import put_together, tensor_names
+from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
+from trainer.local_shard import to_local
 from trainer.optim.train_state import Progress
 
-STATE, RNG = "state.json", "rng.pt"
+STATE = "state.json"
+RNG, PLACES = "rng", "places"  # in the facts: the generators of each rank, and where its data stood
 _OF_TRAINED = ("model.", "ema.weights.")
-PLACES = "places"  # beside the generators of each rank: where its data stood
-_FORMATS: dict[str, tuple[str, Callable[[Path, Manifest], full.TensorFile | sharded.ShardedCheckpoint]]] = {
-    "full": (full.TENSORS, full.TensorFile.open),
-    "sharded": (sharded.METADATA, sharded.ShardedCheckpoint.open),
-}
+_NUM_THREADS = 4
+_PIECE_BYTES = 1 << 25
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,14 @@ class Source:
 
     Attributes:
         facts: strategy, world_size, torch_version, config, and the JSON parts of the state and of the RNG.
-        shapes: of every tensor, by its name.
+        index: where each tensor lies.
     """
 
     directory: Path
     manifest: Manifest
     facts: dict[str, Any]
-    shapes: Shapes
-    _tensors: full.TensorFile | sharded.ShardedCheckpoint
+    index: Index
+    _stored: Mapping[tuple[str, str], Stored]  # by file and key
 
     @classmethod
     def open(cls, directory: Path) -> "Source":
@@ -51,65 +56,130 @@ class Source:
                 to be there is not; or what is there contradicts itself.
         """
         manifest = read_manifest(directory)
-        if manifest.format not in _FORMATS:
-            raise UserError(
-                f"{printable(directory)} has the format {printable(manifest.format)}; "
-                f"{' and '.join(_FORMATS)} are read here"
-            )
-        name_of_tensors, reader = _FORMATS[manifest.format]
-        if missing := sorted({name_of_tensors, STATE, RNG} - manifest.files.keys()):
-            raise UserError(f"{printable(directory)} is not whole: its manifest lacks {', '.join(missing)}")
-        facts = _read_facts(directory, manifest)
-        tensors = reader(directory, manifest)
-        shapes = tensors.shapes
-        _compare_names(directory / STATE, facts["state"], shapes)
-        return cls(directory, manifest, facts, shapes, tensors)
+        if STATE not in manifest.files:
+            raise UserError(f"{printable(directory)} is not whole: its manifest lacks {STATE}")
+        facts, tensors = _read_facts(directory, manifest)
+        index = index_from_json(tensors)
+        path = directory / STATE
+        _compare_names(path, [*tensor_names(facts["state"]), *tensor_names(facts[RNG])], index)
+        return cls(directory, manifest, facts, index, _find(directory, manifest, index))
+
+    @property
+    def shapes(self) -> Shapes:
+        """Of each tensor of the state, by its name."""
+        return {
+            name: (entry.shape, entry.dtype)
+            for name, entry in self.index.items()
+            if not name.startswith(f"{RNG}.")
+        }
 
     @property
     def seed(self) -> int:
         """The seed of the run that saved this. UserError if it names none."""
         return Fields(f"{self.directory / STATE}: config", self.facts["config"]).count("seed")
 
-    def check(self, part: int, parts: int) -> None:
-        """Read this part of so many. UserError where it cannot be read, or training would go on from NaN."""
-        groups = self.facts["state"]["optimizer"]["param_groups"]
-        trained = {f"{of}{name}" for group in groups for name in group["params"] for of in _OF_TRAINED}
-        begun = set(self.facts.get("not_finite", ()))
-        for name, tensor in self._tensors.parts(part, parts):
-            checked = name in trained or name.startswith("optimizer.")
-            if checked and name not in begun and (kinds := not_finite({name: tensor})):
-                held = " and ".join(sorted(kinds[name]))
-                raise UserError(f"{printable(self.directory)}: {printable(name)} holds {held}")
-        self.rng(part % self.facts["world_size"])
-
     @property
     def progress(self) -> Progress:
         """How far the run had come, as an object of the caller's own."""
         return Progress(**self.facts["state"]["progress"])
 
-    def rng(self, rank: int) -> dict[str, Any]:
-        """What ``seeding.rng_state`` gave on ``rank``."""
-        with open_listed(self.directory, self.manifest, RNG) as file:
-            return put_together(self.facts["rng"][str(rank)], full.open_tensors(file), str(rank))
+    def check(self, part: int, parts: int) -> None:
+        """Verify this part of so many. UserError where it is damaged, or training would go on from NaN."""
+        groups = self.facts["state"]["optimizer"]["param_groups"]
+        trained = {f"{of}{name}" for group in groups for name in group["params"] for of in _OF_TRAINED}
+        begun = set(self.facts.get("not_finite", ()))
+        numbers: dict[str, list[tuple[int, int, torch.dtype, str]]] = {
+            name: [] for name in self.manifest.files
+        }
+        for name, entry in self.index.items():
+            dtype = _REAL.get(entry.dtype, entry.dtype)
+            if (name in trained or name.startswith("optimizer.")) and name not in begun:
+                for chunk in entry.chunks if dtype.is_floating_point else ():
+                    place = self._stored[chunk.file, chunk.key]
+                    numbers[chunk.file].append((place.begin, place.end, dtype, name))
+        for of_file in numbers.values():
+            of_file.sort(key=lambda number: number[0])
+
+        def look(file: str, offset: int, block: memoryview) -> None:
+            of_file = numbers[file]
+            first = bisect.bisect_right(of_file, offset, key=lambda number: number[1])
+            for begin, end, dtype, name in of_file[first:]:
+                begin += max(0, -(-(offset - begin) // dtype.itemsize)) * dtype.itemsize
+                count = (min(end, offset + len(block)) - begin) // dtype.itemsize
+                if begin >= offset + len(block):
+                    break
+                if count > 0:
+                    here = torch.frombuffer(block, dtype=dtype, count=count, offset=begin - offset)
+                    if kinds := not_finite({name: here}):
+                        held = " and ".join(sorted(kinds[name]))
+                        raise UserError(f"{printable(self.directory)}: {printable(name)} holds {held}")
+
+        verify(self.directory, part, parts, look)
+
+    def rng(self, rank: int) -> dict[str, Any] | None:
+        """What ``seeding.rng_state`` gave on ``rank``; None if nothing was kept of it."""
+        return self._of_rng(str(rank)) if str(rank) in self.facts[RNG] else None
 
     def places(self) -> list[dict[str, Any]]:
-        """Where the data of each rank stood, as its loader said; there are checkpoints without."""
-        if PLACES not in self.facts["rng"]:
-            return []
-        with open_listed(self.directory, self.manifest, RNG) as file:
-            return put_together(self.facts["rng"][PLACES], full.open_tensors(file), PLACES)
+        """Where the data of each rank stood, as its loader said."""
+        return self._of_rng(PLACES) if PLACES in self.facts[RNG] else []
 
-    def read_into(self, targets: dict[str, Tensor], group: torch_dist.ProcessGroup | None) -> None:
-        """Fill the tensors (whole, or sharded in any layout) by their names.
+    def _of_rng(self, key: str) -> Any:
+        found = self._read(tensor_names(self.facts[RNG][key]))
+        # A generator takes the storage of its state, not the view of it.
+        copies = {name: tensor.clone() for name, tensor in found.items()}
+        return put_together(self.facts[RNG][key], copies, f"{RNG}.{key}")
 
-        Collective over ``group``; None reads alone.
-        """
-        self._tensors.read_into(targets, group)
+    def read_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill the tensors by their names: whole ones, or of sharded ones the rows that are here."""
+        by_file: dict[str, list[tuple[str, int, Tensor]]] = {}
+        for name, target in targets.items():
+            (begin, end), here = own_rows(target), to_local(target)
+            for chunk in self.index[name].chunks:
+                first, last = max(begin, chunk.begin), min(end, chunk.begin + num_rows(chunk.shape))
+                if first < last:
+                    rows = here[first - begin : last - begin] if here.ndim else here
+                    place = self._stored[chunk.file, chunk.key]
+                    row_bytes = (place.end - place.begin) // num_rows(chunk.shape)
+                    offset = place.begin + (first - chunk.begin) * row_bytes
+                    by_file.setdefault(chunk.file, []).append((name, offset, rows))
+        with torch.no_grad(), ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
+            for name, parts in by_file.items():
+                with open_listed(self.directory, self.manifest, name) as file:
+                    reads: list[Future[None]] = [
+                        threads.submit(_fill, file, offset, rows, self.index[of].dtype)
+                        for of, offset, rows in parts
+                    ]
+                    for read in reads:
+                        read.result()
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
-        """The whole tensors whose names begin with ``prefix``, by the rest of it; needs no process group."""
-        found = self._tensors.read([name for name in self.shapes if name.startswith(prefix)])
+        """The whole tensors whose names begin with ``prefix``, by the rest of it; no collective.
+
+        One that lies in one piece is mapped from its file and read when touched.
+        """
+        found = self._read([name for name in self.shapes if name.startswith(prefix)])
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+    def _read(self, names: list[str]) -> dict[str, Tensor]:
+        mapped: dict[str, Tensor] = {}
+        read: dict[tuple[str, str], Tensor] = {}  # once, what several names are of
+        found = {}
+        for name in names:
+            entry = self.index[name]
+            first = entry.chunks[0]
+            if (first.file, first.key) not in read:
+                parts = []
+                for chunk in entry.chunks:
+                    if chunk.file not in mapped:
+                        with open_listed(self.directory, self.manifest, chunk.file) as file:
+                            mapped[chunk.file] = file.mapped()
+                    place = self._stored[chunk.file, chunk.key]
+                    data = mapped[chunk.file][place.begin : place.end]
+                    parts.append(as_tensor(data, entry.dtype, chunk.shape))
+                read[first.file, first.key] = torch.cat(parts) if len(parts) > 1 else parts[0]
+            found[name] = read[first.file, first.key]
+        return found
 
     def weights(self, averaged: bool) -> dict[str, Tensor]:
         """The model's state; of what `ema.decay` kept a moving average, on request that.
@@ -124,16 +194,32 @@ class Source:
         return {name: weights[name] for name in weights if not of_modules_own(name)} | averages
 
 
+def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
+    """Read the bytes of `rows` from `offset` on: into its memory, or by pieces where that lies otherwise."""
+    if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype:
+        file.read_into(offset, as_bytes(rows))
+        return
+    row_bytes = max(1, rows[:1].numel() * dtype.itemsize) if rows.ndim else dtype.itemsize
+    for piece in rows.split(max(1, _PIECE_BYTES // row_bytes)) if rows.ndim else (rows,):
+        memory = torch.empty(piece.shape, dtype=dtype)
+        file.read_into(offset, as_bytes(memory))
+        piece.copy_(memory)
+        offset += memory.numel() * dtype.itemsize
+
+
 def whole(directory: Path, part: int = 0, parts: int = 1) -> Source:
     """The checkpoint in ``directory``, found to be complete, undamaged and sound.
 
-    With ``parts``, every one of so many readers looks through a part of the large files.
+    With ``parts``, every one of so many readers looks through a part of the files.
 
     Raises:
         UserError: it is not; the message says why.
     """
-    verify(directory, part, parts)
-    source = Source.open(directory)
+    try:
+        source = Source.open(directory)
+    except UserError:
+        verify(directory)  # what is damaged is named as that, whatever it seems to say now
+        raise
     source.check(part, parts)
     return source
 
@@ -148,55 +234,73 @@ def check_size(state_bytes: int, num_bytes: int) -> None:
         )
 
 
-def _read_facts(directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """What state.json says, each part of the type it has to be."""
+def _find(directory: Path, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:
+    """Where the chunks lie. UserError unless the headers of the files say the same, and nothing more."""
+    path, named = (
+        printable(directory / STATE),
+        {chunk.file for entry in index.values() for chunk in entry.chunks},
+    )
+    if foreign := sorted(named ^ (manifest.files.keys() - {STATE})):
+        raise UserError(f"{path} and the manifest do not name the same files: {first_five(foreign)}")
+    found: dict[tuple[str, str], Stored] = {}
+    for name in sorted(named):
+        with open_listed(directory, manifest, name) as file:
+            found |= {(name, key): stored for key, stored in read_header(file).items()}
+    used = set()
+    for name, entry in index.items():
+        for chunk in entry.chunks:
+            stored, place = found.get((chunk.file, chunk.key)), f"{printable(chunk.key)} in {chunk.file}"
+            if stored is None:
+                raise UserError(f"{path} names {place}, which is not there")
+            if (stored.dtype, stored.shape) != stored_as(entry.dtype, chunk.shape):
+                raise UserError(f"{path} has another size or dtype of {printable(name)} than {place}")
+            used.add((chunk.file, chunk.key))
+    if left := sorted(f"{key} in {file}" for file, key in found.keys() - used):
+        raise UserError(f"{path} does not name {first_five(left)}")
+    return found
+
+
+def _read_facts(directory: Path, manifest: Manifest) -> tuple[dict[str, Any], Fields]:
+    """What state.json says, each part of the type it has to be; and its index of tensors."""
     path = directory / STATE
     with open_listed(directory, manifest, STATE) as file:
         check_size(file.size, manifest.num_bytes)
         data = file.read(file.size)
-        if digest_of(file) != manifest.files[STATE]:
-            raise UserError(f"{printable(directory)} is damaged: the sha256 of {STATE} is not the manifest's")
+        check_blocks(file, manifest.files[STATE], range(len(manifest.files[STATE].sha256)))
     facts = Fields(str(path), read_json(path, data))
     facts.text("strategy"), facts.text("torch_version"), facts.mapping("config")
-    state, rng = facts.mapping("state"), facts.mapping("rng")
-    for section in ("model", "schedule", "scaler", *({"buffers", "ema"} & state.values.keys())):
+    state, rng = facts.mapping("state"), facts.values.get(RNG) or {}
+    for section in ("model", "schedule", "scaler", "buffers", "ema"):
         state.mapping(section)
     optimizer = state.mapping("optimizer")
     optimizer.mapping("state")
     for index, group in enumerate(optimizer.sequence("param_groups")):
         Fields(f"{path}: param_groups.{index}", group).sequence("params", of=str)
-    progress = _progress(state.mapping("progress"), facts.mapping("config"))
-    if facts.values.get("num_samples") is not None:  # None: a stream
+    saved = state.mapping("progress")
+    progress = Progress(**{name: saved.count(name) for name in asdict(Progress())})
+    if facts.has("num_samples"):  # without: a stream
         facts.count("num_samples")
     if facts.has("not_finite"):
         facts.sequence("not_finite", of=str)
     if facts.count("world_size") < 1:
         raise UserError(f"{printable(path)} has world_size 0")
-    for rank in range(facts.values["world_size"]):
-        rng.mapping(str(rank))
+    if rng:
+        for rank in range(facts.values["world_size"]):
+            facts.mapping(RNG).mapping(str(rank))
     named = step_in_name(directory)
     if not progress.step == manifest.step == (manifest.step if named is None else named):
         raise UserError(
             f"{printable(directory)} contradicts itself: its state is of step {progress.step}, its "
             f"manifest of step {manifest.step}; its name must be step_{manifest.step:08d}"
         )
-    return {**facts.values, "state": {**state.values, "progress": asdict(progress)}}
+    values = {**facts.values, RNG: rng, "state": {**state.values, "progress": asdict(progress)}}
+    return values, facts.mapping("tensors")
 
 
-def _progress(saved: Fields, config: Fields) -> Progress:
-    """Progress as it is counted now: there are checkpoints that count the epoch's steps, not its samples."""
-    if "step_in_epoch" in saved.values:
-        in_epoch = saved.count("step_in_epoch") * config.count("train.global_batch_size")
-    else:
-        in_epoch = saved.count("samples_in_epoch")
-    return Progress(saved.count("step"), saved.count("epoch"), in_epoch, saved.count("samples_seen"))
-
-
-def _compare_names(path: Path, state: dict[str, Any], shapes: Shapes) -> None:
+def _compare_names(path: Path, named: list[str], index: Index) -> None:
     """UserError unless every tensor that the state names is there, once, and no other."""
-    named = tensor_names(state)
-    if missing := sorted(set(named) - set(shapes)):
+    if missing := sorted(set(named) - set(index)):
         raise UserError(f"{printable(path)} names tensors that are not there: {first_five(missing)}")
-    if sorted(named) != sorted(shapes):
-        foreign = sorted(set(shapes) - set(named)) or ["some twice"]
+    if sorted(named) != sorted(index):
+        foreign = sorted(set(index) - set(named)) or ["some twice"]
         raise UserError(f"{printable(path)} does not name the tensors that are there: {first_five(foreign)}")

@@ -1,12 +1,13 @@
 """Where checkpoints lie: directories that appear whole or not at all, each proven by its manifest.
 
 A checkpoint is ``root/step_00000100/``. It is filled as ``root/.tmp_step_00000100/``; every file is fsynced,
-the manifest (sha256 and size of each file) is written last, one rename makes the directory visible, the
-parent is fsynced, and only then ``root/latest`` is pointed at it. A kill at any point leaves the old or the
-new one whole.
+the manifest (size of each file and sha256 of its blocks) is written last, one rename makes the directory
+visible, the parent is fsynced, and only then ``root/latest`` is pointed at it. A kill at any point leaves the
+old or the new one whole.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -16,12 +17,18 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
-from trainer.checkpoint.hashing import FileDigest, digest_of, fsync_directory, write_text
+from trainer.checkpoint.hashing import (
+    ALGORITHM,
+    BLOCK_BYTES,
+    FileDigest,
+    check_blocks,
+    fsync_directory,
+    write_text,
+)
 from trainer.checkpoint.reading import MissingFileError, PlainFile
 from trainer.errors import UserError
 from trainer.faults.heartbeat import at_disk
@@ -30,10 +37,11 @@ from trainer.files.untrusted import Fields, printable, read_json
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+FORMATS = ("full", "sharded")  # who wrote the tensors: rank 0, or each rank its own
 _STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside one that could not be replaced
 _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
-_MAX_MANIFEST_BYTES = 1 << 22  # of some 20,000 files
+_MAX_MANIFEST_BYTES = 1 << 24  # of some 4 TB
 _YEAR_10000 = 253_402_300_800
 _TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
 
@@ -47,7 +55,8 @@ class Manifest:
     saved_at: float  # seconds since 1970, by the clock of rank 0
     files: dict[str, FileDigest]
     metrics: dict[str, float] = field(default_factory=dict)
-    run_id: str | None = None  # of the run that saved it; None: from before runs had ids
+    run_id: str = ""  # of the run that saved it
+    algorithm: str = ALGORITHM
     format_version: int = FORMAT_VERSION
 
     @property
@@ -70,8 +79,6 @@ def manifest_text(manifest: Manifest) -> str:
         **asdict(manifest),
         "files": {name: asdict(manifest.files[name]) for name in sorted(manifest.files)},
     }
-    if manifest.run_id is None:
-        del content["run_id"]
     content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return json.dumps(content, sort_keys=True, indent=1) + "\n"
 
@@ -80,11 +87,16 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of the checkpoint in ``directory``; UserError if it is missing, damaged or climbs out."""
     path = directory / MANIFEST
     try:
-        with PlainFile(path) as file:
+        with open_file(directory, MANIFEST) as file:
             text = file.read(_MAX_MANIFEST_BYTES)
     except MissingFileError as error:
         raise UserError(f"{printable(directory)} is no checkpoint: it has no {MANIFEST}") from error
     fields = Fields(str(path), read_json(path, text))
+    if (version := fields.count("format_version")) != FORMAT_VERSION:
+        raise UserError(
+            f"{printable(directory)} has format version {version}; {FORMAT_VERSION} is read here: "
+            "go on with the version of this program that saved it, or start from weights that it exports"
+        )
     files, metrics = fields.mapping("files"), fields.mapping("metrics")
     manifest = Manifest(
         format=fields.text("format"),
@@ -92,19 +104,20 @@ def read_manifest(directory: Path) -> Manifest:
         saved_at=fields.number("saved_at"),
         files={name: _digest(files.mapping(name)) for name in files.values},
         metrics={name: metrics.number(name) for name in metrics.values},  # a NaN is one, too
-        run_id=fields.text("run_id") if "run_id" in fields.values else None,
-        format_version=fields.count("format_version"),
+        run_id=fields.text("run_id"),
+        algorithm=fields.text("algorithm"),
     )
-    if manifest.format_version != FORMAT_VERSION:
+    if manifest.format not in FORMATS:
         raise UserError(
-            f"{printable(directory)} has format version {manifest.format_version}; "
-            f"{FORMAT_VERSION} is read here"
+            f"{printable(path)} has the format {printable(manifest.format)}, not {' or '.join(FORMATS)}"
         )
+    if manifest.algorithm != ALGORITHM:
+        raise UserError(f"{printable(path)} has the hash {printable(manifest.algorithm)}, not {ALGORITHM}")
     if text.decode() != manifest_text(manifest):
         raise UserError(f"{printable(path)} is damaged: it is not what was written")
     if not 0 <= manifest.saved_at < _YEAR_10000:
         raise UserError(f"{printable(path)} is damaged: saved_at is {manifest.saved_at}")
-    if manifest.run_id is not None and not is_run_id(manifest.run_id):
+    if not is_run_id(manifest.run_id):
         raise UserError(f"{printable(path)} is damaged: its run_id is {printable(manifest.run_id)}")
     for name in manifest.files:
         if PurePosixPath(name).name != name or name in ("", "..", MANIFEST) or "\\" in name or "\0" in name:
@@ -121,13 +134,21 @@ def is_run_id(text: str) -> bool:
 
 
 def _digest(fields: Fields) -> FileDigest:
-    return FileDigest(fields.text("sha256"), fields.count("bytes"))
+    digest = FileDigest(fields.count("bytes"), tuple(fields.sequence("sha256", of=str)))
+    if len(digest.sha256) != -(-digest.bytes // BLOCK_BYTES):
+        fields.refuse("sha256", "one for each block")
+    return digest
+
+
+def open_file(directory: Path, name: str) -> PlainFile:
+    """The one place where a file of a checkpoint is opened for reading. UserError as of PlainFile."""
+    return PlainFile(directory / name)
 
 
 def open_listed(directory: Path, manifest: Manifest, name: str) -> PlainFile:
     """The file ``name`` of the checkpoint in ``directory``, as long as its manifest says, or UserError."""
     try:
-        file = PlainFile(directory / name)
+        file = open_file(directory, name)
     except UserError as error:
         raise UserError(f"{printable(directory)} is damaged: {error}") from error
     if file.size != manifest.files[name].bytes:
@@ -139,34 +160,32 @@ def open_listed(directory: Path, manifest: Manifest, name: str) -> PlainFile:
     return file
 
 
-def verify(directory: Path, part: int = 0, parts: int = 1) -> Manifest:
-    """Compare the files with the manifest's sizes and sha256: all, or every ``parts``-th from ``part`` on.
+Look = Callable[[str, int, memoryview], None]
 
-    Costs one read of the files, about 0.6 s per GB and core. That they are whole does not mean that they are
-    all there have to be, or that they make sense: `source.whole` asks for that too.
+
+def verify(
+    directory: Path, part: int = 0, parts: int = 1, look: Look = lambda name, offset, block: None
+) -> Manifest:
+    """Compare the files with the manifest: all blocks, or every ``parts``-th from ``part`` on.
+
+    ``look`` is given each of these blocks: its file, its place there, and its bytes. Costs one read of the
+    files; four threads hash. That they are whole does not mean that they are all there have to be, or that
+    they make sense: `source.whole` asks for that too.
 
     Raises:
         UserError: naming the first file that differs.
     """
     manifest = read_manifest(directory)
-    chosen = sorted(manifest.files)[part::parts]
-    for name in chosen:  # what costs nothing first
+    for name in sorted(manifest.files):  # what costs nothing first
         open_listed(directory, manifest, name).close()
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        for name, digest in zip(
-            chosen, pool.map(lambda name: _digest_of_listed(directory, manifest, name), chosen), strict=True
-        ):
-            if digest != manifest.files[name]:
-                raise UserError(
-                    f"{printable(directory)} is damaged: the sha256 of {printable(name)} "
-                    "is not the manifest's"
-                )
+    first = part
+    for name, digest in sorted(manifest.files.items()):
+        blocks = range(first, len(digest.sha256), parts)
+        first = (first - len(digest.sha256)) % parts
+        if blocks:
+            with open_listed(directory, manifest, name) as file:
+                check_blocks(file, digest, blocks, functools.partial(look, name))
     return manifest
-
-
-def _digest_of_listed(directory: Path, manifest: Manifest, name: str) -> FileDigest:
-    with open_listed(directory, manifest, name) as file:
-        return digest_of(file)
 
 
 def seal(temporary: Path, manifest: Manifest) -> None:
@@ -202,7 +221,7 @@ def step_in_name(directory: Path) -> int | None:
 class Store:
     """The checkpoints of the run ``run_id`` under ``root``. Only rank 0 writes, renames or deletes here.
 
-    Those of other runs, and those from before runs had ids, are neither pruned nor replaced.
+    Those of other runs are neither pruned nor replaced. Without ``run_id`` those of all are listed.
     """
 
     def __init__(self, root: Path, run_id: str | None = None) -> None:
@@ -230,6 +249,7 @@ class Store:
         # Should the clock have been set back, the newest is the newest all the same.
         saved_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
         values = {name: float(value) for name, value in metrics.items()}
+        assert self.run_id is not None
         seal(self._filling, Manifest(format, step, saved_at, dict(files), values, self.run_id))
         final = self._vacated(step)
         appear(self._filling, final)
@@ -341,21 +361,21 @@ class Store:
         return [entry for _, entry in sorted(found)]
 
     def newest_first(self) -> list[Path]:
-        """What this run may go on from, newest first: its own checkpoints, then those that bear no run's id.
+        """What this run may go on from, newest first: its own checkpoints.
 
-        Among them the order of saving counts, not the step: a run sent back to step 5 makes its old step 10
-        an abandoned future. A damaged one may be ours, so it is among them.
+        The order of saving counts, not the step: a run sent back to step 5 makes its old step 10 an abandoned
+        future. A damaged one may be ours, so it is among them.
         """
         found = []
         for path in self.directories():
             try:
                 manifest = read_manifest(path)
             except UserError:
-                found.append((True, path.stat().st_mtime, path))
+                found.append((path.stat().st_mtime, path))
             else:
-                if self.run_id is None or manifest.run_id in (self.run_id, None):
-                    found.append((manifest.run_id == self.run_id, manifest.saved_at, path))
-        return [path for *_, path in sorted(found, reverse=True)]
+                if self.run_id in (manifest.run_id, None):
+                    found.append((manifest.saved_at, path))
+        return [path for _, path in sorted(found, reverse=True)]
 
     def _own(self) -> dict[Path, Manifest]:
         """Those that bear this run's id, newest first."""
@@ -367,13 +387,14 @@ class Store:
                     manifests[directory] = manifest
         return manifests
 
-    def of_others(self) -> dict[Path, str | None]:
-        """Checkpoints that bear another run's id, or none."""
-        owners: dict[Path, str | None] = {}
+    def of_others(self) -> list[Path]:
+        """Checkpoints that bear another run's id."""
+        found = []
         for path in self.directories():
             with contextlib.suppress(UserError):
-                owners[path] = read_manifest(path).run_id
-        return {path: owner for path, owner in owners.items() if owner != self.run_id}
+                if read_manifest(path).run_id != self.run_id:
+                    found.append(path)
+        return found
 
     @at_disk()
     def prune(self, retention: Retention) -> list[Path]:
@@ -441,7 +462,7 @@ def best_checkpoint(run_dir: Path, metric: str, mode: str, run_id: str | None = 
 
 
 def newest_run_id(run_dir: Path) -> str | None:
-    """The run that saved last under ``run_dir``; None: there is none, or it had no id."""
+    """The run that saved last under ``run_dir``; None: there is none."""
     for directory in Store(run_dir / "checkpoints").newest_first():
         with contextlib.suppress(UserError):
             return read_manifest(directory).run_id

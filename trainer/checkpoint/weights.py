@@ -2,19 +2,21 @@
 
 import itertools
 import logging
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.archive import check_tensors, load_named
+from trainer.checkpoint.expected import unusual
 from trainer.checkpoint.matching import first_five, of_modules_own
 from trainer.checkpoint.reading import MissingFileError, PlainFile
-from trainer.checkpoint.safetensors_files import read_safetensors
+from trainer.checkpoint.safetensors_files import tensors_in
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
-from trainer.files.untrusted import printable
+from trainer.files.untrusted import printable, reason
 
 log = logging.getLogger(__name__)
 
@@ -84,27 +86,37 @@ def _read(path: Path) -> dict[str, Tensor]:
     if path.is_dir():
         return _checkpoint_in(path).read("model.")
     try:
-        if path.suffix == ".safetensors":
-            return read_safetensors(path)
         # Other programs link to their weights from a cache.
         with PlainFile(path, follow_links=True) as file:
-            loaded = load_named(file, ours=False)
-            for name in _CONTAINERS:
-                if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
-                    loaded = loaded[name]
-                    break
-            if not isinstance(loaded, Mapping):
-                raise UserError(f"it holds no named tensors, but a {type(loaded).__name__}")
-            named = {k: v for k, v in loaded.items() if isinstance(k, str) and isinstance(v, Tensor)}
-            if not named:
-                kinds = sorted({f"{type(k).__name__}: {type(v).__name__}" for k, v in loaded.items()})
-                raise UserError(f"it holds no named tensors, but {first_five(kinds) or 'nothing'}")
-            check_tensors(named, file.part(0, file.size))
-            return named
+            return tensors_in(file) if path.suffix == ".safetensors" else _load(file)
     except MissingFileError as error:
         raise UserError(f"model.init_from={printable(path)} does not exist") from error
     except UserError as error:
         raise UserError(f"model.init_from={printable(path)}: {error}") from error
+
+
+def _load(file: PlainFile) -> dict[str, Tensor]:
+    """What `torch.save` put into `file`, mapped from it. torch refuses what could run code."""
+    path = file.descriptor_path
+    try:
+        loaded = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # torch raises whatever its zip reader and unpickler stumble over
+        words = f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"torch.load(weights_only=True) does not take it: {words}") from error
+    for name in _CONTAINERS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
+            loaded = loaded[name]
+            break
+    if not isinstance(loaded, Mapping):
+        raise UserError(f"it holds no named tensors, but a {type(loaded).__name__}")
+    named = {k: v for k, v in loaded.items() if isinstance(k, str) and isinstance(v, Tensor)}
+    if not named:
+        kinds = sorted({f"{type(k).__name__}: {type(v).__name__}" for k, v in loaded.items()})
+        raise UserError(f"it holds no named tensors, but {first_five(kinds) or 'nothing'}")
+    for name, tensor in named.items():
+        if (problem := unusual(tensor)) is not None:
+            raise UserError(f"{printable(name)} {problem}")
+    return named
 
 
 def _checkpoint_in(directory: Path) -> Source:

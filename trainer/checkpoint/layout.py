@@ -1,0 +1,231 @@
+"""Which rank writes which part of a save, and the index that says where each tensor lies."""
+
+import hashlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from trainer.checkpoint.matching import of_modules_own
+from trainer.checkpoint.safetensors_files import NAMES, sizes_in
+from trainer.distributed.agreement import Agreement
+from trainer.errors import UserError
+from trainer.files.untrusted import Fields, printable
+from trainer.local_shard import to_local
+
+_MODEL = "model."
+# Besides those of safetensors; they are stored as bytes.
+_OTHER_DTYPES = (
+    "complex32",
+    "complex64",
+    "complex128",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (*NAMES, *(getattr(torch, name) for name in _OTHER_DTYPES if hasattr(torch, name)))
+}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a tensor, from ``begin`` on: what lies in ``file`` under ``key``."""
+
+    file: str
+    key: str
+    begin: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """A tensor of a checkpoint: together its chunks are all of its rows, in order."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    chunks: tuple[Chunk, ...]
+
+
+Index = Mapping[str, IndexEntry]
+
+
+def index_to_json(index: Index) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": str(entry.dtype).removeprefix("torch."),
+            "shape": list(entry.shape),
+            "chunks": [{**vars(chunk), "shape": list(chunk.shape)} for chunk in entry.chunks],
+        }
+        for name, entry in index.items()
+    }
+
+
+def index_from_json(fields: Fields) -> dict[str, IndexEntry]:
+    """What `index_to_json` made. UserError unless each tensor's chunks are its rows, each once."""
+    return {name: _entry(name, fields.mapping(name)) for name in fields.values}
+
+
+def _entry(name: str, fields: Fields) -> IndexEntry:
+    dtype, shape = _DTYPES.get(fields.text("dtype")), sizes_in(fields.sequence("shape"))
+    if dtype is None:
+        fields.refuse("dtype", "one that a checkpoint may hold")
+    if shape is None:
+        fields.refuse("shape", "sizes of a tensor")
+    chunks, rows, end = [], num_rows(shape), 0
+    for values in fields.sequence("chunks"):
+        chunk = Fields(f"the place of {name}", values)
+        sizes = sizes_in(chunk.sequence("shape"))
+        if sizes is None or len(sizes) != len(shape) or sizes[1:] != shape[1:]:
+            chunk.refuse("shape", f"some rows of {list(shape)}")
+        chunks.append(Chunk(chunk.text("file"), chunk.text("key"), chunk.count("begin"), sizes))
+        if chunks[-1].begin != end:
+            chunk.refuse("begin", f"{end}, where the chunk before it ends")
+        end += num_rows(sizes)
+    if end != rows or not chunks:
+        raise UserError(f"the chunks of {printable(name)} are {end:,} of its {rows:,} rows")
+    return IndexEntry(dtype, torch.Size(shape), tuple(chunks))
+
+
+def num_rows(shape: tuple[int, ...]) -> int:
+    """A scalar has one row."""
+    return shape[0] if shape else 1
+
+
+def rows_of_part(num_rows: int, part: int, parts: int) -> tuple[int, int]:
+    """The rows [begin, end) of a part, by the rule of torch.chunk, which DTensor goes by, too."""
+    each = -(-num_rows // parts)
+    return min(part * each, num_rows), min((part + 1) * each, num_rows)
+
+
+def own_rows(tensor: Tensor) -> tuple[int, int]:
+    """The rows [begin, end) of ``tensor`` that this process holds: all, or those of its shard."""
+    rows = num_rows(tuple(tensor.shape))
+    if not isinstance(tensor, DTensor):
+        return 0, rows
+    place = tensor.device_mesh.get_coordinate()
+    if place is None:  # the mesh is of other ranks: of parameter servers, say
+        return 0, 0
+    if not _is_sharded(tensor):
+        return 0, rows
+    return rows_of_part(rows, place[-1], tensor.device_mesh.size(-1))
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    if not isinstance(tensor, DTensor):
+        return False
+    *copies, placement = tensor.placements
+    assert all(copy == Replicate() for copy in copies), tensor.placements
+    assert placement in (Replicate(), Shard(0)), tensor.placements
+    return placement == Shard(0)
+
+
+def _holders(tensor: Tensor, plain_on: Collection[int]) -> list[list[int]]:
+    """The ranks that hold a copy of ``tensor`` together, in the order of its rows; for each copy of it."""
+    if not isinstance(tensor, DTensor):
+        return [[rank] for rank in plain_on]
+    ranks = tensor.device_mesh.mesh
+    return ranks.reshape(-1, ranks.shape[-1] if _is_sharded(tensor) else 1).tolist()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who writes what of a save, the same on every rank.
+
+    Attributes:
+        writers: by the name of a tensor the ranks that write it, in the order of its rows; names in the order
+            of writing.
+        aliases: names of tensors that are others of ``writers``, as tied weights are: written once.
+    """
+
+    world_size: int
+    gathered: bool  # rank 0 writes all
+    writers: dict[str, list[int]]
+    aliases: dict[str, str]
+
+    def part_of(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+        """Those of ``tensors`` of which ``rank`` gives something to the files."""
+        given = tensors.keys() & {name for name, ranks in self.writers.items() if rank in ranks}
+        if self.gathered:
+            given |= {name for name in self.writers.keys() & tensors.keys() if _is_sharded(tensors[name])}
+        return {name: tensors[name] for name in tensors if name in given}
+
+    def file_of(self, name: str, rank: int) -> str:
+        """The model's own state lies apart, for others to read."""
+        kind = "model" if _is_weight(name) else "optim"
+        return f"{kind}-{rank:05d}-of-{1 if self.gathered else self.world_size:05d}.safetensors"
+
+    def index(self, tensors: Mapping[str, Tensor]) -> dict[str, IndexEntry]:
+        """Where each tensor will lie; to be called on rank 0, which knows of all."""
+        entries = {name: self._entry(name, tensors[name]) for name in self.writers}
+        return entries | {alias: entries[name] for alias, name in self.aliases.items()}
+
+    def _entry(self, name: str, tensor: Tensor) -> IndexEntry:
+        shape, writers = tuple(tensor.shape), self.writers[name]
+        chunks = []
+        for part, rank in enumerate(writers):
+            begin, end = rows_of_part(num_rows(shape), part, len(writers))
+            if begin < end or part == 0:
+                sizes = (end - begin, *shape[1:]) if shape else ()
+                chunks.append(Chunk(self.file_of(name, rank), key_of(name), begin, sizes))
+        return IndexEntry(tensor.dtype, tensor.shape, tuple(chunks))
+
+
+def _is_weight(name: str) -> bool:
+    return name.startswith(_MODEL) and not of_modules_own(name)
+
+
+def key_of(name: str) -> str:
+    """The name of a tensor in its file: weights have their plain names there."""
+    return name.removeprefix(_MODEL) if _is_weight(name) else name
+
+
+def plan(
+    tensors: Mapping[str, Tensor], only_rank_0: Collection[str], gathered: bool, agreement: Agreement
+) -> Plan:
+    """Who writes what of ``tensors``, live, of which each rank gives those that it has (a collective).
+
+    ``gathered``: rank 0 writes all. Otherwise each rank writes what it holds; what several hold, the one that
+    has least to write. ``only_rank_0`` names what rank 0 writes in either case: running statistics follow a
+    rank's own data, and those of rank 0 are the model's.
+    """
+    replicated = [name for name in tensors if name not in only_rank_0]
+    held = hashlib.sha256(
+        repr([(n, tensors[n].shape, tensors[n].dtype) for n in replicated]).encode()
+    ).hexdigest()
+    alike = len(set(agreement.gather(held))) == 1
+    everywhere = range(agreement.world_size if alike and not gathered else 1)
+
+    def settle() -> Plan:
+        aliases = _aliases(tensors)
+        writers: dict[str, list[int]] = {}
+        load = [0] * agreement.world_size
+        # By size of number, so that each begins where a reader that maps the file may use it.
+        order = {name: (not _is_weight(name), -tensor.itemsize, name) for name, tensor in tensors.items()}
+        names = sorted(tensors.keys() - aliases.keys(), key=order.__getitem__)
+        for name in names:
+            tensor = tensors[name]
+            copies = _holders(tensor, [0] if name in only_rank_0 else everywhere)
+            writers[name] = [0] if gathered else min(copies, key=lambda ranks: max(load[r] for r in ranks))
+            for rank in writers[name]:
+                load[rank] += tensor.numel() * tensor.itemsize // len(writers[name])
+        return Plan(agreement.world_size, gathered, writers, aliases)
+
+    return agreement.on_main(settle)
+
+
+def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """By the name of a tensor that of one before it which is the same memory."""
+    first: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        here = to_local(tensor)
+        if here.numel() and not here.is_meta:
+            place = (_is_weight(name), tensor.shape, here.dtype, here.device, here.data_ptr(), here.stride())
+            if first.setdefault(place, name) != name:
+                aliases[name] = first[place]
+    return aliases
