@@ -92,8 +92,7 @@ def check_sizes(dropout: float, **sizes: int) -> None:
 
 
 def initialise(model: nn.Module, depth: int) -> None:
-    """GPT-2's initialisation: weights N(0, 0.02), biases 0, projections to the residual stream scaled by
-    depth.
+    """GPT-2's initialisation: weights N(0, 0.02), biases 0, residual projections scaled by depth.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3.
     """

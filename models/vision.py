@@ -38,8 +38,7 @@ def vision(
 
     Below 64 pixels the stem keeps the resolution: its convolution becomes 3x3 with stride 1 and the max-pool
     is removed (K. He et al., "Deep Residual Learning for Image Recognition", 2015, section 4.2, for
-    CIFAR-10). With other than three channels only that convolution changes. Parameter names stay
-    torchvision's.
+    CIFAR-10). With other than three channels only that convolution changes. Parameter names do not.
 
     Raises:
         ValueError: not a classifier of torchvision, one for larger images, or unknown weights.

@@ -47,8 +47,7 @@ class ShardComm:
         for number, (name, module) in enumerate(named):
             assert isinstance(module, nn.Module)
             unit = _Unit(self, number, f"unit {name}" if name else "the root", module)
-            # The base classes that torch annotates are not public; it calls only the methods that they
-            # declare.
+            # The base classes that torch annotates are not public; it calls only the methods in them.
             module.set_custom_all_gather(_AllGather(unit))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(_ReduceScatter(unit))  # type: ignore[arg-type]
 

@@ -59,8 +59,7 @@ class OnCpu:
         """Wait for the last reduce-scatter.
 
         Raises:
-            RuntimeError: its output was written to in the meantime, as a hook of `set_all_reduce_hook` may
-                do.
+            RuntimeError: its output was written to meanwhile, as a hook of `set_all_reduce_hook` may do.
         """
         if self._scattering is not None:
             pending, output, version = self._scattering

@@ -1,8 +1,7 @@
 """Sparse gradients of embeddings: which parameters have them, and their size.
 
 DDP asks each embedding for `sparse` when it is constructed, and gives every such parameter its own bucket.
-Its gradient has other indices, and another length, on each rank and at each step. Only a backend's own
-all-reduce supports that.
+Its gradient has other indices, and another length, on each rank and at each step: only a backend supports it.
 """
 
 from torch import Tensor, nn

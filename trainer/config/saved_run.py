@@ -27,8 +27,7 @@ def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     """The settings of the run in `run_dir`, changed by `overrides`, which are written as for training.
 
     Raises:
-        UserError: the run does not exist; or an override cannot be read, is invalid, or has no effect after
-            training.
+        UserError: the run does not exist; or an override is unreadable, invalid, or has no effect any more.
     """
     saved = _read(run_dir)
     changes = [_parse(override) for override in overrides]

@@ -40,8 +40,8 @@ class ToDevice:
     To a GPU, the copy runs on its own stream: the host asks for the next batch while the GPU still computes
     gradients, and the copy overlaps with them.
 
-    The images are the first uint8 tensor (B, C, H, W) of the batch. They are mirrored if the batch says so,
-    and normalised.
+    The images are the first uint8 tensor (B, C, H, W). They are mirrored if the batch says so, and
+    normalised.
 
     Args:
         channels_last: convert tensors of four dimensions to this memory format.

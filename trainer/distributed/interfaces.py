@@ -1,8 +1,7 @@
 """The network interface by which other hosts reach this one, if its name resolves to loopback.
 
 gloo listens at the address of its host's name. Debian's /etc/hosts maps that to 127.0.1.1, which no other
-host reaches, and a container may not resolve it at all: then the route to the store of rank 0 shows the
-interface.
+host reaches, and a container may not resolve it: then the route to rank 0's store shows the interface.
 """
 
 import contextlib

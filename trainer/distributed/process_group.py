@@ -156,8 +156,7 @@ def _is_of_communication(error: BaseException) -> bool:
 def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
     """Copy the values of `tensors` from rank `src` to every rank (a collective).
 
-    Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; small tensors are sent
-    together.
+    Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; packs small tensors.
     """
     tensors = list(tensors)
     ends = accumulate(tensor.nbytes for tensor in tensors)

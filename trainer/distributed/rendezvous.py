@@ -33,14 +33,12 @@ def meet(
     """Return the store in which the ranks meet and, by rank, the index of its host and its `introduction`
     (plain values).
 
-    Rank 0 counts the others and then releases them, so that no rank takes entries of an earlier run
-    for its peers.
+    Rank 0 counts the others and then releases them, so that none takes an earlier run's entries for peers.
 
     Raises:
         UserError: the port is taken, or the file cannot be written or is left from an earlier run.
         StoppedBySignal: a signal asked for a stop in the meantime.
-        TimeoutError: ranks did not arrive within `timeout`, or AT_LEAST_S (the message names them); or the
-            store does not answer.
+        TimeoutError: named ranks did not arrive within `timeout`, or AT_LEAST_S; or no answer of the store.
     """
     if here.init_method is None:
         return dist.HashStore(), [0], [dict(introduction)]

@@ -11,8 +11,7 @@ def seed_everything(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch (CPU and every CUDA device), differently on each ``rank``.
 
     Ranks differ so that dropout and the like differ between data replicas; the order of the data never
-    depends on this seed. ``numpy.random.SeedSequence`` mixes the two numbers: neighbouring seeds or ranks are
-    unrelated.
+    depends on this seed. ``numpy.random.SeedSequence`` mixes the numbers: neighbouring ones are unrelated.
     """
     words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint32)
     random.seed(int(words[0]))

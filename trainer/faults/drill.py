@@ -1,5 +1,4 @@
-"""Every fault, one after another, on this machine: the verdict, the time until all have ended, and the
-restart.
+"""Every fault, one after another, on this machine: the verdict, the time until all end, and the restart.
 
 Trains the MLP on the embedded digits under torchrun with --max-restarts=1, as a user would, once undisturbed
 and once for each fault, and prints a table with a row for each. `right` means that failure.json names the

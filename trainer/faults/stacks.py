@@ -54,8 +54,7 @@ class Stacks:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, kept open
         self.fd = self._file.fileno()
         self._crashes = False
-        # A neighbour that knows this process may ask before `open`, and during its exit: the signal must not
-        # kill it.
+        # A neighbour may ask before `open`, and during this process's exit: the signal must not kill it.
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
 
     def open(self, crashes: bool) -> None:

@@ -34,8 +34,7 @@ class Observed:
         status: the exit status that it recorded; None: none.
         error: the last line of the exception that it recorded.
         orderly: that exception is an end with a complete message, which usually all ranks have.
-        symptom: that exception is of communication: other ranks may have caused it. `peer` is the rank it
-            blames.
+        symptom: that exception is of communication: others may have caused it. `peer` is whom it blames.
         where: file, line and function of the innermost frame of the user's code, else of the innermost.
         waits: its stack shows that it waits in communication.
         worker: the state of its data worker, if that is stuck.

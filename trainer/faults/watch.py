@@ -1,8 +1,7 @@
 """A thread that reads the heartbeats: it names the rank that stopped first, and ends those that wait for it.
 
 Each rank has one. The first rank of a host that is awake leads: it alone judges, informs other hosts and
-prints; the others exit when it has. Nothing here waits for the store, a peer or a disk without a short
-deadline.
+prints; the others exit when it has. Each wait for the store, a peer or a disk has a short deadline.
 """
 
 import atexit

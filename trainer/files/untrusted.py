@@ -28,8 +28,7 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``, of limited depth. NaN and Infinity are accepted: ``Fields`` checks for
-    them.
+    """The JSON object in ``data``, of limited depth. NaN and Infinity are accepted: ``Fields`` checks them.
 
     Raises:
         UserError: not UTF-8, not JSON, not an object; a repeated key; nested too deeply.

@@ -40,8 +40,7 @@ def exits() -> Iterator[None]:
     except (RunEndError, HydraException, OmegaConfBaseException) as error:
         message = str(error) if isinstance(error, RunEndError) else in_words(error)
         status = getattr(error, "exit_code", UserError.exit_code)
-        # Before the ranks have met, the stop may be torchrun's: another rank died, and it is about to
-        # restart.
+        # Before the ranks have met, the stop may be torchrun's, which is about to restart after a death.
         if not (isinstance(error, StoppedBySignal) and error.step is None):
             _tell_next_attempt(status, message)
         if wants_traceback:

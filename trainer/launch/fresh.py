@@ -78,8 +78,7 @@ def die_with_parent() -> None:
 
 
 def extend_path() -> None:
-    """Find `_target_`s beside the user's program: in the current directory, or where the caller of `start`
-    finds them.
+    """Find `_target_`s beside the user's program: in the current directory, or where `start`'s caller does.
 
     The packages `trainer` and `models` are imported already, so no folder of that name hides them.
     """

@@ -80,8 +80,7 @@ def place(settings: DistributedConfig | None = None) -> Place:
     """Return the rank of this process, from `settings` and the environment.
 
     Raises:
-        UserError: variables contradict each other, are incomplete or are not numbers; or the ranks have no
-            way to meet.
+        UserError: variables contradict each other, are incomplete or not numbers; or ranks cannot meet.
     """
     told = dict(os.environ)
     init_method = ENV

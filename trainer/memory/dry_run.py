@@ -97,8 +97,7 @@ class DryRun:
 
     @contextmanager
     def under(self, config: Config, world: DryRunWorld) -> Iterator["Stage"]:
-        """The run's model, strategy and optimizer under `config`, whose model and data must be the given
-        ones.
+        """The run's model, strategy and optimizer under `config`, whose model and data must be the same.
 
         Raises:
             UserError: the run's own errors.

@@ -32,8 +32,7 @@ class _Record:
 class Account:
     """The bytes on one device.
 
-    Storages may be named at any time, even after they are freed: the peak is found first, and split into
-    kinds at the end.
+    Storages may be named at any time, even after they are freed: the peak is split into kinds at the end.
 
     Attributes:
         peak_bytes: the largest sum so far.
@@ -78,8 +77,7 @@ class MemoryLedger(TorchDispatchMode):
         self.accounts: defaultdict[torch.device, Account] = defaultdict(Account)
         self._staged_sends = staged_sends
         self._records: dict[int, _Record] = {}  # by the address of the storage
-        # Present storages that FSDP frees by resize_, which is not an operation; an operation fills them
-        # again.
+        # Present storages that FSDP frees by resize_, which is not an operation, and fills by an operation.
         self._resized: dict[int, _Record] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -28,8 +28,7 @@ _READS = {
 
 
 class PretendCpuMode(TorchFunctionMode):
-    """Makes a constructor's tensors appear to be on the CPU, and computes the values that it reads
-    (`.item()`).
+    """Makes tensors appear to be on the CPU, and computes the values that a constructor reads (`.item()`).
 
     Initialisers, torch's own among them, skip tensors on the meta device.
     """

@@ -53,8 +53,7 @@ class MovingAverage:
     def in_place(self) -> Iterator[None]:
         """Within, the model's weights are the averages; afterwards they are restored to the bit.
 
-        The averages hold the weights in the meantime: this takes the memory of the largest tensor, not of
-        all.
+        The averages hold the weights meanwhile: this takes the memory of the largest tensor, not of all.
         """
         self._exchange()
         try:

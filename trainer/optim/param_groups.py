@@ -68,8 +68,7 @@ class Frozen:
 def keep_frozen_statistics(model: nn.Module) -> None:
     """Keep a batch norm whose weights are all frozen in evaluation mode, even after `model.train()`.
 
-    It then keeps its running statistics, and uses them. Other layers, such as dropout, behave as
-    in training.
+    It then keeps and uses its running statistics. Other layers, such as dropout, behave as in training.
     """
     for module in model.modules():
         own = [parameter.requires_grad for parameter in module.parameters(recurse=False)]
@@ -140,8 +139,7 @@ def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> list[dict[str, An
         model: unwrapped; its parameters as the optimizer sees them, sharded if they are.
 
     Raises:
-        UserError: an entry matches nothing, scales a learning rate that `optim` does not have, or has
-            the same name as another.
+        UserError: an entry matches nothing, scales a missing learning rate, or has another's name.
     """
     entries, undecayed = parameter_groups(optim)
     trained = {name: parameter for name, parameter in parameter_names(model) if parameter.requires_grad}

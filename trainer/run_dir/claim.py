@@ -46,8 +46,8 @@ def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wa
         wait_s: the longest wait for the lock of an owner on another host, which may be dead.
 
     Raises:
-        UserError: another run lives in it, or this run does not resume the one in it; or it cannot be
-            written.
+        UserError: another run lives in it, or left files that this one does not resume; or it is not
+            writable.
     """
     with writing(wanted or "null"):
         base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")

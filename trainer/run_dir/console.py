@@ -147,8 +147,7 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[Callable[[], None]]:
 
     Yields:
         A function that opens train.log, with the earlier messages, too; it does nothing on other ranks, or
-        when called again. It raises UserError if run_dir cannot be written. A fault opens train.log by
-        itself.
+        when called again. Raises UserError if run_dir cannot be written. A fault opens train.log itself.
     """
     log.setLevel(logging.DEBUG)
     log.propagate = False

@@ -1,7 +1,6 @@
 """The interface of strategies: how a model is distributed over processes and devices.
 
-The trainer calls these methods and never checks the class. The defaults are for a model that is
-whole on one device.
+The trainer calls these methods and never checks the class. Defaults: a whole model on one device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -159,8 +158,7 @@ class Strategy:
     def sync_buffers(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0, as DDP does before each forward pass (a collective).
 
-        Running statistics follow a rank's own data; without this, ranks would evaluate and save different
-        models.
+        Running statistics follow a rank's own data; without this, ranks would evaluate different models.
         """
         if self.num_replicas > 1:
             broadcast_tensors(self.unwrap(model).buffers(), src=0)

@@ -147,7 +147,7 @@ class Ddp(Strategy):
         if idle := [name for (name, p), was in zip(self._trained, before, strict=True) if _written(p) == was]:
             more = f" and {len(idle) - 3} more" if idle[3:] else ""
             raise UserError(
-                f"strategy=ddp: the loss of rank {self.replica} used no {', '.join(idle[:3])}{more}, but DDP "
+                f"strategy=ddp: the loss of rank {self.replica} used no {', '.join(idle[:3])}{more}, and DDP "
                 "waits for the gradient of each parameter; set strategy.find_unused_parameters=true, or "
                 "remove what is never used from the model, or freeze it (model.freeze)"
             )

@@ -75,8 +75,7 @@ class Fsdp(Strategy):
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
-        # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output is
-        # fp32 again, for the loss.
+        # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output is fp32.
         param_dtype = self.param_dtype
         precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=DTYPES[self.settings.reduce_dtype])
         root_precision = MixedPrecisionPolicy(param_dtype, precision.reduce_dtype, output_dtype=torch.float32)

@@ -69,8 +69,7 @@ class Split:
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with the results of `change` for tensors in tuples, lists and dicts; itself, if nothing
-    changed.
+    """`value` with the results of `change` for tensors in tuples, lists and dicts; itself, if unchanged.
 
     A list that a module appends to must stay the caller's own.
     """

@@ -41,8 +41,7 @@ def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bo
     Args:
         settings: applies to every n-th unit, starting with the first; `keep` names operations whose
             results are kept, so that only cheap ones are recomputed.
-        compiled: whether torch.compile follows; it handles buffers itself, and supports no other context
-            than that of `keep`.
+        compiled: whether torch.compile follows; it handles buffers itself, and supports only `keep`.
 
     Raises:
         UserError: the model has no fsdp_units and no module of the required size, or its fsdp_units are not

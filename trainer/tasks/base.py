@@ -34,8 +34,7 @@ class Task(Protocol):
 
     Sums are what ranks can add: means, accuracies. They weight uneven last batches correctly. Rows are
     for metrics that are not sums, such as AUC, F1 or retrieval: some numbers for each sample, gathered
-    on rank 0, each sample once and in the dataset's order, at any world size. A task need not derive
-    from this class.
+    on rank 0, each sample once and in the dataset's order, at any world size. Subclassing is not needed.
 
     A task may have an attribute ``figures``, the names of all metrics that it reports: with it a
     ``checkpoint.keep_best.metric`` that no evaluation yields is refused before training. If it minimises
@@ -50,8 +49,7 @@ class Task(Protocol):
         """
 
     def weight(self, batch: Any) -> float | Tensor:
-        """The number of counted labels of the micro-batch, or the sum of their weights: the divisor of
-        `loss`.
+        """The number of counted labels of the micro-batch, or the sum of their weights: `loss`'s divisor.
 
         Called once for each training batch, while it is still on the host. A step divides by the sum over
         all ranks and micro-batches: its loss is the mean over all counted labels, and 0 without any.

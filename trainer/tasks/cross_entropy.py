@@ -31,8 +31,7 @@ def classes_of(labels: Tensor, logits: Tensor) -> Tensor:
 
 
 class CrossEntropy:
-    """torch's cross entropy, with an error that names invalid labels: torch names one on a CPU, none on a
-    GPU.
+    """torch's cross entropy, with an error that names invalid labels, which torch does not on a GPU.
 
     Labels are classes (B, ...) or, in the shape of the logits (B, classes, ...), probabilities or
     one-hot. On a GPU only the labels of the first batch are checked: each check would wait for the GPU.

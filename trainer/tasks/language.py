@@ -68,8 +68,7 @@ class LanguageModelling:
         return torch.stack([loss, self.num_tokens(batch).to(loss)])
 
     def predict(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """For each sequence: loss (B,), in nats per token, and accuracy (B,), the fraction predicted
-        correctly.
+        """For each sequence: loss (B,), in nats per token, and accuracy (B,), the fraction of right tokens.
 
         NaN if none of its tokens counts.
         """

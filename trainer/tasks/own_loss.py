@@ -10,8 +10,7 @@ from trainer.tasks.cross_entropy import counted
 
 
 class OwnLoss:
-    """Batches are dicts of tensors (B, ...), the model's keyword arguments; it returns an object with
-    ``loss``.
+    """Batches are dicts of tensors (B, ...), the model's keywords; it returns an object with ``loss``.
 
     That must be the mean over the batch's counted ``labels``: integers other than -100. In a batch
     without labels, or with floats, each sample counts.

@@ -28,8 +28,7 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 def average_precision(scores: Tensor, labels: Tensor) -> float:
     """Mean over the positive samples of the precision among all samples with at least their score.
 
-    Without interpolation, as in scikit-learn. Arguments and NaN as for `auc`, but negatives are
-    not needed.
+    Without interpolation, as in scikit-learn. Arguments and NaN as for `auc`; negatives are not needed.
     """
     if scores.isnan().any() or not labels.any():
         return float("nan")

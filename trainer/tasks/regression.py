@@ -17,8 +17,7 @@ class Regression:
     """Batches are (inputs (B, ...), targets (B,) or (B, K)); the model returns as many numbers.
 
     Evaluation: the loss; rmse and mae in the targets' units; r2, the explained fraction of the targets'
-        variance
-    around the mean of each of the K (0 for predicting the mean).
+    variance around the mean of each of the K (0 for predicting the mean).
 
     Args:
         loss: mse | l1 | huber, the mean over all numbers.

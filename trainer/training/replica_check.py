@@ -1,8 +1,7 @@
 """Compares, by hash, the parameters and optimizer state of ranks that must hold the same bits.
 
 Gradients are averaged, so a rank whose memory or arithmetic failed once continues with other parameters
-than its peers forever, unnoticed: losses differ between ranks anyway, and a checkpoint holds one
-rank's values.
+than its peers forever, unnoticed: losses differ anyway, and a checkpoint holds one rank's values.
 
 Buffers are not compared. Running statistics follow each rank's own data by design, and rank 0's are
 used wherever the model is evaluated or saved.

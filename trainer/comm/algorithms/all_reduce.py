@@ -66,8 +66,7 @@ def tree(rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Pairs exchange halves, quarters, eighths ... to add, then go back the same way to copy: 2 log2 P
-    rounds.
+    """Pairs exchange halves, quarters, eighths ... to add, then return the same way to copy: 2 log2 P rounds.
 
     Sends 2N(P-1)/P bytes per rank at a power of two. Other world sizes fold their P - 2^k excess ranks into
     a neighbour first (N bytes), which sends them the result last (N bytes). Nearest partners exchange the
@@ -79,8 +78,7 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
     levels = world_size.bit_length() - 1
     core, excess = 1 << levels, world_size - (1 << levels)
 
-    # The first 2 * excess places are pairs: the first of each takes part, the second only sends its data to
-    # it.
+    # The first 2 * excess places are pairs: the first of each takes part, the second only sends data to it.
     def core_rank(index: int) -> int:
         return order[2 * index if index < excess else index + excess]
 

@@ -6,8 +6,7 @@ all-gather each rank receives each other block exactly once, and it moves the sa
 duality: Chan, Heimlich, Purkayastha & van de Geijn, "Collective communication: theory, practice,
 and experience", Concurrency and Computation 2007, section 3.
 
-Each algorithm numbers the parts so that what it sends together is adjacent; `Schedule.blocks` maps parts to
-ranks.
+Each algorithm numbers parts so that what it sends together is adjacent; `Schedule.blocks` maps them to ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -136,8 +135,7 @@ def _halving_doubling(rank: int, hosts: Hosts) -> Found:
     excess = world_size - (1 << levels)
     blocks, begins = _groups(hosts)
 
-    # The first 2 * excess places are pairs: the first of each takes part, the second only sends its data to
-    # it.
+    # The first 2 * excess places are pairs: the first of each takes part, the second only sends data to it.
     folded = place < 2 * excess
     partner = order[place ^ 1] if folded else -1
     index = place // 2 if folded else place - excess

@@ -42,8 +42,7 @@ def _moves(schedule: Schedule, numel: int) -> Iterator[tuple[Op, int]]:
 def phase_elements(schedule: Schedule, phase: Phase, op: Op, numel: int) -> int:
     """Elements that `op` moves in all the rounds of `phase`, without walking them.
 
-    The chunk moves by its width each round, so it covers one contiguous stretch of the phase's ring, which
-    may wrap around.
+    The chunk moves by its width each round, so it covers a contiguous stretch of the ring, which may wrap.
     """
 
     def elements(begin: int, end: int) -> int:

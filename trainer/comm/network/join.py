@@ -58,8 +58,7 @@ def meet(timeout_s: float) -> JoinedRanks:
     """Find the other ranks by torchrun's environment; without torchrun this process is the only one.
 
     Raises:
-        JoinError: the store does not answer, or ranks did not come within `timeout_s` (the message names
-            them).
+        JoinError: the store does not answer, or the named ranks did not come within `timeout_s`.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timeout = timedelta(seconds=timeout_s)

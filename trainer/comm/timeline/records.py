@@ -196,8 +196,7 @@ class Timeline:
     def metrics(self) -> dict[str, float]:
         """Means per backward pass since the last call and the arrivals of the last; {} if there were none.
 
-        A collective of the model's ranks, called between backward passes: compares clocks and gathers
-        stamps.
+        A collective of the model's ranks, called between backward passes: compares clocks, gathers stamps.
         """
         means = self.means()
         if not means:

@@ -72,8 +72,7 @@ class NcclReducer:
         dist.all_reduce(torch.zeros(1, device=clock.device), group=group)
 
     def submit(self, bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
-        """Launch the all-reduce of `bucket` to its mean over all ranks; using the Future's value waits on
-        streams.
+        """Launch the all-reduce of `bucket` to its mean over all ranks; the Future's value waits on streams.
 
         Raises:
             PeerError, ValueError: as `CpuExecutor.run`, at the first bucket of a layout.

@@ -20,8 +20,7 @@ class Worker:
     After one failure every later bucket fails with the same error: its peers are no longer in step.
 
     Args:
-        all_reduce: takes a bucket as submitted; returns its mean over all ranks, and records the waits for
-            peers.
+        all_reduce: takes a bucket as submitted; returns its mean over all ranks, and records waits.
         release: called at the end, after the last `all_reduce`.
     """
 

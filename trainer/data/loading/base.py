@@ -1,7 +1,6 @@
 """The contract of data loaders, and torch's DataLoader around this project's samplers and readers.
 
-A loader lives for the whole run. trainer/data/loading/loaders.py chooses between data read by index and
-streams.
+A loader lives for the whole run; loaders.py chooses between data read by index and streams.
 """
 
 from collections.abc import Callable, Iterator

@@ -74,8 +74,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
 class TrainRequests(Sampler[Request]):
     """The counterpart of TrainSampler for a stream, whose end is unknown: it never ends.
 
-    Before the first micro-batch, it has each data worker drop what comes before ``first_sample``, until
-    ``caught_up`` is set.
+    Before the first micro-batch, each data worker drops what precedes ``first_sample``, until ``caught_up``.
     """
 
     def __init__(self, batch: BatchSplit, replica: int, num_shards: int) -> None:

@@ -43,8 +43,7 @@ class InjectedError(RuntimeError):
 class FaultInjector:
     """Injects the fault when its phase comes, after recording it.
 
-    Once in a run, also across restarts: a file in the run directory records it, and the same fault is not
-    injected again.
+    Once in a run, also across restarts: a file in the run directory records it.
     """
 
     def __init__(self, fault: FaultConfig, rank: int, hosts: Sequence[int], run_dir: Path) -> None:

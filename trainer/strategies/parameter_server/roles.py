@@ -4,8 +4,7 @@ from trainer.errors import UserError
 
 
 def roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
-    """The ranks of servers and of workers: the first `servers` and all others, or with "all" every rank in
-    both.
+    """The ranks of servers and of workers: the first `servers` and all others, or with "all" all in both.
 
     Raises:
         UserError: too few ranks for the number of servers.

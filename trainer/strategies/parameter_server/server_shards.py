@@ -80,8 +80,7 @@ class ServerShards:
 
 
 def named_alike(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:
-    """A module with the names of `model` and its submodules, its buffers and extra state, and other
-    parameters.
+    """A module with the names, buffers and extra state of `model` and its submodules, and other parameters.
 
     A buffer that a forward pass assigns or registers later is included, too.
     """
