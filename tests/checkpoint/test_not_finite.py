@@ -76,7 +76,7 @@ def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[st
         tiny.train(state, 1)
         state.update_average()
         checkpointer.save(state)
-        tiny.train(state, 1)
+        tiny.train(state, 1, before_update=checkpointer.wait_until_copied)
         _poison(state, what, value)
         with pytest.raises(NonFiniteLossError) as refusal:
             checkpointer.save(state)

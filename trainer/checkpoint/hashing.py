@@ -19,6 +19,7 @@ ALGORITHM = "sha256 of each 16 MiB"  # by this name in manifests
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 _PUSH_BYTES = 1 << 26
 _SMALL_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -124,23 +125,23 @@ def check_blocks(
     Raises:
         UserError: one differs.
     """
-    where, name = printable(file.path.parent), printable(file.path.name)
+
+    def check(number: int) -> bool:
+        sha, begin = hashlib.sha256(), number * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, file.size)
+        memory = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))  # stays in the core's cache
+        for offset in range(begin, end, _PIECE_BYTES):
+            piece = memory[: end - offset]
+            file.read_into(offset, piece)
+            sha.update(piece)
+            look(offset, piece)
+        return sha.hexdigest() == digest.sha256[number]
+
     blocks = list(blocks)
-    num_buffers = min(len(blocks), _NUM_THREADS + 1)
-    memory = [memoryview(bytearray(min(BLOCK_BYTES, file.size))) for _ in range(num_buffers)]
-    coming: list[tuple[int, Future[str]]] = []
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
-        for turn, number in enumerate([*blocks, *[None] * _NUM_THREADS]):
-            if turn >= _NUM_THREADS and coming:
-                before, sha = coming.pop(0)
-                if sha.result() != digest.sha256[before]:
-                    raise UserError(f"{where} is damaged: the sha256 of {name} is not the manifest's")
-            if number is not None:
-                offset = number * BLOCK_BYTES
-                block = memory[turn % len(memory)][: min(BLOCK_BYTES, file.size - offset)]
-                file.read_into(offset, block)
-                coming.append((number, _submit(threads, [block])))
-                look(offset, block)
+        if not all((threads.map if len(blocks) > 1 else map)(check, blocks)):
+            where, name = printable(file.path.parent), printable(file.path.name)
+            raise UserError(f"{where} is damaged: the sha256 of {name} is not the manifest's")
 
 
 def _submit(threads: ThreadPoolExecutor, block: list[memoryview]) -> Future[str]:
