@@ -63,7 +63,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
         "training": "checkpoint config data distributed errors faults inference launch local_shard "
-        "loggers optim tasks",
+        "loggers optim run_dir tasks",
     },
     {
         "loop": "errors inference optim training",

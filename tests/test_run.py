@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.comm.network import predict_step
 from trainer.errors import UserError
-from trainer.run import layout
+from trainer.training.start_table import layout
 
 FIGURES = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
 FIGURES |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +25,22 @@ from trainer.strategies import Strategy
 from trainer.tasks import Task, offers
 
 
-def load_data(
-    config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist
-) -> tuple[Any, TrainLoader, EvalLoader | None]:
+class Data(NamedTuple):
     """The training data, and the loaders of this process's part of training and held-out data."""
+
+    train_set: Any
+    train_loader: TrainLoader
+    eval_loader: EvalLoader | None  # None: never evaluate
+
+
+def load_data(config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist) -> Data:
+    """Build the datasets and loaders that `config` asks for."""
     train_set = build_dataset(config.data, "train")
     replica = strategy.replica if strategy.trains else 0  # a server reads nothing
     to_train = train_loader(train_set, config.data, batch, _share(config, dist, replica))
     if not config.train.evaluates:
-        return train_set, to_train, None
-    return train_set, to_train, load_held_out(config, batch, strategy, dist)[1]
+        return Data(train_set, to_train, None)
+    return Data(train_set, to_train, load_held_out(config, batch, strategy, dist)[1])
 
 
 def load_held_out(

@@ -4,8 +4,7 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.build import build_model, build_task, build_to_device, load_data, start_from
+from trainer.build import Data, build_model, build_task, build_to_device, load_data, start_from
 from trainer.checkpoint import Checkpointer, saved_seed
 from trainer.config import Config, TrainConfig, UnitsConfig, flatten, to_yaml
-from trainer.data.loading.batch import split_batch
-from trainer.distributed import backend_flags
+from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.process_group import Dist, process_group
 from trainer.distributed.seeding import seed_everything
@@ -32,11 +30,11 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.meta_init.deferred import Deferred, deferred
-from trainer.optim.param_groups import Frozen, build_optimizer, described, freeze, keep_frozen_statistics
+from trainer.optim.param_groups import Frozen, build_optimizer, freeze, keep_frozen_statistics
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
 from trainer.run_dir.claim import RunDir, claim
-from trainer.run_dir.console import messages, table
+from trainer.run_dir.console import messages
 from trainer.run_dir.result import write as write_result
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import parameter_count
@@ -46,9 +44,10 @@ from trainer.training import run_hash
 from trainer.training.context import TrainingContext
 from trainer.training.gradient_check import GradientCheck
 from trainer.training.meter import Meter
-from trainer.training.mfu import model_flops
+from trainer.training.mfu import ModelFlops, model_flops
 from trainer.training.profiler import Profile
 from trainer.training.replica_check import ReplicaCheck
+from trainer.training.start_table import start_table
 from trainer.training.step_agreement import StepAgreement
 from trainer.training.unsaved_state import UnsavedState
 from trainer.training.weight_statistics import WeightStatistics
@@ -111,8 +110,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
 
     `config.run_dir`, `config.seed` and `run_id` must be this run's, and the same on every rank.
     """
-    assert config.run_dir is not None and config.seed is not None
-    run_dir, seed, train = Path(config.run_dir), config.seed, config.train
+    assert config.run_dir is not None
+    run_dir, train = Path(config.run_dir), config.train
     injector = FaultInjector(config.fault, dist.rank, dist.hosts, run_dir)
     dist = dataclasses.replace(dist, heartbeat=injector.heartbeat(dist.heartbeat))
     strategy = build_strategy(config, dist)
@@ -120,38 +119,20 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
 
     task = build_task(config)
     _check_keep_best(config, task)
-    train_set, train_loader, eval_loader = load_data(config, batch, strategy, dist)
-    checkpointer = Checkpointer(
-        config.checkpoint,
-        run_dir,
-        dist,
-        run_id=run_id,
-        num_samples=train_loader.num_samples,
-        strategy=config.strategy.name,
-        config=flatten(config),
-    )
+    data = load_data(config, batch, strategy, dist)
+    checkpointer = _checkpointer(config, run_dir, run_id, data.train_loader.num_samples, dist)
     source = checkpointer.find(config.resume)
-    begin = source.progress if source else Progress()
-    total_steps = _last_step(begin, train, train_loader.num_samples)
+    total_steps = _last_step(source.progress if source else Progress(), train, data.train_loader.num_samples)
 
-    model = deferred(lambda: build_model(config.model, train_set), seed)
-    start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s), dist)
-    compare_across_ranks(run_hash.inputs(model.module, train_loader, eval_loader), dist)
-    num_parameters = parameter_count(model.module.parameters())
-    freeze(model.module, config.model)
-    flops = model_flops(model.module, task, train, batch, strategy.devices, dist)
-    wrapped = wrap_model(config, model, strategy)
-    del model  # and its initial weights
-    seed_everything(seed, strategy.replica)  # each rank draws different dropout
-
-    facts = ScheduleFacts(total_steps, train_loader.steps_per_epoch)
+    wrapped, num_parameters, flops = _model(config, data, task, batch, strategy, dist)
+    facts = ScheduleFacts(total_steps, data.train_loader.steps_per_epoch)
     state = _state(config, strategy.owned(wrapped), strategy.grad_scaler(), facts)
     checkpointer.begin(state)
     if source is not None:
         checkpointer.restore(state, source)
-        train_loader.resume(checkpointer.restored_places)
-        if train_loader.num_samples is not None:
-            state.progress.settle(train.global_batch_size, train_loader.num_samples)
+        data.train_loader.resume(checkpointer.restored_places)
+        if data.train_loader.num_samples is not None:
+            state.progress.settle(train.global_batch_size, data.train_loader.num_samples)
     strategy.begin(state)
     replicated = partial(strategy.replicated, state) if strategy.equal_ranks() else None
     injector.meet(strategy.unwrap(wrapped), state.progress, total_steps, replicated)
@@ -161,10 +142,10 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         strategy=strategy,
         task=task,
         model=wrapped,
-        to_device=build_to_device(config, dist.device, train_set),
+        to_device=build_to_device(config, dist.device, data.train_set),
         state=state,
-        train_loader=train_loader,
-        eval_loader=eval_loader,
+        train_loader=data.train_loader,
+        eval_loader=data.eval_loader,
         settings=train,
         ema=config.ema,
         batch=batch,
@@ -185,6 +166,36 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
     )
+
+
+def _checkpointer(
+    config: Config, run_dir: Path, run_id: str, num_samples: int | None, dist: Dist
+) -> Checkpointer:
+    return Checkpointer(
+        config.checkpoint,
+        run_dir,
+        dist,
+        run_id=run_id,
+        num_samples=num_samples,
+        strategy=config.strategy.name,
+        config=flatten(config),
+    )
+
+
+def _model(
+    config: Config, data: Data, task: Task, batch: BatchSplit, strategy: Strategy, dist: Dist
+) -> tuple[nn.Module, int, ModelFlops | None]:
+    """The model, wrapped; the number of its parameters; and what counts its FLOPs."""
+    assert config.seed is not None
+    model = deferred(lambda: build_model(config.model, data.train_set), config.seed)
+    start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s), dist)
+    compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
+    num_parameters = parameter_count(model.module.parameters())
+    freeze(model.module, config.model)
+    flops = model_flops(model.module, task, config.train, batch, strategy.devices, dist)
+    wrapped = wrap_model(config, model, strategy)
+    seed_everything(config.seed, strategy.replica)  # each rank draws different dropout
+    return wrapped, num_parameters, flops
 
 
 def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
@@ -234,45 +245,6 @@ def _log_start(config: Config, context: TrainingContext) -> None:
     log.info("%s", start_table(config, context))
     for note in context.strategy.notes:
         log.info("%s", note)
-
-
-def start_table(config: Config, context: TrainingContext) -> str:
-    dist, train_loader, held_out = context.dist, context.train_loader, context.eval_loader
-    steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
-    processes = f"{layout(dist.hosts)} processes"
-    return table(
-        {
-            "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
-            "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
-            "precision": backend_flags.described(config.train, dist.device),
-            "model": f"{config.model['_target_']}, {context.num_parameters:,} parameters",
-            "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
-            + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
-            "optim": _optimizer_words(config, context),
-            **described(context.state.optimizer),
-            "batch": str(context.batch),
-            "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.first_step:,}",
-            "seed": str(config.seed),
-            "run": str(config.run_dir),
-        }
-    )
-
-
-def layout(hosts: Sequence[int]) -> str:
-    """Hosts and ranks of each, from the host of every rank: 2 x 4, or 2 + 1 if hosts differ."""
-    sizes = list(Counter(hosts).values())
-    alike = len(set(sizes)) == 1
-    return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
-
-
-def _optimizer_words(config: Config, context: TrainingContext) -> str:
-    trained = parameter_count(p for group in context.state.optimizer.param_groups for p in group["params"])
-    frozen = context.num_parameters - trained
-    return f"{config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
-
-
-def _samples(number: int | None) -> str:
-    return "a stream" if number is None else f"{number:,} samples"
 
 
 def _check_keep_best(config: Config, task: Task) -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
@@ -71,18 +71,16 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
         TimeoutError: ranks did not arrive within `distributed.timeout_s`; the message names them.
     """
     here = place(settings)
-    rank, world_size = here.rank, here.world_size
-    timeout = timedelta(seconds=settings.timeout_s)
     heartbeat, stacks = Heartbeat(), Stacks()
-    told = introduction(rank, heartbeat, stacks)
-    told["address"] = address_towards(store_host(here.init_method)) if world_size > 1 else None
-    store, hosts, members = (
-        meet(here, told, timeout) if settings.backend != "mpi" else (None, [here.host or 0], [told])
-    )
+    told = introduction(here.rank, heartbeat, stacks)
+    told["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
+    store, hosts, members = None, [here.host or 0], [told]
+    if settings.backend != "mpi":  # MPI knows its ranks and uses no store
+        store, hosts, members = meet(here, told, timedelta(seconds=settings.timeout_s))
     watch = Watch(
         heartbeat,
         stacks,
-        rank,
+        here.rank,
         [RankIdentity(host=host, **other) for host, other in zip(hosts, members, strict=True)],
         partial(_another_connection, store) if store is not None else None,
         settings.timeout_s,
@@ -90,36 +88,15 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
     )
     watch.start()
     try:
-        local_rank, local_world_size = on_this_host(here, hosts)
-        device = _device(settings.device, local_rank, here, devices_each)
-        backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        _check_backend(backend, device)
-        if device.type == "cuda":
-            # Before any use of a GPU: otherwise every rank opens a context on GPU 0.
-            torch.cuda.set_device(device)
-        choose_interface(rank, hosts, [member["address"] for member in members])
-        if backend == "mpi":  # MPI knows its ranks and uses no store
-            dist.init_process_group("mpi")
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-            hosts = [0] * world_size
-            dist.all_gather_object(hosts, here.host or 0)
-        else:
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timeout,
-                device_id=device if "nccl" in backend else None,
-            )
-        here_and_there = (rank, local_rank, world_size, local_world_size, tuple(hosts))
-        yield Dist(*here_and_there, device, backend, heartbeat, watch)
+        choose_interface(here.rank, hosts, [member["address"] for member in members])
+        joined = _join(settings, devices_each, here, hosts, store)
+        yield replace(joined, heartbeat=heartbeat, watch=watch)
         leave(here, watch.let_go_of_store)
     except GeneratorExit:
         raise
     except BaseException as caught:
         error = _in_mid_run(caught)
-        if world_size == 1 and dist.is_initialized():  # no peers; a notebook may continue
+        if dist.is_initialized() and dist.get_world_size() == 1:  # no peers; a notebook may continue
             dist.destroy_process_group()
         watch.failed(error, symptom=_is_of_communication(error))
         if error is not caught:
@@ -127,6 +104,35 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
         raise
     dist.destroy_process_group()
     watch.ended_well()
+
+
+def _join(
+    settings: DistributedConfig, devices_each: int, here: Place, hosts: list[int], store: dist.Store | None
+) -> Dist:
+    """Make the default group of all ranks that have met."""
+    local_rank, local_world_size = on_this_host(here, hosts)
+    device = _device(settings.device, local_rank, here, devices_each)
+    backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    _check_backend(backend, device)
+    if device.type == "cuda":
+        # Before any use of a GPU: otherwise every rank opens a context on GPU 0.
+        torch.cuda.set_device(device)
+    rank, world_size = here.rank, here.world_size
+    if backend == "mpi":
+        dist.init_process_group("mpi")
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        hosts = [0] * world_size
+        dist.all_gather_object(hosts, here.host or 0)
+    else:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=settings.timeout_s),
+            device_id=device if "nccl" in backend else None,
+        )
+    return Dist(rank, local_rank, world_size, local_world_size, tuple(hosts), device, backend)
 
 
 def _in_mid_run(error: BaseException) -> BaseException:

@@ -1,0 +1,49 @@
+"""What a run is about to do, as a table: printed before its first step."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from trainer.config import Config
+from trainer.distributed import backend_flags
+from trainer.optim.param_groups import described
+from trainer.run_dir.console import table
+from trainer.training.context import TrainingContext
+
+
+def start_table(config: Config, context: TrainingContext) -> str:
+    dist, train_loader, held_out = context.dist, context.train_loader, context.eval_loader
+    steps_per_epoch = "an unknown number" if (steps := train_loader.steps_per_epoch) is None else f"{steps:,}"
+    processes = f"{layout(dist.hosts)} processes"
+    return table(
+        {
+            "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
+            "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
+            "precision": backend_flags.described(config.train, dist.device),
+            "model": f"{config.model['_target_']}, {context.num_parameters:,} parameters",
+            "data": f"{config.data.dataset['_target_']}, {_samples(train_loader.num_samples)}"
+            + (f"; held out: {_samples(held_out.num_samples)}" if held_out else ""),
+            "optim": _optimizer_words(config, context),
+            **described(context.state.optimizer),
+            "batch": str(context.batch),
+            "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.first_step:,}",
+            "seed": str(config.seed),
+            "run": str(config.run_dir),
+        }
+    )
+
+
+def layout(hosts: Sequence[int]) -> str:
+    """Hosts and ranks of each, from the host of every rank: 2 x 4, or 2 + 1 if hosts differ."""
+    sizes = list(Counter(hosts).values())
+    alike = len(set(sizes)) == 1
+    return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
+
+
+def _optimizer_words(config: Config, context: TrainingContext) -> str:
+    trained = sum(p.numel() for group in context.state.optimizer.param_groups for p in group["params"])
+    frozen = context.num_parameters - trained
+    return f"{config.optim['_target_']}{f', {frozen:,} parameters frozen' * (frozen > 0)}"
+
+
+def _samples(number: int | None) -> str:
+    return "a stream" if number is None else f"{number:,} samples"
