@@ -18,6 +18,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "errors": "",
         "local_shard": "",
+        "nested": "",
     },
     {
         "comm": "errors",
@@ -27,18 +28,18 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "launch": "config errors files",
-        "optim": "config errors local_shard",
+        "optim": "config errors local_shard nested",
     },
     {
-        "faults": "config errors files launch local_shard optim",
+        "faults": "config errors files launch local_shard nested optim",
     },
     {
-        "data": "errors faults",
+        "data": "errors faults nested",
         "distributed": "config errors faults files launch local_shard",
     },
     {
         "checkpoint": "config distributed errors faults files local_shard optim",
-        "meta_init": "distributed errors",
+        "meta_init": "distributed errors nested",
         "tasks": "data errors",
     },
     {
@@ -47,7 +48,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "comm config distributed errors gradient_norm meta_init optim step tasks",
+        "strategies": "comm config distributed errors gradient_norm meta_init nested optim step tasks",
         "sweep": "config errors files launch run_dir",
     },
     {
@@ -63,7 +64,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
         "training": "checkpoint config data distributed errors faults inference launch local_shard "
-        "loggers optim run_dir tasks",
+        "loggers nested optim run_dir tasks",
     },
     {
         "loop": "errors inference optim training",
@@ -80,7 +81,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "memory": "api build comm config data distributed errors faults launch local_shard "
-        "meta_init optim run strategies",
+        "meta_init nested optim run strategies",
     },
 )
 MAY_USE = {room: set(used.split()) for floor in FLOORS for room, used in floor.items()}

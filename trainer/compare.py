@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from trainer.config.overrides import leaves
-from trainer.errors import UserError
+from trainer.errors import UserError, on_one_line
 from trainer.files.untrusted import Fields, load_json, printable
 from trainer.run_dir.metrics_file import read_metrics
 from trainer.sweep.results import columns
@@ -64,7 +64,7 @@ def read_run(folder: Path, name: str) -> Run:
             f"{folder} is not a finished run: it has no {Path(str(error.filename)).name}"
         ) from error
     except (OSError, ValueError, YAMLError) as error:
-        raise UserError(f"{folder} cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"{folder} cannot be read: {on_one_line(error)}") from error
     if not isinstance(settings, dict):
         raise UserError(f"{folder} is not a run: its config.yaml holds no settings")
     if missing := {*_TEXTS, *_NUMBERS} - result.keys():

@@ -90,6 +90,11 @@ def first_line(error: BaseException | str) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def on_one_line(error: BaseException) -> str:
+    """All that an error says, on one line, or its class's name if it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def in_a_line(error: BaseException) -> str:
     """The name of its class, and the first line of its message."""
     name, line = type(error).__name__, first_line(error)

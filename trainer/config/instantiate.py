@@ -8,7 +8,7 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from trainer.errors import UserError
+from trainer.errors import UserError, on_one_line
 
 
 def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
@@ -38,7 +38,7 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
 
 
 def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
-    target, said = node["_target_"], " ".join(str(reason).split())
+    target, said = node["_target_"], on_one_line(reason)
     unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
     left_out = f"; ~{name}.{unknown[1]} leaves it out" if unknown and unknown[1] in node else ""
     return UserError(f"{name}: {target} cannot be built: {said}{left_out}{_hidden(target)}")

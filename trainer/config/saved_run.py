@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from trainer.config import Config, load
 from trainer.config.overrides import CONF, in_words, not_a_setting
-from trainer.errors import UserError
+from trainer.errors import UserError, on_one_line
 
 MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
 _OF_THE_COMMAND = {"launch": "as_started", "fault": "none", "comm": "native"}
@@ -62,7 +62,7 @@ def _read(run_dir: Path) -> DictConfig:
             hint = "; it is a sweep: give one of the runs in it"
         raise UserError(f"{run_dir} is not a run: it has no config.yaml{hint}") from error
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} cannot be read: {on_one_line(error)}") from error
     if not isinstance(saved, DictConfig) or not {"model", "data", "strategy"} <= saved.keys():
         raise UserError(f"{path} holds no settings of a run")
     return saved

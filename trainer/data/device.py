@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import UserError
+from trainer.nested import leaves, mapped
 
 
 class Mirrored(NamedTuple):
@@ -54,62 +55,41 @@ class ToDevice:
 
     def __call__(self, batch: Any) -> Any:
         if self._stream is None:
-            arrived = self._moved(batch)
+            arrived = mapped(batch, self._moved)
         else:
             with torch.cuda.stream(self._stream):
-                arrived = self._moved(batch)
+                arrived = mapped(batch, self._moved)
             reader = torch.cuda.current_stream(self.device)
             reader.wait_stream(self._stream)
-            _keep_until_read(arrived, reader)
+            for value in leaves(arrived):  # allocated on the copying stream: kept until the reader is done
+                if isinstance(value, Tensor):
+                    value.record_stream(reader)
         if isinstance(arrived, Mirrored):
             return self._with_images(arrived.batch, arrived.which)
         return self._with_images(arrived, None)
 
-    def _moved(self, batch: Any) -> Any:
-        if isinstance(batch, Tensor):
-            layout = torch.channels_last if self.channels_last and batch.ndim == 4 else torch.preserve_format
-            return batch.to(self.device, non_blocking=True, memory_format=layout)
-        if isinstance(batch, dict):
-            return {key: self._moved(value) for key, value in batch.items()}
-        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-            return type(batch)(*map(self._moved, batch))
-        if isinstance(batch, list | tuple):
-            return type(batch)(map(self._moved, batch))
-        return batch
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        layout = torch.channels_last if self.channels_last and value.ndim == 4 else torch.preserve_format
+        return value.to(self.device, non_blocking=True, memory_format=layout)
 
     def _with_images(self, batch: Any, mirrored: Tensor | None) -> Any:
-        """Mirror and normalise the images of `batch`: a tensor, or a dict, list or tuple of tensors."""
+        """Mirror and normalise the images of `batch`."""
         if self.normalise is None and mirrored is None:
             return batch
-        if isinstance(batch, Tensor):
-            return self._ready(batch, mirrored) if _are_images(batch) else batch
-        values = batch if isinstance(batch, dict) else dict(enumerate(batch))
-        found = next((key for key, value in values.items() if _are_images(value)), None)
-        if found is None:
-            if mirrored is not None:
-                raise UserError(
-                    "data.images.flip is true, but the batch holds no uint8 images (B, C, H, W): let the "
-                    "dataset return them as uint8, or flip with data.train_transforms"
-                )
-            return batch
-        ready = {**values, found: self._ready(values[found], mirrored)}
-        if isinstance(batch, dict):
-            return ready
-        return type(batch)(*ready.values()) if hasattr(batch, "_fields") else type(batch)(ready.values())
+        images: Any = next(filter(_are_images, leaves(batch)), None)
+        if images is None and mirrored is not None:
+            raise UserError(
+                "data.images.flip is true, but the batch holds no uint8 images (B, C, H, W): let the "
+                "dataset return them as uint8, or flip with data.train_transforms"
+            )
+        return mapped(batch, lambda value: self._ready(value, mirrored) if value is images else value)
 
     def _ready(self, images: Tensor, mirrored: Tensor | None) -> Tensor:
         if mirrored is not None:
             images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
         return self.normalise(images) if self.normalise is not None else images
-
-
-def _keep_until_read(batch: Any, reader: torch.cuda.Stream) -> None:
-    """Keep the memory of `batch`, allocated on the copying stream, from reuse until `reader` is done."""
-    if isinstance(batch, Tensor):
-        batch.record_stream(reader)
-    elif isinstance(batch, dict | list | tuple):
-        for value in batch.values() if isinstance(batch, dict) else batch:
-            _keep_until_read(value, reader)
 
 
 def _are_images(value: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from trainer.data.images import check_split
-from trainer.errors import UserError
+from trainer.errors import UserError, on_one_line
 
 
 def hugging_face(
@@ -41,9 +41,8 @@ def hugging_face(
         if columns is not None:
             rows = rows.select_columns(list(columns))
     except Exception as error:  # each kind of file and hub raises its own
-        said = " ".join(str(error).split())
         raise UserError(
-            f"datasets.load_dataset({path!r}, split={theirs!r}) cannot be read: {said}"
+            f"datasets.load_dataset({path!r}, split={theirs!r}) cannot be read: {on_one_line(error)}"
         ) from error
     rows = rows.with_format("torch")
     if shuffle_buffer and split == "train":

@@ -1,6 +1,6 @@
 """Transforms of samples that the settings add to a dataset, and random mirroring."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 from trainer.data.device import Mirrored
 from trainer.data.loading.reader import collate, fetches_batches, generators_kept, name_of, sample_of
 from trainer.errors import UserError
+from trainer.nested import leaves
 
 
 class _Upon(Dataset[Any]):
@@ -56,23 +57,15 @@ class Transformed(_Upon):
     def input_shape(self) -> tuple[int, ...]:
         """The shape of the first tensor in a transformed sample."""
         with generators_kept():
-            leaves = list(_leaves(self[0]))
-        shapes = [tuple(value.shape) for value in leaves if isinstance(value, Tensor)]
+            values = leaves(self[0])
+        shapes = [tuple(value.shape) for value in values if isinstance(value, Tensor)]
         if not shapes:
             raise UserError(
                 f"{self._setting} must yield a tensor in each sample of {type(self.dataset).__name__}, but "
-                f"{', '.join(type(value).__name__ for value in leaves)}; let it end with "
+                f"{', '.join(type(value).__name__ for value in values)}; let it end with "
                 "{_target_: torchvision.transforms.v2.PILToTensor}"
             )
         return shapes[0]
-
-
-def _leaves(sample: Any) -> Iterator[Any]:
-    if not isinstance(sample, dict | list | tuple):
-        yield sample
-        return
-    for value in sample.values() if isinstance(sample, dict) else sample:
-        yield from _leaves(value)
 
 
 class _EachMirrored(_Upon):

@@ -20,13 +20,14 @@ from trainer.config.overrides import leaves
 from trainer.data.loading.base import EvalLoader
 from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
-from trainer.distributed.process_group import Dist, process_group
+from trainer.distributed.process_group import process_group
 from trainer.distributed.seeding import rng_state, seed_everything, set_rng_state
 from trainer.errors import UserError
 from trainer.inference.evaluation import ModelContext
 from trainer.meta_init.deferred import Deferred, deferred
 from trainer.optim.param_groups import freeze
 from trainer.run_dir.claim import run_id_of
+from trainer.run_dir.console import terminal
 from trainer.strategies import Strategy, build_strategy
 
 log = logging.getLogger("trainer")
@@ -69,7 +70,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         UserError: the checkpoint does not exist, is broken or is of another model; or settings do not fit
             this machine, the data or the other ranks.
     """
-    with process_group(config.distributed) as dist, _messages(dist):
+    with process_group(config.distributed) as dist, terminal(dist, sys.stderr):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks({**shared, "the checkpoint": checkpoint}, dist)
         strategy = build_strategy(config, dist)
@@ -194,27 +195,3 @@ class _WithProgress:
                 left = f" of {total}, {(now - began) / number * (total - number):.0f} s left" if total else ""
                 log.info("%d batches%s", number, left)
             yield batch
-
-
-@contextmanager
-def _messages(dist: Dist) -> Iterator[None]:
-    """Send messages to standard error: standard output is for results, and the log belongs to the run.
-
-    Ranks other than 0 print only warnings, with their rank.
-    """
-    root, to_stderr = logging.getLogger("trainer"), _ToStderr()
-    to_stderr.setFormatter(
-        logging.Formatter("%(message)s" if dist.is_main else f"[rank {dist.rank}] %(message)s")
-    )
-    root.setLevel(logging.INFO if dist.is_main else logging.WARNING)
-    root.propagate, before = False, root.handlers
-    root.handlers = [to_stderr]
-    try:
-        yield
-    finally:
-        root.handlers = before
-
-
-class _ToStderr(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)  # above the bar, if there is one

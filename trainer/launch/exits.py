@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.overrides import in_words
 from trainer.errors import EndedBefore, NonFiniteLossError, RunEndError, StoppedBySignal, UserError
+from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, load_json
 from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
@@ -75,10 +76,8 @@ def _end_as_before() -> None:
 def _tell_next_attempt(status: int, message: str) -> None:
     word = _last_word()
     if word is not None and status in _FINAL:
-        with contextlib.suppress(OSError):
-            own = word.with_name(f"{word.name}.{os.getpid()}")
-            own.write_text(json.dumps({"status": status, "message": message}))
-            own.replace(word)
+        with contextlib.suppress(OSError), atomic_file(word) as file:
+            file.write(json.dumps({"status": status, "message": message}).encode())
 
 
 def _last_word() -> Path | None:

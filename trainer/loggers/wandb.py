@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from trainer.errors import UserError
+from trainer.errors import UserError, on_one_line
 from trainer.loggers.base import Logger
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ class Wandb(Logger):
             # This process controls the terminal, and train.log has its output.
             self._run = wandb.init(settings=wandb.Settings(console="off"), **init)
         except wandb.errors.Error as error:
-            said = " ".join(str(error).split())
-            raise UserError(f"logger.wandb: {said}; logger.wandb.mode=offline needs no network") from error
+            raise UserError(
+                f"logger.wandb: {on_one_line(error)}; logger.wandb.mode=offline needs no network"
+            ) from error
         self._run.define_metric("*", step_metric="step")
         self.look = self._run.url or f"wandb sync {Path(self._run.dir).parent}"
 

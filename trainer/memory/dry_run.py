@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from torch.optim import Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
-from torch.utils._pytree import tree_map
 
 from trainer.build import build_dataset, build_model, build_task, build_to_device
 from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
@@ -33,6 +32,7 @@ from trainer.memory.ledger import MemoryLedger, parts
 from trainer.memory.simulated import CPU, SimulatedStrategy, simulated_strategy
 from trainer.meta_init.deferred import Deferred, deferred
 from trainer.meta_init.module_tensors import named_tensors, replace_all
+from trainer.nested import mapped
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant, sparse_weights
 from trainer.optim.train_state import Progress, TrainState
@@ -166,7 +166,7 @@ class Stage:
         Raises:
             UserError: the model reads the data of tensors, which have none.
         """
-        batch = tree_map(lambda value: _repeated(value, micro_size), self._dry_run.sample)
+        batch = mapped(self._dry_run.sample, lambda value: _repeated(value, micro_size))
         for _ in range(1 if self._has_state else 2):
             self._ledger.forget_peaks()
             self._step(batch, min(accumulation, 2))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from trainer.local_shard import to_local
+from trainer.nested import leaves
 
 KINDS = ("parameters", "gradients", "optimizer", "averages", "communication", "activations")
 _REST, _COMMUNICATION = "activations", "communication"
@@ -163,6 +163,6 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    for leaf in tree_iter(value):
+    for leaf in leaves(value):
         if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
             yield from parts(leaf)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import functional_call
-from torch.utils._pytree import tree_iter, tree_map
 
 from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.server import Mean, Server
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
 from trainer.distributed.process_group import Dist
+from trainer.nested import leaves, mapped
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import Computing, Fill
 from trainer.strategies.data_parallel import to_gather
@@ -160,7 +160,7 @@ class _Scattered(nn.Module):
         replicas = _Broadcast.apply(self._other, *trained.values())
         first = dict(zip(trained, replicas[: len(trained)], strict=True))
         other = dict(zip(trained, replicas[len(trained) :], strict=True)) | rest
-        lengths = [len(leaf) for leaf in tree_iter((inputs, named)) if isinstance(leaf, Tensor) and leaf.ndim]
+        lengths = [len(leaf) for leaf in leaves((inputs, named)) if isinstance(leaf, Tensor) and leaf.ndim]
 
         def part(value: Any) -> Any:
             whole = not isinstance(value, Tensor) or value.ndim == 0
@@ -169,10 +169,10 @@ class _Scattered(nn.Module):
         def moved(value: Any) -> Any:
             return value.to(self._other) if isinstance(value, Tensor) else value
 
-        parts = tree_map(part, (inputs, named))
+        parts = mapped((inputs, named), part)
         outputs = to_gather(functional_call(self.module, first, *parts))
-        others = functional_call(self.module, other, *tree_map(moved, parts))
-        return tree_map(lambda one, another: _Gather.apply(lengths[0], one, another), outputs, others)
+        others = iter(leaves(functional_call(self.module, other, *mapped(parts, moved))))
+        return mapped(outputs, lambda one: _Gather.apply(lengths[0], one, next(others)))
 
 
 class _Broadcast(Function):

@@ -5,7 +5,7 @@ import heapq
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.meta_init.unwritten import mark_unwritten
+from trainer.nested import leaves, mapped
 
 _aten = torch.ops.aten
 # These overwrite all of their first argument without reading it.
@@ -25,7 +26,6 @@ OVERWRITES = {
     _aten.copy_.default,
 }
 _RESIZES = {_aten.resize_.default}
-_NESTS = (list, tuple, dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,24 +190,3 @@ def checksum(tensor: Tensor) -> int:
 def storage_of(tensor: Tensor) -> int:
     """The number of the tensor's storage: an address."""
     return tensor.untyped_storage()._cdata
-
-
-def leaves(value: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and dicts."""
-    if not isinstance(value, _NESTS):
-        return [value]
-    found: list[Any] = []
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, _NESTS):
-            found += leaves(item)
-        else:
-            found.append(item)
-    return found
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(mapped(item, change) for item in value)
-    if type(value) is dict:
-        return {key: mapped(item, change) for key, item in value.items()}
-    return change(value)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trainer.meta_init.operations import mapped
 from trainer.meta_init.recorder import InitRecorder, NotRecordable
+from trainer.nested import mapped
 
 # They return a value, not a tensor: computed at once.
 _READS = {

@@ -18,10 +18,9 @@ from trainer.meta_init.operations import (
     Operations,
     StorageSlice,
     checksum,
-    leaves,
-    mapped,
     storage_of,
 )
+from trainer.nested import leaves, mapped
 
 _aten = torch.ops.aten
 # They return their first argument; on the meta device torch takes up to 2 ms in Python for it.

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
+from trainer.nested import leaves
 
 WATCHED = "eval/loss"  # the metric for ReduceLROnPlateau
 
@@ -272,19 +273,14 @@ def _outside_of_state(optimizer: Optimizer, optimized: set[Tensor]) -> str | Non
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return None
 
-    def is_kept(value: object) -> bool:
-        if isinstance(value, list | tuple):
-            return any(map(is_kept, value))
-        if isinstance(value, dict):
-            return any(map(is_kept, value.values()))
+    def is_own(value: object) -> bool:
         if isinstance(value, Optimizer):
             return value.state is not optimizer.state
         return isinstance(value, Tensor) and value not in optimized
 
     known = {"state", "param_groups", "defaults"}
-    return next(
-        (name for name, value in vars(optimizer).items() if name not in known and is_kept(value)), None
-    )
+    values = {name: value for name, value in vars(optimizer).items() if name not in known}
+    return next((name for name, value in values.items() if any(map(is_own, leaves(value)))), None)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -140,23 +141,32 @@ class _LogFile(logging.FileHandler):
 
 
 @contextmanager
+def terminal(dist: Dist, stream: TextIO) -> Iterator[None]:
+    """Print the trainer's messages to `stream`; of ranks other than 0 only warnings, with their rank."""
+    console = _Console(stream)
+    console.setLevel(logging.INFO if dist.is_main else logging.WARNING)
+    if not dist.is_main:
+        console.setFormatter(logging.Formatter(f"[rank {dist.rank}] %(message)s"))
+    log.setLevel(logging.DEBUG)
+    log.propagate, before = False, log.handlers
+    log.handlers = [console]
+    try:
+        yield
+    finally:
+        for handler in log.handlers:
+            handler.close()
+        log.handlers = before
+
+
+@contextmanager
 def messages(dist: Dist, run_dir: Path) -> Iterator[Callable[[], None]]:
     """Send the trainer's messages to the terminal and, on rank 0, to run_dir/train.log.
-
-    Other ranks print only warnings, with their rank.
 
     Yields:
         A function that opens train.log, with the earlier messages, too; it does nothing on other ranks, or
         when called again. Raises UserError if run_dir cannot be written. A fault opens train.log itself.
     """
-    log.setLevel(logging.DEBUG)
-    log.propagate = False
-    console = _Console(sys.stdout if dist.is_main else sys.stderr)
-    console.setLevel(logging.INFO if dist.is_main else logging.WARNING)
-    if not dist.is_main:
-        console.setFormatter(logging.Formatter(f"[rank {dist.rank}] %(message)s"))
     said = logging.handlers.MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
-    log.handlers = [console, said] if dist.is_main else [console]
 
     def open_file() -> None:
         if said not in log.handlers:
@@ -164,27 +174,27 @@ def messages(dist: Dist, run_dir: Path) -> Iterator[Callable[[], None]]:
         with writing(run_dir):
             to_file = _LogFile(run_dir / "train.log", encoding="utf-8", errors="backslashreplace")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.handlers = [console, to_file]
+        log.handlers = [*(handler for handler in log.handlers if handler is not said), to_file]
         said.setTarget(to_file)
         said.flush()
 
     say_thread_ended, threading.excepthook = threading.excepthook, _leave_to_the_main_thread
-    try:
-        yield open_file
-    except StoppedBySignal as stopped:
-        log.debug("%s", stopped)
-        raise
-    except Exception as error:
-        log.debug("the run ends here", exc_info=True)
-        if not isinstance(error, RunEndError):
-            with contextlib.suppress(UserError):
-                open_file()
-        raise
-    finally:
-        threading.excepthook = say_thread_ended
-        for handler in log.handlers:
-            handler.close()
-        log.handlers = []
+    with terminal(dist, sys.stdout if dist.is_main else sys.stderr):
+        if dist.is_main:
+            log.addHandler(said)
+        try:
+            yield open_file
+        except StoppedBySignal as stopped:
+            log.debug("%s", stopped)
+            raise
+        except Exception as error:
+            log.debug("the run ends here", exc_info=True)
+            if not isinstance(error, RunEndError):
+                with contextlib.suppress(UserError):
+                    open_file()
+            raise
+        finally:
+            threading.excepthook = say_thread_ended
 
 
 def _leave_to_the_main_thread(ended: threading.ExceptHookArgs) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer import step
+from trainer.comm.timeline.records import Timeline
+from trainer.comm.timeline.summary import draw, table
 from trainer.config import DdpConfig, SingleConfig
 from trainer.distributed.process_group import broadcast_tensors
 from trainer.errors import UserError, first_line
@@ -67,6 +69,7 @@ class Strategy:
         self._split: Split | None = None
         self.computing = computing
         self.notes: list[str] = []
+        self.timeline: Timeline | None = None  # of the collectives of its backward passes, if they are timed
 
     @property
     def device(self) -> torch.device:
@@ -186,21 +189,30 @@ class Strategy:
 
     def metrics(self) -> dict[str, float]:
         """The measurements of this strategy since the last call, for the log."""
-        if self._split is None:
-            return {}
-        return {"split/moves_per_pass": self._split.moves / max(1, self._split.passes)}
+        found = self.timeline.metrics() if self.timeline is not None else {}
+        if self._split is not None:
+            found["split/moves_per_pass"] = self._split.moves / max(1, self._split.passes)
+        return found
 
     def figures(self) -> dict[str, "Figure"]:
         """Figures of the last `metrics`, for the log of one rank; slow, and not a collective."""
-        return {}
+        if self.timeline is None:
+            return {}
+        return {"comm/units" if self.timeline.collectives else "comm/buckets": draw(self.timeline)}
 
     def summary(self) -> str:
         """A summary of the whole run for the user, at the end; may be empty."""
-        return ""
+        return table(self.timeline) if self.timeline is not None else ""
 
     def measured(self) -> dict[str, Any]:
         """This strategy's communication, for result.json, on rank 0; not a collective."""
         return {}
+
+    def _typical_pass(self, hosts: Sequence[int], wire_dtype: str) -> dict[str, Any]:
+        """The timeline of a typical pass, as `measured` returns it."""
+        typical = self.timeline.typical_pass() if self.timeline is not None else {}
+        facts = {"device": self.device.type, "hosts": list(hosts), "wire_dtype": wire_dtype}
+        return {"timeline": facts | typical} if typical else {}
 
     def close(self) -> None:
         """End threads and groups; called once, after a successful run."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError
+from trainer.nested import leaves
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.shardable import refuse_max_norm
 
@@ -76,15 +77,13 @@ def to_gather(output: Any) -> Any:
     Raises:
         UserError: something in it has no samples, such as a loss.
     """
-    if isinstance(output, dict | list | tuple):
-        for item in output.values() if isinstance(output, dict) else output:
-            to_gather(item)
-    elif output is not None and not (isinstance(output, Tensor) and output.ndim):
-        what = "a tensor without dimensions" if isinstance(output, Tensor) else type(output).__name__
-        raise UserError(
-            f"strategy=dp: the model returns {what}, such as its own loss, but nn.DataParallel gathers only "
-            "samples; take strategy=ddp"
-        )
+    for value in leaves(output):
+        if value is not None and not (isinstance(value, Tensor) and value.ndim):
+            what = "a tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(
+                f"strategy=dp: the model returns {what}, such as its own loss, but nn.DataParallel gathers "
+                "only samples; take strategy=ddp"
+            )
     return output
 
 

@@ -3,14 +3,13 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm.ddp_hook import CommHook, attach
-from trainer.comm.timeline.summary import draw, table
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError
@@ -19,10 +18,6 @@ from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
 from trainer.strategies.buffers import are_statistics
 from trainer.strategies.shardable import refuse_max_norm
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _FORWARD_SENDS_NO_BUFFERS: dict[str, Any] = {
@@ -92,6 +87,7 @@ class Ddp(Strategy):
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 try:
                     self.hook = attach(model, self.comm.algorithm, **options)
+                    self.timeline = self.hook.timeline
                 except ValueError as error:
                     raise UserError(f"comm={self.comm.algorithm}: {error}") from error
         return model
@@ -155,22 +151,9 @@ class Ddp(Strategy):
     def equal_ranks(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
 
-    def metrics(self) -> dict[str, float]:
-        return super().metrics() | (self.hook.timeline.metrics() if self.hook is not None else {})
-
-    def figures(self) -> dict[str, "Figure"]:
-        return {"comm/buckets": draw(self.hook.timeline)} if self.hook is not None else {}
-
-    def summary(self) -> str:
-        return table(self.hook.timeline) if self.hook is not None else ""
-
     def measured(self) -> dict[str, Any]:
-        typical = self.hook.timeline.typical_pass() if self.hook is not None else {}
-        options = _options(self.comm) or {}
-        if not typical or "wire_dtype" not in options:  # PowerSGD's messages are not its buckets
-            return {}
-        facts = {"device": self.device.type, "hosts": list(self.hosts), "wire_dtype": options["wire_dtype"]}
-        return {"timeline": facts | typical}
+        wire_dtype = (_options(self.comm) or {}).get("wire_dtype")  # PowerSGD's messages are not its buckets
+        return self._typical_pass(self.hosts, wire_dtype) if wire_dtype is not None else {}
 
     def close(self) -> None:
         if self.hook is not None:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._pytree import tree_leaves
 
 from trainer.comm.fsdp_collectives import ShardComm, attach
-from trainer.comm.timeline.summary import draw, table
 from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
@@ -39,9 +38,6 @@ from trainer.strategies.shardable import (
 )
 from trainer.strategies.units import named_units, units_by_size
 from trainer.strategies.used import UsedParameters
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class Fsdp(Strategy):
@@ -158,6 +154,7 @@ class Fsdp(Strategy):
             timeout_s=self.timeout_s,
             enter=self.dist.heartbeat.enter,
         )
+        self.timeline = self.shard_comm.timeline
         if self.mesh.ndim == 2:
             self.notes.append(f"fsdp: comm={self.comm.algorithm} within shards, native between replicas")
 
@@ -241,27 +238,11 @@ class Fsdp(Strategy):
         # Hybrid: the ranks of a mesh column hold the same shard.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
 
-    def metrics(self) -> dict[str, float]:
-        return super().metrics() | (self.shard_comm.timeline.metrics() if self.shard_comm is not None else {})
-
-    def figures(self) -> dict[str, "Figure"]:
-        return {"comm/units": draw(self.shard_comm.timeline)} if self.shard_comm is not None else {}
-
-    def summary(self) -> str:
-        return table(self.shard_comm.timeline) if self.shard_comm is not None else ""
-
     def measured(self) -> dict[str, Any]:
-        known = self.mesh.ndim == 1 and not self._accumulates  # else a pass is only a part of a step
-        typical = self.shard_comm.timeline.typical_pass() if self.shard_comm is not None and known else {}
-        if not typical:
+        whole = self.mesh.ndim == 1 and not self._accumulates  # else a pass is only a part of a step
+        if not whole or not isinstance(self.comm, ScheduleCommConfig):
             return {}
-        assert isinstance(self.comm, ScheduleCommConfig)
-        facts = {
-            "device": self.device.type,
-            "hosts": list(self.dist.hosts),
-            "wire_dtype": self.comm.wire_dtype,
-        }
-        return {"timeline": facts | typical}
+        return self._typical_pass(self.dist.hosts, self.comm.wire_dtype)
 
     def close(self) -> None:
         if self.shard_comm is not None:

@@ -1,16 +1,15 @@
 """One model over several devices of its process: units in order; hooks move inputs to the next device."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from trainer.errors import UserError
+from trainer.nested import leaves, mapped
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -60,37 +59,14 @@ class Split:
     def _moved(self, value: Any, device: torch.device, elsewhere: bool) -> Any:
         """`value`, tensors in tuples, lists and dicts, on `device`."""
 
-        def move(tensor: Tensor) -> Tensor:
-            self.moves += elsewhere or tensor.device != device
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            self.moves += elsewhere or value.device != device
             # The host would read a value before it has arrived.
-            return tensor.to(device, non_blocking=device.type != "cpu")
+            return value.to(device, non_blocking=device.type != "cpu")
 
-        return _replaced(value, move)
-
-
-def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with the results of `change` for tensors in tuples, lists and dicts; itself, if unchanged.
-
-    A list that a module appends to must stay the caller's own.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, PackedSequence):  # some of its tensors stay on the CPU
-        data = change(value.data)
-        indices = (part if part is None else change(part) for part in value[2:])
-        return value if data is value.data else PackedSequence(data, value.batch_sizes, *indices)
-    if not isinstance(value, dict | list | tuple):
-        return value
-    keys = list(value) if isinstance(value, dict) else range(len(value))
-    items = [_replaced(value[key], change) for key in keys]
-    if all(item is value[key] for key, item in zip(keys, items, strict=True)):
-        return value
-    if isinstance(value, tuple):
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    made = copy.copy(value)
-    for key, item in zip(keys, items, strict=True):
-        made[key] = item
-    return made
+        return mapped(value, move)
 
 
 class _Together(TorchFunctionMode):
@@ -105,25 +81,19 @@ class _Together(TorchFunctionMode):
         self._split = split
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        call, tensors = (args, kwargs or {}), list[Tensor]()
-
-        def note(tensor: Tensor) -> Tensor:
-            if tensor.ndim:
-                tensors.append(tensor)
-            return tensor
-
-        _replaced(call, note)
+        call = (args, kwargs or {})
+        tensors = [value for value in leaves(call) if isinstance(value, Tensor) and value.ndim]
         if len({tensor.device for tensor in tensors}) > 1:
             parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
             chosen = tensors[0] if _is_about_first(func) else (parameters or tensors)[-1]
 
-            def move(tensor: Tensor) -> Tensor:
-                if not tensor.ndim or tensor.device == chosen.device:
-                    return tensor
+            def move(value: Any) -> Any:
+                if not (isinstance(value, Tensor) and value.ndim) or value.device == chosen.device:
+                    return value
                 self._split.moves += 1
-                return tensor.to(chosen.device)
+                return value.to(chosen.device)
 
-            call = _replaced(call, move)
+            call = mapped(call, move)
         return func(*call[0], **call[1])
 
 

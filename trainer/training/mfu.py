@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from trainer.config import TrainConfig
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import rng_state, set_rng_state
 from trainer.errors import first_line
+from trainer.nested import mapped
 from trainer.tasks import Task
 
 log = logging.getLogger(__name__)
@@ -111,20 +111,16 @@ class ModelFlops:
         generators = rng_state()
         try:
             with self._fakes, FlopCounterMode(display=False) as counter:
-                self._task.loss(model.train(), _faked(batch, self._device)).backward()
+                self._task.loss(model.train(), mapped(batch, self._faked)).backward()
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # a forward pass may need values in any way
             reason = first_line(error)
             log.info("no speed/mfu: the model's FLOPs cannot be counted without its values (%s)", reason)
         set_rng_state(generators)
 
+    def _faked(self, value: Any) -> Any:
+        return torch.empty_like(value, device=self._device) if isinstance(value, Tensor) else value
+
     def utilisation(self, step_s: float) -> float | None:
         """The fraction of the peak that a step of `step_s` seconds uses."""
         return None if self._per_step is None else self._per_step / step_s / self._peak
-
-
-def _faked(batch: Any, device: torch.device) -> Any:
-    def fake(value: Any) -> Any:
-        return torch.empty_like(value, device=device) if isinstance(value, Tensor) else value
-
-    return tree_map(fake, batch)

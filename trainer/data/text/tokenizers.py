@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.errors import UserError
+from trainer.errors import UserError, on_one_line
 
 NAMES = ("bytes", "gpt2")
 
@@ -73,7 +73,7 @@ class Gpt2:
                 self._encoding = tiktoken.get_encoding("gpt2")
             except Exception as error:  # network libraries raise their own
                 raise UserError(
-                    f"the vocabulary of gpt2 cannot be downloaded: {' '.join(str(error).split())[:200]}; set "
+                    f"the vocabulary of gpt2 cannot be downloaded: {on_one_line(error)[:200]}; set "
                     "vocabulary to r50k_base.tiktoken, or to a folder with vocab.bpe and encoder.json"
                 ) from error
         else:

@@ -28,6 +28,7 @@ from trainer.config import (
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.local_shard import to_local
+from trainer.nested import mapped
 from trainer.optim.train_state import Progress
 
 log = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ class FaultInjector:
 
     def _poison(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         poisons, self._poisons = self._poisons, False
-        return _times_nan(output) if poisons else output
+        return mapped(output, _times_nan) if poisons else output
 
     def _diverge(self, fault: DivergeFaultConfig) -> None:
         assert self._replicated is not None
@@ -180,14 +181,8 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
     element.bitwise_xor_(1 << bit if bit < 8 * size - 1 else -(1 << bit))
 
 
-def _times_nan(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output * torch.nan if output.is_floating_point() else output
-    if isinstance(output, dict):
-        return type(output)({key: _times_nan(value) for key, value in output.items()})
-    if isinstance(output, list | tuple):
-        return type(output)(_times_nan(value) for value in output)
-    return output
+def _times_nan(value: Any) -> Any:
+    return value * torch.nan if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _read(marker: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from trainer.comm.parameter_server.layout import ShardedBucket
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.worker import Worker
 from trainer.errors import UserError
+from trainer.nested import leaves
 
 
 class WorkerCopy:
@@ -145,8 +146,7 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._client.awaits:
-            for value in (*args, *kwargs.values()):
-                for item in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(item, nn.Parameter) and item in self._bucket_of:
-                        self._client.settle(self._bucket_of[item])
+            for value in leaves((args, kwargs)):
+                if isinstance(value, nn.Parameter) and value in self._bucket_of:
+                    self._client.settle(self._bucket_of[value])
         return func(*args, **kwargs)

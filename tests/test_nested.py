@@ -1,0 +1,65 @@
+"""What is nested is walked through in order, and built again as it was."""
+
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from trainer.nested import leaves, mapped
+
+
+class Pair(NamedTuple):
+    image: Tensor
+    name: str
+
+
+class Output(OrderedDict[str, Any]):
+    """As those of transformers: a dict whose constructor takes something else."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+
+    def __reduce__(self) -> Any:
+        return _output, (dict(self),)
+
+
+def _output(values: dict[str, Any]) -> Output:
+    return Output(**values)
+
+
+ONE, TWO = torch.tensor([1.0]), torch.tensor([2.0])
+NESTS = [
+    [ONE, (TWO, {"a": ONE})],
+    Pair(ONE, "x"),
+    {"a": [ONE], "b": {"c": TWO}},
+    defaultdict(list, a=ONE),
+    Output(logits=ONE, caches=((ONE, TWO),)),
+    torch.ones(3).max(0),
+    (torch.Size([3]), [], ONE),
+    ONE,
+]
+
+
+def doubled(value: Any) -> Any:
+    return value * 2 if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("value", NESTS, ids=lambda value: type(value).__name__)
+def test_a_nest_is_built_again_of_the_same_types(value: Any) -> None:
+    made = mapped(value, doubled)
+    assert type(made) is type(value)
+    assert [str(leaf) for leaf in leaves(made)] == [str(doubled(leaf)) for leaf in leaves(value)]
+    assert leaves(value), "in it nothing is lost"
+    assert mapped(value, lambda leaf: leaf) is value, "a list to which a module appends stays the caller's"
+
+
+def test_the_batch_sizes_of_packed_sequences_stay_on_the_cpu() -> None:
+    packed = pack_sequence([torch.ones(1), torch.ones(3)], enforce_sorted=False)
+    (moved,) = mapped([packed], lambda value: value.to("meta"))
+    assert isinstance(moved, PackedSequence)
+    assert (moved.data.device.type, moved.sorted_indices.device.type) == ("meta", "meta")
+    assert moved.batch_sizes is packed.batch_sizes
+    assert mapped([packed], lambda value: value)[0] is packed
