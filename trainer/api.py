@@ -15,10 +15,10 @@ from trainer.config.overrides import CONF, for_hydra, in_words, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
 from trainer.faults import exit_report
+from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json
 from trainer.inference.restore import restored_model
 from trainer.launch.fresh import launched_by
-from trainer.launch.local import unused_run_dir
 from trainer.run import run
 
 
@@ -43,7 +43,7 @@ def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
             "launch.dry_run=true and launch.wait=false leave no result to return; use them on a command "
             "line: ringmaster launch=slurm ..."
         )
-    settings.run_dir = settings.run_dir or str(unused_run_dir())  # else the launcher would choose another
+    settings.run_dir = settings.run_dir or str(new_run_dir())  # else the launcher would choose another
     run_dir = Path(settings.run_dir)
     written_at = exit_report.failure_written_at(run_dir)
     status = launcher(settings, [*overrides, set_to("run_dir", settings.run_dir)])

@@ -116,7 +116,6 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     dist = dataclasses.replace(dist, heartbeat=injector.heartbeat(dist.heartbeat))
     strategy = build_strategy(config, dist)
     batch = split_batch(train.global_batch_size, train.micro_batch_size, strategy.num_replicas)
-
     task = build_task(config)
     _check_keep_best(config, task)
     data = load_data(config, batch, strategy, dist)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from datetime import datetime
 from pathlib import Path
 
 
@@ -18,3 +19,8 @@ def new_directory(base: Path) -> Path:
             path.mkdir()
             return path
     raise AssertionError("unreachable")
+
+
+def new_run_dir() -> Path:
+    """Create a directory for a run that chose none, under runs/ and named after the time. Raises OSError."""
+    return new_directory(Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}"))

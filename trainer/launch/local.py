@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +20,7 @@ from typing import IO, Any
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json, printable
 from trainer.launch import fresh
 from trainer.launch.place import LISTENING, place
@@ -44,7 +44,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     """
     settings, processes = config.launch, _processes(config)
     assert isinstance(settings, LocalLaunchConfig)
-    run_dir = config.run_dir or str(unused_run_dir())
+    run_dir = config.run_dir or str(new_run_dir())
     argv = [*argv, set_to("run_dir", run_dir)]
     seen: list[dict[str, Any]] = []
     for attempt in range(settings.max_restarts + 1):
@@ -83,19 +83,6 @@ def _processes(config: Config) -> int:
             "use only one of the two"
         )
     return config.launch.processes or _gpus(config) or 1
-
-
-def unused_run_dir() -> Path:
-    """Create and return a run directory that no other launch has taken."""
-    base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
-    base.parent.mkdir(parents=True, exist_ok=True)
-    for path in (base, *(Path(f"{base}-{n}") for n in range(2, 10000))):
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return path
-    raise UserError(f"{base.parent} is full of runs; choose one with run_dir=")
 
 
 def _attempt(argv: Sequence[str], processes: int, module: str | None = None) -> tuple[int, bool]:

@@ -20,8 +20,8 @@ from typing import Any
 from trainer.config import Config, SlurmLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import StoppedBySignal, UserError
+from trainer.files.new_directory import new_run_dir
 from trainer.launch import fresh
-from trainer.launch.local import unused_run_dir
 
 _POLL_S = 2.0
 _SILENT_S = 600.0
@@ -39,7 +39,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     """
     settings = config.launch
     assert isinstance(settings, SlurmLaunchConfig)
-    named = config.run_dir or ("runs/..." if settings.dry_run else str(unused_run_dir()))
+    named = config.run_dir or ("runs/..." if settings.dry_run else str(new_run_dir()))
     run_dir = Path(named).absolute()
     executor = _executor(settings, run_dir / "slurm")
     command = _command(

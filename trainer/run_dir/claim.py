@@ -18,7 +18,7 @@ from pathlib import Path
 from trainer.checkpoint import is_run_id, newest_run_id, read_manifest
 from trainer.errors import UserError, writing
 from trainer.files.atomic_file import atomic_file
-from trainer.files.new_directory import new_directory
+from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import Fields, load_json, printable
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,7 @@ def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wa
             writable.
     """
     with writing(wanted or "null"):
-        base = Path("runs", f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
-        path = new_directory(base) if wanted is None else Path(wanted)
+        path = new_run_dir() if wanted is None else Path(wanted)
         path.mkdir(parents=True, exist_ok=True)
         held.enter_context(_locked(path, min(wait_s, _LEASE_S)))
         return _identified(path, resume)
