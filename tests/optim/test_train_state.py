@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from tests.checkpoint import tiny
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
-from trainer.optim.train_state import Progress, parameter_names
+from trainer.optim.train_state import Progress, load_model_state, parameter_names
 
 
 def test_progress_counts_steps_epochs_and_samples() -> None:
@@ -75,6 +76,19 @@ def test_names_are_those_of_the_plain_module() -> None:
     net.first = torch.compile(net.first)  # type: ignore[assignment]
     assert "first._orig_mod.weight" in dict(net.named_parameters())
     assert [name for name, _ in parameter_names(net)] == plain
+
+
+def test_a_module_that_asks_for_its_version_is_told_it() -> None:
+    class Versioned(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+            assert metadata.get("version") == 2
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    model, other = nn.Sequential(Versioned(2, 2)), nn.Sequential(Versioned(2, 2))
+    load_model_state(model, get_model_state_dict(other))
+    assert torch.equal(model[0].weight, other[0].weight)
 
 
 def test_tied_weights_have_one_optimizer_state() -> None:

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, of_modules_own
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
 from trainer.local_shard import to_local
-from trainer.optim.train_state import TrainState, every_parameter, named_buffers
+from trainer.optim.train_state import TrainState, every_parameter, load_model_state, named_buffers
 
 
 class Expected:
@@ -131,7 +131,7 @@ def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, 
     """UserError unless ``model`` takes ``saved`` back as it is; ``held`` keeps its values in either case."""
     before = {name: tensor.clone() for name, tensor in held.items()}
     try:
-        set_model_state_dict(model, dict(saved))
+        load_model_state(model, saved)
         changed = [name for name in held if not _equal(to_local(held[name]), to_local(before[name]))]
         words = f"other values come back of {first_five(changed)}" if changed else ""
     except Exception as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from trainer.checkpoint.matching import model_targets
 from trainer.checkpoint.source import Source, whole
@@ -15,7 +15,7 @@ from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
-from trainer.optim.train_state import buffers_outside
+from trainer.optim.train_state import buffers_outside, load_model_state
 
 log = logging.getLogger(__name__)
 
@@ -123,4 +123,4 @@ def _read(model: nn.Module, source: Source) -> None:
     }
     with torch.no_grad():
         source.read_into(targets)
-    set_model_state_dict(model, put_together(source.facts["state"]["model"], targets, "model"))
+    load_model_state(model, put_together(source.facts["state"]["model"], targets, "model"))

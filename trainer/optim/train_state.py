@@ -1,6 +1,7 @@
 """The state of a run at a step boundary: its progress, and everything that training changes."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -132,7 +133,7 @@ class TrainState:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a saved state; sharded tensors must be sharded as they are here."""
-        set_model_state_dict(self.model, saved["model"])
+        load_model_state(self.model, saved["model"])
         buffers = buffers_outside(self.model, set(saved["model"]))
         with torch.no_grad():
             for name, value in saved.get("buffers", {}).items():  # there may be fewer, or none
@@ -203,6 +204,16 @@ def _name(key: int | str, names: list[str]) -> str:
         f"the optimizer keeps state under {key}, a parameter's name"
     )
     return names[key] if isinstance(key, int) else key
+
+
+def load_model_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Load what `get_model_state_dict` gave into `model`, sharded or not.
+
+    Modules are told their own version, as `Module.state_dict` would: torchvision's MNASNet takes no other.
+    """
+    versioned: Any = OrderedDict(saved)
+    versioned._metadata = {name: {"version": module._version} for name, module in model.named_modules()}
+    set_model_state_dict(model, versioned)
 
 
 def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
