@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.comm.network import predict_step
 from trainer.errors import UserError
+from trainer.tasks import Classification
 from trainer.training.start_table import layout
 
 FIGURES = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
@@ -199,11 +200,24 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
             ["data.task={_target_:builtins.dict}", "~data.task.label_smoothing"],
             "without loss, or without what evaluation needs",
         ),
+        (
+            ["data.task={_target_:tests.test_run.Learned}", "~data.task.label_smoothing"],
+            "Learned has parameters, which no optimizer would train",
+        ),
     ],
 )
 def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=f"^.*{words}"), context_of(f"run_dir={tmp_path}", *overrides):
         pass
+
+
+class Learned(torch.nn.Module, Classification):
+    """A task with a parameter of its own."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        Classification.__init__(self)
+        self.scale = torch.nn.Parameter(torch.ones(()))
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,11 @@ def build_task(config: Config) -> Task:
             "without what evaluation needs: eval_sums and summarise, or rows and summarise_rows; see "
             "trainer.tasks.Task. With train.eval_every_epochs=0 only loss is needed"
         )
+    if isinstance(task, nn.Module) and any(parameter.requires_grad for parameter in task.parameters()):
+        raise UserError(
+            f"data.task: {type(task).__name__} has parameters, which no optimizer would train and no "
+            "checkpoint hold; put them into the model"
+        )
     if config.train.compile and offers(task, "compile"):
         task.compile()
     return task

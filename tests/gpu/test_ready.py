@@ -194,6 +194,9 @@ def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.Monke
 def test_only_buffers_that_training_reads_are_sent_at_each_forward_pass() -> None:
     norms = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     assert are_statistics(norms)
+    own = nn.Module()
+    own.register_buffer("running_mean", torch.zeros(1))
+    assert not are_statistics(own)  # its forward pass may read it
     norms.register_buffer("mask", torch.ones(1))
     assert not are_statistics(norms)
 

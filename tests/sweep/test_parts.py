@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -12,7 +14,7 @@ from tensorboard.plugins.hparams import metadata
 from tests.runs import settings
 from trainer.config.overrides import set_to
 from trainer.errors import UserError
-from trainer.sweep import hparams
+from trainer.sweep import hparams, results, trial_log
 from trainer.sweep.devices import Slots
 from trainer.sweep.search import GridSearch
 from trainer.sweep.space import Choice, Interval, grid, split
@@ -134,3 +136,13 @@ def test_tensorboard_is_told_once_in_the_trials_own_folder(tmp_path: Path) -> No
 def test_any_path_survives_the_command_line() -> None:
     for path in ("runs/x-1.5", "my dir/it's, a=b", "[0]"):
         assert settings(set_to("run_dir", path)).run_dir == path
+
+
+def test_a_trial_whose_metric_is_nan_comes_last() -> None:
+    values = [0.5, math.nan, 0.1, None, 0.05]
+    trials = [
+        Trial(number, (), None, "", state=trial_log.DONE, value=value) for number, value in enumerate(values)
+    ]
+    settings = SimpleNamespace(sign=1)
+    ordered = sorted(trials, key=lambda trial: results._order(trial, settings))  # type: ignore[arg-type]
+    assert [trial.number for trial in ordered] == [4, 2, 0, 1, 3]

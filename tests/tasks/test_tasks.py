@@ -153,6 +153,9 @@ def test_labels_may_be_shares_of_the_classes_or_one_hot(classes: int) -> None:
         for wrong in (shares[:, 1:], labels.float(), one_hot[:, 1:]):
             with pytest.raises(UserError, match=r"must be classes, integers \(17,\), or class probabilities"):
                 act(Given(), (logits, wrong))
+        for rows in (one_hot, shares):
+            with pytest.raises(UserError, match="the smallest is -100, which must be at least 0"):
+                act(Given(), (logits, torch.cat([rows[1:], torch.full_like(rows[:1], -100)])))
 
 
 def test_padding_of_sequences_does_not_count() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ class Keeper(nn.Module):
         self.register_buffer("in_buffer", torch.zeros(()))
         self.rnn, self.passes, self.history, self.hidden = nn.LSTM(2, 2), 0, [0], torch.zeros(2)
         self.cache: Tensor | None = None
+        self.generator, self.namespace = torch.Generator(), SimpleNamespace(passes=0)
+        self.hidden_modules, self.known_modules = [nn.Linear(2, 2)], [self.layer]
 
     def forward(self, rows: Tensor) -> Tensor:
         out = self.layer(rows)
@@ -33,6 +36,12 @@ class Keeper(nn.Module):
                 self.passes += 1
             case "list":
                 self.history.append(1)
+            case "generator":
+                torch.rand((), generator=self.generator)
+            case "hidden module":
+                self.hidden_modules[0].weight.data.mul_(0.9)
+            case "namespace":
+                self.namespace.passes += 1
             case "tensor":
                 self.hidden = out.detach().mean(0)
             case "cache":
@@ -52,6 +61,16 @@ class Extra(Keeper):
         self.passes = state
 
 
+NAMED = {
+    "number": "passes",
+    "list": "history",
+    "tensor": "hidden",
+    "generator": "generator",
+    "namespace": "namespace",
+    "hidden module": "hidden_modules",
+}
+
+
 def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
     unsaved, optimizer = UnsavedState(model, True), torch.optim.SGD(model.parameters(), 0.1)
@@ -65,7 +84,7 @@ def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture) -> list[str]
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    for kept, name in {"number": "passes", "list": "history", "tensor": "hidden"}.items():
+    for kept, name in NAMED.items():
         (message,) = warnings_of(nn.Sequential(Keeper(kept)), caplog)
         assert message.startswith(f"0.{name} changes from step to step"), message
     for kept in ("", "cache", "buffer", "output", "weight norm"):

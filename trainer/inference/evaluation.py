@@ -117,6 +117,6 @@ def _floats(figures: dict[str, Any], source: str) -> dict[str, float]:
     for name, value in figures.items():
         try:
             floats[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise UserError(f"{source} must give a number as {name}: {error}") from error
     return floats

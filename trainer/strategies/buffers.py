@@ -6,14 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.strategies.shardable import BATCH_NORMS
+
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
 
 def are_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are those of batch norms, which training only writes.
+    """Whether all buffers are those of norms of torch, which training only writes.
 
     Those of rank 0 follow its own data in any case, and are used for evaluation and saving.
     """
     holders = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
-    return all(hasattr(module, "running_mean") for module in holders)
+    return all(isinstance(module, (*BATCH_NORMS, *_INSTANCE_NORMS)) for module in holders)
 
 
 class ChangedBuffers:

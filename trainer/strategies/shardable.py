@@ -15,7 +15,7 @@ from trainer.meta_init.module_tensors import has_gradient_hook
 from trainer.meta_init.operations import storage_of
 from trainer.optim.schedules import sparse_weights
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class StaleReferenceCheck:
@@ -68,7 +68,7 @@ def is_closed(module: nn.Module, holders: dict[object, set[nn.Module]]) -> bool:
 
 def batch_norms(model: nn.Module) -> list[nn.Module]:
     """The batch norms with a weight beside their running statistics."""
-    return [module for module in model.modules() if isinstance(module, _BATCH_NORMS) and module.affine]
+    return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.affine]
 
 
 def refuse_max_norm(

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,7 @@ def figures_of(run_dir: Path) -> list[str]:
 
 
 def _order(trial: Trial, settings: SweepConfig) -> tuple[int, float, int]:
-    if trial.state == trial_log.DONE and trial.value is not None:
+    if trial.state == trial_log.DONE and trial.value is not None and not math.isnan(trial.value):
         return 0, settings.sign * trial.value, trial.number
     return 1, 0.0, trial.number
 

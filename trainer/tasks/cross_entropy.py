@@ -46,9 +46,11 @@ class CrossEntropy:
         self._function = torch.compile(_cross_entropy)
 
     def __call__(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        if labels.shape == logits.shape and not labels.is_floating_point():
+        are_shares = labels.shape == logits.shape
+        if are_shares and not labels.is_floating_point():
             labels = labels.to(logits.dtype)
-        if labels.is_cuda and not self._looked:
+        is_here = labels.is_cpu and type(labels) is Tensor  # and has values, as fake tensors have not
+        if (labels.is_cuda and not self._looked) or (are_shares and is_here):
             self._refuse_others(logits, labels)
         self._looked = True
         try:
@@ -68,6 +70,12 @@ class CrossEntropy:
                 f"probabilities, floats {tuple(logits.shape)}; check the data, or set {self._setting}"
             )
         if labels.is_floating_point():
+            if len(labels) and (smallest_share := float(labels.min())) < 0:
+                raise UserError(
+                    f"the labels are class probabilities, and the smallest is {smallest_share:g}, which must "
+                    "be at least 0: a row of them always counts; use classes, of which -100 does not, or "
+                    "leave such samples out"
+                )
             return
         given = labels[counted(labels)]
         if len(given) and not 0 <= int(given.min()) <= int(given.max()) < num_classes:

@@ -1,7 +1,10 @@
 """Attributes that modules keep between steps without saving them, so that a resume is not exact."""
 
 import logging
+import random
 import zlib
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,10 +27,11 @@ class UnsavedState:
     with `get_extra_state` decides itself what is saved.
     """
 
-    def __init__(self, model: nn.Module, is_main: bool) -> None:
+    def __init__(self, model: nn.Module, looks: bool) -> None:
+        """One rank that `looks` is enough: the first of those that train."""
         self._model = model
         self._after_first: dict[str, list[Any]] | None = None
-        self._is_over = not is_main
+        self._is_over = not looks
 
     def look(self) -> None:
         """Called after each step."""
@@ -52,16 +56,18 @@ class UnsavedState:
 def _attributes(model: nn.Module) -> dict[str, list[Any]]:
     """Numbers, strings and tensors of each attribute, by name, if it is not a parameter, buffer or module."""
     found = {}
+    known = {id(part) for part in model.modules()}
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is nn.Module.get_extra_state:
             for name, value in vars(module).items():
                 if name not in _OF_EVERY_MODULE:
-                    values = [_value(leaf) for leaf in tree_leaves(value)]
+                    values = [_value(leaf) for leaf in tree_leaves(value) if id(leaf) not in known]
                     found[f"{prefix}.{name}" if prefix else name] = values
     return found
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: Any, within: bool = False) -> Any:
+    """What of `leaf` can be compared; None for what the step computes, and for objects of other kinds."""
     if isinstance(leaf, Tensor):
         is_derived = leaf.requires_grad or isinstance(leaf, DTensor)
         if is_derived or leaf.is_meta or leaf.layout != torch.strided:
@@ -69,4 +75,14 @@ def _value(leaf: Any) -> Any:
         return (leaf.shape, zlib.crc32(as_bytes(leaf.cpu())))
     if isinstance(leaf, np.ndarray):
         return (leaf.shape, zlib.crc32(leaf.tobytes()))
+    if isinstance(leaf, torch.Generator):
+        return _value(leaf.get_state())
+    if isinstance(leaf, random.Random):
+        return leaf.getstate()
+    if isinstance(leaf, np.random.Generator):
+        return repr(leaf.bit_generator.state)
+    if isinstance(leaf, nn.Module):  # in a list, say, where the model does not know of it
+        return [_value(tensor.detach()) for tensor in leaf.state_dict().values()]
+    if isinstance(leaf, SimpleNamespace) or is_dataclass(leaf):
+        return None if within else [_value(value, within=True) for value in vars(leaf).values()]
     return repr(leaf) if isinstance(leaf, _PLAIN) else None
