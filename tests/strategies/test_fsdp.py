@@ -135,6 +135,15 @@ class HalfApart(HalfHalf):
         return [self.short]
 
 
+class Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16).double(), nn.Linear(16, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x.double())))
+
+
 def on_one_storage() -> nn.Module:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model[1].weight.data = model[0].weight.data
@@ -187,7 +196,7 @@ def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str
         assert isinstance(parameter.grad, Tensor)
         grad = parameter.grad
         found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return {name: value.detach().float() for name, value in found.items()}
+    return {name: value.detach() for name, value in found.items()}
 
 
 def _models_train() -> dict[str, float]:
@@ -203,10 +212,12 @@ def _models_train() -> dict[str, float]:
         Convolutions,
         ReadsOthers,
         views_of_one_storage,
+        Double,
     ):
-        precision = "bf16" if build is Convolutions else "fp32"
+        precision = "bf16" if build in (Convolutions, Double) else "fp32"
         ours, plain = gradients(build, fsdp(precision)), gradients(build, None)
         assert ours.keys() == plain.keys()
+        assert all(ours[name].dtype == plain[name].dtype for name in plain), build
         far[build.__name__] = max((ours[name] - plain[name]).abs().max().item() for name in plain)
     return far
 
@@ -299,7 +310,7 @@ def _all() -> tuple[dict[str, float], dict[str, list[str]], list[str]]:
 def test_units_of_any_model() -> None:
     far, units, messages = run_ranks(_all, 2)[0]
     assert 0 < far.pop("Convolutions") < 0.02 and far.pop("HalfApart") < 0.02  # computed in bf16
-    assert max(far.values()) < 1e-6, far
+    assert far.pop("Double") < 1e-14 and max(far.values()) < 1e-6, far
     assert units["Tied"] == ["middle"]
     assert units["TwoParents"] == ["first.0"]
     assert units["SharedPart"] == []

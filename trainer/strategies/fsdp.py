@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from trainer.comm.fsdp_collectives import ShardComm, attach
@@ -71,13 +72,9 @@ class Fsdp(Strategy):
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
-        # Parameters are gathered and multiplied in this dtype and kept in fp32; the root's output is fp32.
-        param_dtype = self.param_dtype
-        precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=DTYPES[self.settings.reduce_dtype])
-        root_precision = MixedPrecisionPolicy(param_dtype, precision.reduce_dtype, output_dtype=torch.float32)
         # Running statistics are fp32, and so must be the weight beside them; the input is not cast.
         in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
-        norms = batch_norms(model) if param_dtype != torch.float32 else []
+        norms = batch_norms(model) if self.param_dtype != torch.float32 else []
         units = self._units(model, norms)
         refuse_what_cannot_be_sharded(model, [*norms, *units])
         shard = functools.partial(
@@ -97,12 +94,12 @@ class Fsdp(Strategy):
                 unit.forward = torch.compile(unit.forward, mode=self.computing.compile_mode)
             fill(unit)
             whole.note(unit)
-            shard(unit, mp_policy=precision)
+            shard(unit, mp_policy=self._precision(unit))
         if self.computing.compile and not units:
             model.forward = torch.compile(model.forward, mode=self.computing.compile_mode)
         fill(model)
         whole.note(model)
-        shard(model, mp_policy=root_precision)
+        shard(model, mp_policy=self._precision(model, is_root=True))
         whole.guard()
         model.register_forward_hook(_refuse_hidden_outputs)
         if self.settings.reshard_after_forward is None:
@@ -116,6 +113,19 @@ class Fsdp(Strategy):
             + (f"; {len(norms)} batch norms are separate units, in fp32" if norms else "")
         )
         return model
+
+    def _precision(self, unit: nn.Module, is_root: bool = False) -> MixedPrecisionPolicy:
+        """In which dtype a unit is gathered and computed; parameters are kept, and updated, in their own.
+
+        As under autocast, fp32 casts nothing, and fp64 is never cast, unless strategy.param_dtype says so.
+        The output of the root is fp32 again, for the loss.
+        """
+        reduce_dtype = DTYPES[self.settings.reduce_dtype]
+        own = [p for p in unit.parameters() if not isinstance(p, DTensor)] or list(unit.parameters())
+        is_double = all(parameter.dtype == torch.float64 for parameter in own)
+        if self.settings.param_dtype is None and (self.computing.precision == "fp32" or is_double):
+            return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
+        return MixedPrecisionPolicy(self.param_dtype, reduce_dtype, torch.float32 if is_root else None)
 
     def begin(self, state: TrainState) -> None:
         if self.num_replicas > 1:
