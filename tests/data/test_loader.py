@@ -241,6 +241,17 @@ def test_what_ends_a_worker_is_told_in_its_own_words_with_its_line(dataset_class
         assert re.fullmatch(r"tests/data/test_loader.py:\d+ in (__getitem__|decode)", place)
 
 
+class HoldsALock(Noisy):
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        return {"images": torch.zeros(len(indices)), "lock": threading.Lock()}
+
+
+def test_a_batch_that_cannot_be_pickled_is_told_at_once() -> None:
+    error, _ = _error_of(train_loader(HoldsALock(), 8, num_workers=1))
+    words = "a data worker raised TypeError: the batch cannot be sent to the main process: cannot pickle "
+    assert error.startswith(words + "'_thread.lock' object; have it hold tensors")
+
+
 def _error_of(loader: Any) -> tuple[str, str]:
     try:
         epoch(loader)
