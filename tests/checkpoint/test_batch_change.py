@@ -1,9 +1,7 @@
 """A run resumed with other batch sizes, again and again: every sample of each epoch exactly once, in order."""
 
 import dataclasses
-import hashlib
 import itertools
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ from torch.utils.data import Dataset
 from tests import runs
 from tests.ranks import run_ranks
 from trainer import loop
-from trainer.checkpoint import store
-from trainer.checkpoint.source import STATE
 from trainer.distributed.process_group import Dist, process_group
 from trainer.errors import UserError
 from trainer.launch.signals import StopRequest
@@ -97,20 +93,6 @@ def leg(
     return steps, end | {"total_steps": context.total_steps}
 
 
-def as_it_was_written_before(checkpoint: Path) -> None:
-    """Progress in steps; no length of the data, no run's id."""
-    facts = json.loads((checkpoint / STATE).read_text())
-    del facts["num_samples"]
-    progress = facts["state"]["progress"]
-    progress["step_in_epoch"] = progress.pop("samples_in_epoch") // facts["config"]["train.global_batch_size"]
-    text = json.dumps(facts)
-    (checkpoint / STATE).write_text(text)
-    manifest = store.read_manifest(checkpoint)
-    digest = store.FileDigest(hashlib.sha256(text.encode()).hexdigest(), len(text))
-    manifest = dataclasses.replace(manifest, files=manifest.files | {STATE: digest}, run_id=None)
-    (checkpoint / store.MANIFEST).write_text(store.manifest_text(manifest))
-
-
 def all_legs(run_dir: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"steps": [], "ends": []}
@@ -120,9 +102,6 @@ def all_legs(run_dir: Path) -> dict[str, Any]:
             steps, end = leg(dist, run_dir, batch_size, last, f"train.micro_batch_size={micro}")
             found["steps"] += steps
             found["ends"].append(end)
-            torch_dist.barrier()
-            if batch_size == 16 and dist.is_main:
-                as_it_was_written_before(run_dir / "checkpoints" / "step_00000003")
             torch_dist.barrier()
         for number in (NUM_SAMPLES - 1, NUM_SAMPLES + 1):
             with pytest.raises(UserError) as refused:
