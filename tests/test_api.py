@@ -88,7 +88,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
 
 
 def test_a_class_of_main_gets_a_word_on_what_to_do() -> None:
-    with pytest.raises(UserError, match=r"model._target_ is __main__.Net.*say model._target_=mine.Net"):
+    with pytest.raises(UserError, match=r"model._target_ is __main__.Net.*set model._target_=mine.Net"):
         trainer.train(["model._target_=__main__.Net"], processes=2)
     with pytest.raises(UserError, match="must be a list"):
         trainer.train("strategy=ddp")

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from trainer.comm.fsdp_collectives import ShardComm, attach
 from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
@@ -57,6 +56,7 @@ class Fsdp(Strategy):
         self.shard_comm: ShardComm | None = None
         self._may_hold_gathers = False  # torch cannot gather before the first pass
         self._accumulates = False
+        self._has_reduced = False  # gradients, once
         self._used: UsedParameters | None = None
         self._buffers: ChangedBuffers | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
@@ -101,7 +101,6 @@ class Fsdp(Strategy):
         whole.note(model)
         shard(model, mp_policy=self._precision(model, is_root=True))
         whole.guard()
-        model.register_forward_hook(_refuse_hidden_outputs)
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(_reshard_without_gradient)
         if self.settings.prefetch_units is not None:
@@ -137,6 +136,9 @@ class Fsdp(Strategy):
         self.collect(None)
 
     def aggregate(self, model: nn.Module) -> None:
+        if not self._has_reduced:
+            _refuse_no_gradients(model)
+            self._has_reduced = True
         if self._used is not None:
             self._used.launch()
 
@@ -280,17 +282,14 @@ def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
         cast(FSDPModule, root).reshard()
 
 
-def _refuse_hidden_outputs(root: nn.Module, inputs: Any, output: Any) -> None:
-    """Torch reduces the root's gradients once it meets one of its outputs in the backward pass."""
-    if not torch.is_grad_enabled() or any(
-        isinstance(each, torch.Tensor) and each.requires_grad for each in tree_leaves(output)
-    ):
-        return
-    if any(parameter.requires_grad for parameter in root.parameters()):
+def _refuse_no_gradients(model: nn.Module) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Those that torch was never told to reduce are still gathered, and no DTensors.
+    if trained and not any(isinstance(p, DTensor) and p.grad is not None for p in trained):
         raise UserError(
-            f"strategy=fsdp: the model returns {type(output).__name__}, in which torch finds no "
-            "tensor with a gradient, and would reduce none; return a tensor, or a tuple, list or dict of "
-            "tensors; or take strategy=ddp"
+            "strategy=fsdp: the first backward pass gave no parameter a gradient. Torch's fully_shard finds "
+            "the model's outputs in tensors, tuples, lists, dicts and dataclasses: return one; or take "
+            "strategy=ddp"
         )
 
 
