@@ -1,16 +1,19 @@
 """show, verify and convert: every form holds the same tensors."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import load_weights
 from trainer.checkpoint.__main__ import main
+from trainer.errors import UserError
 
 STEP = "checkpoints/step_00000003"
 
@@ -22,7 +25,7 @@ def _save(run_dir: Path, format: str) -> dict[str, Any]:
     return tiny.everything(state)
 
 
-@pytest.mark.parametrize("to", ["torch", "safetensors"])
+@pytest.mark.parametrize("to", ["torch", "safetensors", "hf"])
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, format: str, to: str) -> None:
     saved = run_ranks(_save, 2, tmp_path, format)[0]
@@ -34,6 +37,68 @@ def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, format: str, to: s
         assert torch.equal(tensor, saved["tensors"][f"model.{name}"])
     if to == "torch":
         tiny.Net().load_state_dict(torch.load(out, weights_only=True))
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_folder_that_dcp_loads(tmp_path: Path, dtype: str | None) -> None:
+    saved = run_ranks(_save, 2, tmp_path, "sharded")[0]
+    out = tmp_path / "dcp"
+    options = ["--dtype", dtype] if dtype else []
+    assert main(["convert", str(tmp_path / STEP), str(out), "--to", "dcp", *options]) == 0
+    net = tiny.Net()
+    dcp.load(net.state_dict(), checkpoint_id=out, no_dist=True)
+    for name, tensor in net.state_dict().items():
+        expected = saved["tensors"][f"model.{name}"]
+        kept = dtype is None or not tensor.is_floating_point()
+        assert torch.equal(tensor, expected if kept else expected.bfloat16().float())
+
+
+class _Config:
+    """As far as one of transformers is looked at."""
+
+    model_type = "played"
+
+    def to_json_string(self) -> str:
+        return json.dumps({"model_type": "played", "dtype": "float64", "tie_word_embeddings": True})
+
+
+def test_a_folder_of_several_files_and_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_save_tied, 2, tmp_path)
+    source = str(tmp_path / "checkpoints" / "step_00000000")
+    out = tmp_path / "hf"
+    options = ["--to", "hf", "--dtype", "bf16", "--max-shard-size", "25e-9"]
+    assert main(["convert", source, str(out), *options]) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * (9 + 3 + 3)
+    assert sorted(index["weight_map"]) == ["a.bias", "a.weight", "b.bias"], "tied, so under one name"
+    files = {path.name: load_file(path) for path in out.glob("*.safetensors")}
+    assert sorted(files) == sorted({f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)})
+    for name, file in index["weight_map"].items():
+        assert files[file][name].dtype == torch.bfloat16
+    config = json.loads((out / "config.json").read_text())
+    assert config == {
+        "model_type": "played",
+        "architectures": ["_Tied"],
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": True,
+    }
+    model = _Tied()
+    load_weights(model, out)
+    assert model.a.weight.equal(
+        load_file(tmp_path / "checkpoints/step_00000000/model-00000-of-00001.safetensors")["a.weight"]
+        .bfloat16()
+        .float()
+    )
+    (out / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match=r"hf: .*model-00002-of-00002.safetensors does not exist"):
+        load_weights(model, out)
+    index["weight_map"]["a.bias"] = "../elsewhere.safetensors"
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="no file beside it"):
+        load_weights(model, out)
+    for size in ("0", "nan", "x"):
+        with pytest.raises(SystemExit):
+            main(["convert", source, str(tmp_path / "none"), "--to", "hf", "--max-shard-size", size])
 
 
 def test_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +150,7 @@ class _Tied(torch.nn.Module):
         super().__init__()
         self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
         self.b.weight = self.a.weight
+        self.config = _Config()
 
 
 def _save_tied(run_dir: Path) -> None:
@@ -92,7 +158,9 @@ def _save_tied(run_dir: Path) -> None:
     torch.manual_seed(3)
     state.model = _Tied()
     state.optimizer = torch.optim.SGD(state.model.parameters())
-    tiny.checkpointer(run_dir).save(state)
+    checkpointer = tiny.checkpointer(run_dir)
+    checkpointer.begin(state)
+    checkpointer.save(state)
     other = tiny.train_state()
     other.model = _Tied()
     other.optimizer = torch.optim.SGD(other.model.parameters())

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainer.checkpoint.convert import FORMS, convert
+from trainer.checkpoint.convert import DTYPES, FILE_BYTES, FORMS, convert
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
@@ -32,18 +32,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.add_argument("out", type=Path, help="what to write; must not exist")
             command.add_argument("--to", required=True, choices=FORMS)
             command.add_argument("--ema", action="store_true", help="the weights' moving averages")
+            command.add_argument("--dtype", choices=DTYPES, help="of the weights; without it, their own")
+            command.add_argument(
+                "--max-shard-size",
+                type=_gigabytes,
+                default=FILE_BYTES / 1e9,
+                metavar="GB",
+                help="of a file of --to hf, in 10^9 bytes (%(default)g), if no single tensor is larger",
+            )
     chosen = parser.parse_args(arguments)
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # an ASCII terminal's
     try:
         if chosen.command == "convert":
-            convert(chosen.directory, chosen.out, chosen.to, chosen.ema)
+            dtype, file_bytes = DTYPES.get(chosen.dtype), round(chosen.max_shard_size * 1e9)
+            convert(chosen.directory, chosen.out, chosen.to, chosen.ema, dtype, file_bytes)
             print(f"{printable(chosen.out)} written")
+            if chosen.to == "hf" and not (chosen.out / "config.json").exists():
+                print(
+                    "without a config.json, which from_pretrained needs: the run's model has no such config"
+                )
             return 0
         reports = [_report(path, in_full=chosen.command == "show") for path in _checkpoints(chosen.directory)]
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return UserError.exit_code
     return 0 if all(reports) else UserError.exit_code
+
+
+def _gigabytes(text: str) -> float:
+    size = float(text.lower().removesuffix("gb"))
+    if not 0 < size < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is no size above 0")
+    return size
 
 
 def _checkpoints(directory: Path) -> Iterator[Path]:

@@ -24,7 +24,7 @@ from trainer.checkpoint.matching import (
     other_buffers,
     targets_for,
 )
-from trainer.checkpoint.source import PLACES, RNG, STATE, Source, check_size, whole
+from trainer.checkpoint.source import MODEL_CONFIG, PLACES, RNG, STATE, Source, check_size, whole
 from trainer.checkpoint.store import Retention, Store
 from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.writing import write_tensors
@@ -325,6 +325,7 @@ class Checkpointer:
             "state": plain,
             **rng,
             "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
+            MODEL_CONFIG: self._expected.model_config if self._expected is not None else None,
         }
 
     def _gather_rng(self, place: dict[str, Any]) -> dict[str, Any]:

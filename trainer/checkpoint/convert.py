@@ -1,59 +1,151 @@
 """The weights of a checkpoint in a form of other programs, with no GPU and no process group."""
 
+import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from trainer.checkpoint.safetensors_files import NAMES, ToStore, write_file
-from trainer.checkpoint.source import whole
+from trainer.checkpoint.hashing import fsync_directory, write_text
+from trainer.checkpoint.safetensors_files import INDEX, NAMES, SINGLE, ToStore, write_file
+from trainer.checkpoint.source import MODEL_CONFIG, Source, whole
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
 
-FORMS = ("safetensors", "torch")
+FORMS = ("safetensors", "torch", "hf", "dcp")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FILE_BYTES = 5 * 10**9  # as Hugging Face splits
 
 
-def convert(directory: Path, out: Path, to: str, averaged: bool = False) -> None:
-    """Write the model's weights, which the checkpoint in ``directory`` holds, to the new file ``out``.
+def convert(
+    directory: Path,
+    out: Path,
+    to: str,
+    averaged: bool = False,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write the model's weights from the checkpoint in `directory` to `out`.
 
-    It appears whole or not at all. ``safetensors`` takes memory for one tensor, whatever the source.
-    `averaged`: their moving averages.
+    `out` appears whole or not at all. `safetensors` and `torch` are files. `hf` is a folder for transformers'
+    `from_pretrained`, with a config.json if the run's model had such a config. `dcp` is a folder for
+    `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=out)`. `safetensors` and `hf` take
+    memory for one tensor.
+
+    Args:
+        averaged: take the moving averages of the weights.
+        dtype: of the floating-point weights in `out`; None keeps theirs.
+        file_bytes: `hf` begins another file before a tensor that makes one larger than this.
 
     Raises:
-        UserError: ``directory`` does not verify, ``out`` exists, or its parent does not.
+        UserError: the checkpoint does not verify, `out` exists, or its parent does not.
     """
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists already")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no directory")
-    if to not in FORMS:
-        raise UserError(f"--to {to} is not one of {', '.join(FORMS)}")
-    weights = whole(directory).weights(averaged)
+    source = whole(directory)
+    weights = source.weights(averaged)
     temporary = out.with_name(f".tmp_{out.name}")
     try:
-        if to == "safetensors":
-            write_weights(temporary, weights)
-        else:
-            # Tied ones stay one; a view of a mapped file would be saved with all of it.
-            copies = {id(tensor): tensor.clone() for tensor in weights.values()}
-            with temporary.open("xb") as file:
-                torch.save({name: copies[id(tensor)] for name, tensor in weights.items()}, file)
-                file.flush()
-                os.fsync(file.fileno())
+        match to:
+            case "safetensors":
+                write_weights(temporary, weights, dtype)
+            case "torch":
+                with temporary.open("xb") as file:
+                    torch.save(_converted(weights, dtype, copy=True), file)
+                    file.flush()
+                    os.fsync(file.fileno())
+            case "dcp":
+                dcp.save(_converted(weights, dtype), checkpoint_id=temporary, no_dist=True)
+                fsync_directory(temporary)
+            case "hf":
+                temporary.mkdir()
+                _write_hf(temporary, source, weights, dtype, file_bytes)
+                fsync_directory(temporary)
         appear(temporary, out)
     except BaseException:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
         raise
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
-    """A safetensors file of ``weights``; tied ones, which share their memory, are written twice."""
+def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+    """A safetensors file of `weights`; tied ones, which share their memory, are written twice."""
+
+    def one(name: str, value: Tensor) -> ToStore:
+        pieces = (_to(tensor, dtype) for tensor in (value,))  # converted when its turn comes
+        return ToStore(name, _dtype_of(value, dtype), tuple(value.shape), pieces)
+
     for name, value in weights.items():
-        if value.dtype not in NAMES:
+        if _dtype_of(value, dtype) not in NAMES:
             raise UserError(
                 f"{name} is {value.dtype}, which safetensors has no name for; --to torch takes it"
             )
-    ordered = sorted(weights.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    write_file(path, [ToStore(name, value.dtype, tuple(value.shape), [value]) for name, value in ordered])
+    ordered = sorted(weights.items(), key=lambda item: (-_dtype_of(item[1], dtype).itemsize, item[0]))
+    write_file(path, [one(name, value) for name, value in ordered])
+
+
+def _write_hf(
+    folder: Path, source: Source, weights: dict[str, Tensor], dtype: torch.dtype | None, file_bytes: int
+) -> None:
+    config: dict[str, Any] | None = source.facts.get(MODEL_CONFIG)
+    if config is not None:
+        if config.get("tie_word_embeddings"):  # loading ties them again, so one name of each is enough
+            first = {id(value): name for name, value in reversed(weights.items())}
+            weights = {name: value for name, value in weights.items() if first[id(value)] == name}
+        floating = {_dtype_of(value, dtype) for value in weights.values() if value.is_floating_point()}
+        if len(floating) == 1:
+            config = {name: value for name, value in config.items() if name != "dtype"}
+            config["torch_dtype"] = str(floating.pop()).removeprefix("torch.")
+        write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    parts = list(_split(weights, dtype, file_bytes))
+    names = [SINGLE]
+    if len(parts) > 1:
+        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+        places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        size = sum(_num_bytes(value, dtype) for value in weights.values())
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for name, part in zip(names, parts, strict=True):
+        write_weights(folder / name, part, dtype)
+
+
+def _split(
+    weights: Mapping[str, Tensor], dtype: torch.dtype | None, file_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, value in weights.items():
+        more = _num_bytes(value, dtype)
+        if part and size + more > file_bytes:
+            yield part
+            part, size = {}, 0
+        part[name], size = value, size + more
+    yield part
+
+
+def _converted(
+    weights: Mapping[str, Tensor], dtype: torch.dtype | None, copy: bool = False
+) -> dict[str, Tensor]:
+    """Tied ones stay one. `copy` gives each its own memory: torch.save writes all of a mapped file."""
+    once = {id(tensor): _to(tensor, dtype, copy) for tensor in weights.values()}
+    return {name: once[id(tensor)] for name, tensor in weights.items()}
+
+
+def _to(tensor: Tensor, dtype: torch.dtype | None, copy: bool = False) -> Tensor:
+    return tensor.to(_dtype_of(tensor, dtype), copy=copy)
+
+
+def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _num_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    return tensor.numel() * _dtype_of(tensor, dtype).itemsize

@@ -1,5 +1,6 @@
 """What the saves of a run will hold, known before its first step: what a resume takes, and finite numbers."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ class Expected:
 
     Attributes:
         not_finite: by the name of a tensor which of "NaN" and "Inf" it holds from the beginning, as masks do.
+        model_config: the config.json of a Hugging Face model; None for other models.
 
     Raises:
         UserError: the model's state holds what no checkpoint can, or what no resume would take; by name.
@@ -33,6 +35,7 @@ class Expected:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
         self._shapes = _of_model(tensors)
         self.not_finite = not_finite(tensors)
+        self.model_config = _config_of(state.model)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """UserError where a tensor of the model's was made, resized or lost since."""
@@ -81,6 +84,14 @@ def unusual(tensor: Tensor) -> str | None:
     if tensor.is_nested or tensor.is_quantized or type(tensor) not in (Tensor, nn.Parameter):
         return f"is nested, quantized or a {type(tensor).__name__}, and no plain tensor"
     return None
+
+
+def _config_of(model: nn.Module) -> dict[str, Any] | None:
+    config: Any = getattr(model, "config", None)
+    if not isinstance(getattr(config, "model_type", None), str) or not hasattr(config, "to_json_string"):
+        return None
+    own = json.loads(config.to_json_string())
+    return {**own, "architectures": [type(model).__name__.removeprefix("FSDP")]}  # as save_pretrained says
 
 
 def _real(part: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # in a folder of Hugging Face
 _MAX_DIMENSIONS = 64
 _MAX_BYTES = 1 << 62
 

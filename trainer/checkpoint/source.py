@@ -25,6 +25,7 @@ from trainer.local_shard import to_local
 from trainer.optim.train_state import Progress
 
 STATE = "state.json"
+MODEL_CONFIG = "model_config"  # in the facts: the config.json of a Hugging Face model
 RNG, PLACES = "rng", "places"  # in the facts: the generators of each rank, and where its data stood
 _OF_TRAINED = ("model.", "ema.weights.")
 _NUM_THREADS = 4
@@ -280,6 +281,8 @@ def _read_facts(directory: Path, manifest: Manifest) -> tuple[dict[str, Any], Fi
     progress = Progress(**{name: saved.count(name) for name in asdict(Progress())})
     if facts.has("num_samples"):  # without: a stream
         facts.count("num_samples")
+    if facts.has(MODEL_CONFIG):
+        facts.mapping(MODEL_CONFIG)
     if facts.has("not_finite"):
         facts.sequence("not_finite", of=str)
     if facts.count("world_size") < 1:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.expected import unusual
 from trainer.checkpoint.matching import first_five, of_modules_own
-from trainer.checkpoint.reading import MissingFileError, PlainFile
-from trainer.checkpoint.safetensors_files import tensors_in
+from trainer.checkpoint.reading import PlainFile
+from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
 from trainer.checkpoint.source import Source, whole
 from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
-from trainer.files.untrusted import printable, reason
+from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json, reason
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +37,18 @@ def weights_for(model: nn.Module, path: str | Path, ignore: str | Sequence[str] 
     Of ``model`` only names and shapes are looked at.
 
     ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``), a
-    ``.safetensors`` file, the directory of a checkpoint, or that of a run, which means its newest whole
-    checkpoint. Of the prefixes that wrappers put before names, in whatever order, those are dropped without
-    which the names are the model's. What lies under a name in ``ignore`` ("fc": fc.weight, fc.bias), and what
-    ``path`` lacks, keeps its value; the log lists both, and what is left over.
+    ``.safetensors`` file, a folder saved by transformers, the directory of a checkpoint, or that of a run,
+    which means its newest whole checkpoint. Prefixes that wrappers put before names are dropped where
+    the names are then the model's. What lies under a name in ``ignore`` ("fc": fc.weight, fc.bias), and
+    what ``path`` lacks, keeps its value; the log lists both, and what is left over.
 
     Raises:
         UserError: unreadable; no name in common; or other shapes (the first five, both shapes each).
     """
     path, ignore = Path(path), [ignore] if isinstance(ignore, str) else ignore
-    state = model.state_dict().items()
+    state = model.state_dict(keep_vars=True).items()
     wanted = {n: tensor for n, tensor in state if isinstance(tensor, Tensor) and not of_modules_own(n)}
-    found = _without_prefixes(_read(path), wanted)
+    found = _renamed(_read(path), wanted, getattr(model, "base_model_prefix", None))
     ignored = {name for name in wanted | found if _lies_under(name, ignore)}
     if unknown := [prefix for prefix in ignore if not any(_lies_under(name, [prefix]) for name in wanted)]:
         raise UserError(f"model.init_ignore names {first_five(unknown)}, which this model does not have")
@@ -71,7 +72,8 @@ def weights_for(model: nn.Module, path: str | Path, ignore: str | Sequence[str] 
         )
     if ignored & wanted.keys():
         log.info("model.init_ignore: %s left as initialised", first_five(sorted(ignored & wanted.keys())))
-    if missing := sorted(wanted.keys() - common - ignored):
+    given = {id(wanted[name]) for name in common}  # a tied weight may be there under one of its names
+    if missing := sorted(name for name in wanted.keys() - common - ignored if id(wanted[name]) not in given):
         log.warning("model.init_from=%s lacks %s: left as initialised", path, first_five(missing))
     if unexpected := sorted(found.keys() - common - ignored):
         log.warning("model.init_from=%s also holds %s: not used", path, first_five(unexpected))
@@ -83,16 +85,38 @@ def _lies_under(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if path.is_dir():
-        return _checkpoint_in(path).read("model.")
+    if not os.path.lexists(path):
+        raise UserError(f"model.init_from={printable(path)} does not exist")
     try:
-        # Other programs link to their weights from a cache.
-        with PlainFile(path, follow_links=True) as file:
-            return tensors_in(file) if path.suffix == ".safetensors" else _load(file)
-    except MissingFileError as error:
-        raise UserError(f"model.init_from={printable(path)} does not exist") from error
+        if os.path.lexists(path / SINGLE):
+            return _file(path / SINGLE)
+        if os.path.lexists(path / INDEX):
+            return _split_files(path)
+        return _checkpoint_in(path).read("model.") if path.is_dir() else _file(path)
     except UserError as error:
         raise UserError(f"model.init_from={printable(path)}: {error}") from error
+
+
+def _file(path: Path) -> dict[str, Tensor]:
+    with PlainFile(path, follow_links=True) as file:  # other programs link to their weights from a cache
+        return tensors_in(file) if path.suffix == ".safetensors" else _load(file)
+
+
+def _split_files(folder: Path) -> dict[str, Tensor]:
+    """The tensors of the files that `INDEX` names, which lie beside it."""
+    with PlainFile(folder / INDEX, follow_links=True) as file:
+        index = Fields(str(folder / INDEX), read_json(folder / INDEX, file.read(MAX_JSON_BYTES)))
+    places = index.mapping("weight_map")
+    files: dict[str, dict[str, Tensor]] = {}
+    for name in {places.text(name) for name in places.values}:
+        if Path(name).name != name:
+            raise UserError(
+                f"{printable(folder / INDEX)} names {printable(name)}, which is no file beside it"
+            )
+        files[name] = _file(folder / name)
+    if missing := sorted(name for name, file in places.values.items() if name not in files[file]):
+        raise UserError(f"{printable(folder)} lacks {first_five(missing)}, which its {INDEX} names")
+    return {name: files[file][name] for name, file in places.values.items()}
 
 
 def _load(file: PlainFile) -> dict[str, Tensor]:
@@ -133,17 +157,20 @@ def _checkpoint_in(directory: Path) -> Source:
         else:
             log.info("model.init_from=%s: from %s", directory, candidate.name)
             return source
-    raise UserError(f"model.init_from={printable(directory)}: none of its {len(found)} checkpoints is whole")
+    raise UserError(f"none of its {len(found)} checkpoints is whole")
 
 
-def _without_prefixes(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` without the prefixes, in the order, that leave most names as the model has them."""
-    best, most = tensors, len(wanted.keys() & tensors.keys())
-    for count in range(1, len(_PREFIXES) + 1):
-        for prefix in map("".join, itertools.permutations(_PREFIXES, count)):
+def _renamed(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor], base: str | None) -> dict[str, Tensor]:
+    """``tensors`` without the prefixes, in the order, that leave most names as the model has them.
+
+    A Hugging Face model with a head holds the model without it as its attribute ``base``: files of
+    the one have this prefix, files of the other have not.
+    """
+    prefixes = (*_PREFIXES, f"{base}.") if base else _PREFIXES
+    candidates = [tensors, {f"{base}.{name}": tensor for name, tensor in tensors.items()}]
+    for count in range(1, len(prefixes) + 1):
+        for prefix in map("".join, itertools.permutations(prefixes, count)):
             inner = {name[len(prefix) :]: name for name in tensors if name.startswith(prefix)}
             outer = {name: name for name in tensors if not name.startswith(prefix)}
-            stripped = {name: tensors[there] for name, there in (outer | inner).items()}
-            if len(wanted.keys() & stripped.keys()) > most:
-                best, most = stripped, len(wanted.keys() & stripped.keys())
-    return best
+            candidates.append({name: tensors[there] for name, there in (outer | inner).items()})
+    return max(candidates, key=lambda renamed: len(wanted.keys() & renamed.keys()))
