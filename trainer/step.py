@@ -39,14 +39,14 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     """
     state, strategy, heartbeat = context.state, context.strategy, context.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
-    loss = torch.zeros((), device=context.dist.device)
     if not context.agreement.knows_weights:
         context.agreement.weigh(weights_ahead(context, batches) if strategy.trains else ())
     divisors = context.agreement.divisors(strategy.num_replicas)
     strategy.begin_step()
     if strategy.trains:
-        compute_gradients(context, batches, divisors, loss, tell_others=True)
+        loss = compute_gradients(context, batches, divisors, tell_others=True)
     else:
+        loss = torch.zeros((), device=context.dist.device)
         heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
         context.agreement.start(loss, context.stop_request.is_set, batches.more)
     heartbeat.enter("optimizer")
@@ -80,11 +80,10 @@ def compute_gradients(
     context: "TrainingContext",
     batches: "Batches",
     divisors: Sequence[Divisor],
-    mean_loss: Tensor,
     *,
     tell_others: bool,
-) -> None:
-    """Add the gradients of `context.batch.accumulation` micro-batches, and their mean loss to `mean_loss`.
+) -> Tensor:
+    """Add the gradients of `context.batch.accumulation` micro-batches, and return their mean loss.
 
     Args:
         divisors: the divisor of each micro-batch's loss.
@@ -92,6 +91,7 @@ def compute_gradients(
     """
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
     goes_on = context.state.progress.step + 1 < context.total_steps
+    mean_loss = None
     for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
         data_begin = time.perf_counter()
@@ -103,10 +103,13 @@ def compute_gradients(
         with strategy.gradient_sync(context.model, enabled=last):
             with strategy.autocast():
                 loss = divided(context.task.loss(context.model, batch), divisor)
-            mean_loss += loss.detach()
+            own_loss = loss.detach().float()
+            mean_loss = own_loss if mean_loss is None else mean_loss + own_loss
             meter.count_batch(context.task, batch, divisor)
             if last and tell_others:
                 context.agreement.start(mean_loss, context.stop_request.is_set, batches.more, weights)
             heartbeat.enter("backward")
             context.state.scaler.scale(loss).backward()
             context.frozen.drop_gradients()
+    assert mean_loss is not None
+    return mean_loss

@@ -118,7 +118,7 @@ class AsyncParameterServer(ParameterServer):
             for _ in self._turns(steps, lambda: context.stop_request.is_set):
                 heartbeat.enter("data")
                 own = weights_ahead(context, batches)
-                compute_gradients(context, batches, divisors(own, math.fsum(own)), loss, tell_others=False)
+                loss += compute_gradients(context, batches, divisors(own, math.fsum(own)), tell_others=False)
             if not self.trains:
                 heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
         heartbeat.enter("optimizer")
