@@ -34,7 +34,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "faults": "config errors files launch local_shard nested optim",
     },
     {
-        "data": "errors faults nested",
+        "data": "errors faults launch nested",
         "distributed": "config errors faults files launch local_shard",
     },
     {

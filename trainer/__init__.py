@@ -1,11 +1,15 @@
 """Ringmaster: a distributed training harness for PyTorch that you can read in one sitting."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+
+if sys.platform != "linux":  # locks, shared memory, signals and network interfaces are asked of its kernel
+    raise ImportError(f"Ringmaster runs on Linux only; this system is {sys.platform}")
 
 
 def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[str, Any]:

@@ -88,11 +88,6 @@ def test_real_processes_on_two_hosts() -> None:
     assert same_bits(run_ranks(check_by_gloo, 4, hosts, [7, 200_003])) == 2 * OF_A_SIZE
 
 
-def test_gloo_serves_within_the_host_where_there_is_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "AVAILABLE", False)
-    assert same_bits(run_threads(check, 3, ALGORITHMS, [0, 0, 0], [1000], 1 << 10)) == OF_A_SIZE
-
-
 def first_messages(folder: str) -> tuple[int, list[int]]:
     """What the other rank sends, where TMPDIR is longer than a socket's path can be; and how strangers fared."""
     tempfile.tempdir = folder

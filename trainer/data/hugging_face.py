@@ -34,7 +34,7 @@ def hugging_face(
     try:
         import datasets
     except ImportError:
-        raise UserError("data=hugging_face needs: pip install 'ringmaster-trainer[hugging_face]'") from None
+        raise UserError("data=hugging_face needs: pip install 'ringmaster-trainer[datasets]'") from None
     theirs = (splits or {}).get(split, split)
     try:
         rows = datasets.load_dataset(path, split=theirs, streaming=True, **options)

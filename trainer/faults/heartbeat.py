@@ -72,14 +72,12 @@ class Heartbeat:
     """The record of this process, written by it alone, and those of its data workers.
 
     Attributes:
-        fd: the memory; another process opens it as /proc/PID/fd/FD. -1 if the system cannot share it.
+        fd: the memory, which has no name; another process opens it as /proc/PID/fd/FD.
     """
 
     def __init__(self) -> None:
-        self.fd = -1
-        if hasattr(os, "memfd_create"):  # Linux; without a name, so nothing is left behind
-            self.fd = os.memfd_create("ringmaster-heartbeat")
-            os.ftruncate(self.fd, _SIZE)
+        self.fd = os.memfd_create("ringmaster-heartbeat")  # without a name, so nothing is left behind
+        os.ftruncate(self.fd, _SIZE)
         self._memory = mmap.mmap(self.fd, _SIZE)
         self._num_reserved = 0
         self._counting = threading.Lock()
@@ -87,8 +85,7 @@ class Heartbeat:
         self._serve(0)
 
     def __del__(self) -> None:
-        if self.fd != -1:
-            os.close(self.fd)
+        os.close(self.fd)
 
     def _serve(self, slot: int) -> None:
         self._words = _words(self._memory, slot)

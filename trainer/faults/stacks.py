@@ -7,13 +7,11 @@ import re
 import signal
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from trainer.faults import uncaught
 
@@ -46,12 +44,8 @@ class Stacks:
     """
 
     def __init__(self) -> None:
-        self._file: BinaryIO
+        self._file = os.fdopen(os.memfd_create("ringmaster-stacks"), "r+b", buffering=0)
         self._size = 0
-        if hasattr(os, "memfd_create"):
-            self._file = os.fdopen(os.memfd_create("ringmaster-stacks"), "r+b", buffering=0)
-        else:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, kept open
         self.fd = self._file.fileno()
         self._crashes = False
         # A neighbour may ask before `open`, and during this process's exit: the signal must not kill it.

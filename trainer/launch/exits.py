@@ -1,11 +1,9 @@
 """How a process of a run ends: messages, exit codes."""
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -21,8 +19,8 @@ from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, load_json
 from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
+from trainer.launch.signals import signal_at_parents_death
 
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _FINAL = {error.exit_code for error in (UserError, NonFiniteLossError, StoppedBySignal)}
 
 
@@ -59,8 +57,8 @@ def exits() -> Iterator[None]:
 
 def _end_with_the_launcher() -> None:
     """Die with torchrun until StopRequest takes over: there is nothing to save yet."""
-    if place().under_torchrun and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if place().under_torchrun:
+        signal_at_parents_death()
 
 
 def _end_as_before() -> None:

@@ -1,8 +1,6 @@
 """Starts this program in a new process and session, which ends with the process that started it."""
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.launch.place import TELLING, Place
+from trainer.launch.signals import signal_at_parents_death
 
 _PARENT, _LAUNCHER, _PATH = "RINGMASTER_PARENT", "RINGMASTER_LAUNCHER", "RINGMASTER_PATH"
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -69,10 +67,10 @@ def is_watched(here: Place) -> bool:
 
 
 def die_with_parent() -> None:
-    """End this process when the one that called `start` ends, for any reason (Linux only)."""
+    """End this process when the one that called `start` ends, for any reason."""
     parent = os.environ.pop(_PARENT, None)
-    if parent is not None and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None:
+        signal_at_parents_death()
         if os.getppid() != int(parent):  # it ended before the call above
             os._exit(1)
 

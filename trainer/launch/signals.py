@@ -12,10 +12,10 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # A separate signal for the death of the launcher, sent by nothing else: a launcher that first passes SIGTERM
 # on and then dies has asked only once.
-_LAUNCHER_DIED = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 1
+_LAUNCHER_DIED = signal.SIGRTMIN + 1
 
 # Slurm signals the whole step and torchrun passes the same signal on: one request may arrive twice.
 _SAME_REQUEST_S = 0.5
@@ -45,9 +45,9 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         self._previous = {int(number): signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
-        if self._launched and hasattr(signal, "SIGRTMIN"):  # Linux
+        if self._launched:
             self._previous[_LAUNCHER_DIED] = signal.signal(_LAUNCHER_DIED, self._on_death)
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, _LAUNCHER_DIED)
+            signal_at_parents_death(_LAUNCHER_DIED)
             self._on_death(_LAUNCHER_DIED, None)  # it may have died before
         return self
 
@@ -55,7 +55,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if _LAUNCHER_DIED in self._previous:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing is left to save
+            signal_at_parents_death()  # nothing is left to save
             if os.getppid() != self._parent:  # end soon: nothing waits for the interpreter's teardown
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(1)
@@ -74,6 +74,11 @@ class StopRequest:
         # The kernel also signals the end of the thread that started this process.
         if os.getppid() != self._parent and self.signal is None:
             self.signal, self._first_at_s = signal.SIGTERM, time.monotonic()
+
+
+def signal_at_parents_death(number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process `number` when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

@@ -28,8 +28,6 @@ import torch
 
 from trainer.comm.transport.blame import PeerError
 
-AVAILABLE = hasattr(os, "memfd_create")  # Linux
-
 _MESSAGE = struct.Struct("=IIQ")  # tag, slot, bytes
 _HELLO = struct.Struct("=III")  # rank, slots, window
 _ALIGNMENT = 4096
@@ -59,10 +57,8 @@ class Outbox:
         slot_bytes = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
         self.num_slots = num_slots
         num_bytes = max(1, num_slots) * slot_bytes
-        self.fd = -1  # memory of this process alone
-        if AVAILABLE and num_slots:
-            self.fd = os.memfd_create("ringmaster-outbox")
-            os.ftruncate(self.fd, num_bytes)
+        self.fd = os.memfd_create("ringmaster-outbox")
+        os.ftruncate(self.fd, num_bytes)
         memory = map_slots(self.fd, num_bytes, num_slots)
         self._slots = [Slot(index, piece) for index, piece in enumerate(memory)]
         self._next = 0
@@ -84,13 +80,11 @@ class Outbox:
 
     def forget_file(self) -> None:
         """Close the file, which the peers have mapped; the mappings keep the memory."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        os.close(self.fd)
 
 
 def map_slots(fd: int, num_bytes: int, num_slots: int) -> list[torch.Tensor]:
-    """The memory behind `fd` (new memory if it is -1) as `num_slots` uint8 tensors of one size."""
+    """The memory behind `fd` as `num_slots` uint8 tensors of one size."""
     memory = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
     return list(memory.chunk(num_slots)) if num_slots else []
 
@@ -210,8 +204,6 @@ def open_mailboxes(
 ) -> dict[int, Mailbox]:
     """Connect this rank with its peers on the same host; every rank of the group must call it.
 
-    Without shared memory in the system there are no mailboxes: gloo serves within the host too.
-
     Args:
         window: messages that may be in flight to one peer.
         exchange: gathers one string from every rank, by rank (a collective).
@@ -219,8 +211,6 @@ def open_mailboxes(
     Raises:
         PeerError: a peer that did not connect within `timeout_s`.
     """
-    if not AVAILABLE:
-        return {}
     boxes = {peer: Mailbox(peer, timeout_s, window) for peer in {*send_to, *receive_from}}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.settimeout(timeout_s)

@@ -2,7 +2,6 @@
 its parent, and its errors reach the parent."""
 
 import contextlib
-import ctypes
 import multiprocessing.util
 import os
 import pickle
@@ -19,8 +18,8 @@ from torch.utils.data import get_worker_info
 from trainer.errors import UserError, in_a_line
 from trainer.faults import stacks
 from trainer.faults.heartbeat import Heartbeat
+from trainer.launch.signals import signal_at_parents_death
 
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _LONGEST_TMPDIR = 70  # the path of a socket holds 107 characters, and multiprocessing adds 32
 
 
@@ -101,7 +100,7 @@ def _obey_the_main_process_alone() -> None:
     DataLoader ends a worker that does not answer with it. If the main process is killed, the kernel kills the
     worker, even a stuck one. (Workers are forked from the main thread: the kernel watches that thread.)
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parents_death()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,0 +1,34 @@
+"""What pyproject.toml promises: the extras that messages name, and the system."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_extras_that_are_named_exist_and_an_older_pip_finds_them() -> None:
+    extras = set(PROJECT["optional-dependencies"])
+    assert not [name for name in extras if "_" in name], "pip before 24 installs nothing for such a name"
+    files = [ROOT / "README.md", *(ROOT / "trainer").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]
+    named = {name for file in files for name in re.findall(r"ringmaster-trainer\[(\w+)\]", file.read_text())}
+    assert named == extras - {"dev"}
+
+
+def test_another_system_is_told_in_one_line() -> None:
+    assert "Operating System :: POSIX :: Linux" in PROJECT["classifiers"]
+    script = "import sys; sys.platform = 'darwin'; import ringmaster; ringmaster.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (2, "Ringmaster runs on Linux only; this system is darwin\n")
+    script = "import sys; sys.platform = 'darwin'; import trainer"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.splitlines()[-1] == "ImportError: Ringmaster runs on Linux only; this system is darwin"
