@@ -1,6 +1,7 @@
 """From a `_target_` node of the config to the object it describes."""
 
 import re
+import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import hydra.utils
 from hydra.errors import InstantiationException
 
 from trainer.errors import UserError, on_one_line
+
+# Hydra 1.4 asks for a list of the classes that a config may name. Here it may name any: see README, "Trust".
+warnings.filterwarnings("ignore", message=r"hydra\.utils\.instantiate\(\) resolved")
 
 
 def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
+
+# Hydra 1.4 warns of what 1.5 changes, which pyproject.toml does not allow yet. Without it 1.3 warns.
+warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")
 
 CONF = Path(__file__).parents[1] / "conf"
 EACH_TRIAL_LAUNCHES = (
@@ -29,6 +33,7 @@ def in_words(error: Exception) -> str:
     if unknown:
         return not_a_setting(getattr(error.__cause__, "full_key", None) or unknown[1])
     said = str(error).partition("\nConfig search path")[0]
+    said = re.sub(r"^Error when parsing index: .*\n", "", said)  # of Hydra 1.4
     unread = re.match(r"LexerNoViableAltException: (.*)\n( *)\^", said)
     if unread:  # the mark is below the first character that no grammar rule accepts
         at = max(0, len(unread[2]) - len("LexerNoViableAltException: "))
