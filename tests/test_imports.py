@@ -44,7 +44,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "run_dir": "checkpoint distributed errors files",
-        "step": "gradient_norm tasks",
+        "step": "distributed gradient_norm tasks",
     },
     {
         "loggers": "config distributed errors run_dir",

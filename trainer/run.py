@@ -110,7 +110,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
 
     `config.run_dir`, `config.seed` and `run_id` must be this run's, and the same on every rank.
     """
-    assert config.run_dir is not None
+    assert config.run_dir is not None and config.seed is not None
     run_dir, train = Path(config.run_dir), config.train
     injector = FaultInjector(config.fault, dist.rank, dist.hosts, run_dir)
     dist = dataclasses.replace(dist, heartbeat=injector.heartbeat(dist.heartbeat))
@@ -142,6 +142,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         task=task,
         model=wrapped,
         to_device=build_to_device(config, dist.device, data.train_set),
+        seed=config.seed,
         state=state,
         train_loader=data.train_loader,
         eval_loader=data.eval_loader,
@@ -193,7 +194,7 @@ def _model(
     freeze(model.module, config.model)
     flops = model_flops(model.module, task, config.train, batch, strategy.devices, dist)
     wrapped = wrap_model(config, model, strategy)
-    seed_everything(config.seed, strategy.replica)  # each rank draws different dropout
+    seed_everything(config.seed, strategy.replica)
     return wrapped, num_parameters, flops
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.distributed.seeding import seed_part
 from trainer.gradient_norm import scale_down
 from trainer.tasks.label_weights import Divisor, divided, weight_of
 
@@ -44,10 +45,11 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     divisors = context.agreement.divisors(strategy.num_replicas)
     strategy.begin_step()
     if strategy.trains:
-        loss = compute_gradients(context, batches, divisors, tell_others=True)
+        loss = compute_gradients(context, batches, divisors, step, strategy.replica, tell_others=True)
     else:
         loss = torch.zeros((), device=context.dist.device)
         heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
+        seed_part(context.seed, step, context.batch.num_parts + context.dist.rank, strategy.devices)
         context.agreement.start(loss, context.stop_request.is_set, batches.more)
     heartbeat.enter("optimizer")
     stop, data_left = context.agreement.finish(f"step {step}")
@@ -80,6 +82,8 @@ def compute_gradients(
     context: "TrainingContext",
     batches: "Batches",
     divisors: Sequence[Divisor],
+    step: int,
+    replica: int,
     *,
     tell_others: bool,
 ) -> Tensor:
@@ -87,11 +91,13 @@ def compute_gradients(
 
     Args:
         divisors: the divisor of each micro-batch's loss.
+        step: the step, and
+        replica: the part of it, whose micro-batches come next; random numbers follow from them.
         tell_others: whether to send the loss to the other ranks as soon as it is known (a collective).
     """
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
     goes_on = context.state.progress.step + 1 < context.total_steps
-    mean_loss = None
+    first_part, mean_loss = context.batch.first_part(replica), None
     for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
         data_begin = time.perf_counter()
@@ -100,6 +106,7 @@ def compute_gradients(
         last = micro_step == len(divisors)
         weights = weights_ahead(context, batches) if last and tell_others and goes_on else ()
         heartbeat.enter("forward")
+        seed_part(context.seed, step, first_part + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):
             with strategy.autocast():
                 loss = divided(context.task.loss(context.model, batch), divisor)

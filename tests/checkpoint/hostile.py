@@ -322,7 +322,7 @@ _kind("manifest: no sha256 of its own", in_manifest(lambda text: text.replace('"
 _kind("state.json: no JSON", file_bytes("state.json", b"hello"))
 _kind("state.json: 100,000 brackets", file_bytes("state.json", b'{"state":' + b"[" * 100_000))
 _kind("state.json: no UTF-8", file_bytes("state.json", b'{"state": "\xc3\x28"}'))
-for _name in ("strategy", "world_size", "torch_version", "config", "state", "rng", "tensors"):
+for _name in ("strategy", "world_size", "torch_version", "config", "state", "places", "tensors"):
     _kind(f"state.json: no {_name}", state(_name, drop=True))
     _kind(f"state.json: {_name} of another type", state(_name, to=[1]))
 for _value in (0, -1, 10**9, 1e9, "1"):
@@ -346,10 +346,9 @@ _kind(
     "state: params of a group are numbers",
     state("state", "optimizer", "param_groups", "0", "params", to=[0, 1]),
 )
-_kind("rng: of no rank", state("rng", to={"1": {}}))
-_kind("rng: no words at all", state("rng", "0", "python", to={}))
-_kind("rng: a text", state("rng", "0", to="random"))
-_kind("rng: another tensor's place", state("rng", "0", "torch", to={"$tensor": "rng.0.python.words"}))
+_kind("places: of no rank", state("places", to=[]))
+_kind("places: a text", state("places", to=["first"]))
+_kind("places: a tensor of the model", state("places", to=[{"$tensor": WEIGHT}]))
 
 # ---- headers
 
@@ -497,16 +496,6 @@ MISFITS |= {
     "no exp_avg": state("state", "optimizer", "state", "unused", to={"step": 2.0}),
     "exp_avg a text": state("state", "optimizer", "state", "unused", to=_MOMENTS | {"exp_avg": "gone"}),
     "exp_avg of another shape": put("optimizer.state.first.bias.exp_avg", lambda _: torch.ones(1)),
-    "words of the generator cut short": put("rng.0.python.words", lambda words: words[:10]),
-    "words beyond 32 bits": put("rng.0.python.words", lambda words: words << 20),
-    "words that are fractions": put("rng.0.python.words", lambda words: words / 3),
-    "torch's generator cut short": put("rng.0.torch", lambda words: words[:100]),
-    "torch's generator all ones": put("rng.0.torch", lambda words: torch.full_like(words, 255)),
-    "NumPy's key cut short": put("rng.0.numpy.key", lambda words: words[:10]),
-    "NumPy's position far beyond": state("rng", "0", "numpy", "pos", to=10**9),
-    "NumPy's position negative": state("rng", "0", "numpy", "pos", to=-1),
-    "another bit generator": state("rng", "0", "numpy", "bit_generator", to="PCG64"),
-    "Python's next gauss a text": state("rng", "0", "python", "gauss_next", to="g"),
     "a weight of another shape": put(WEIGHT, lambda value: value.t()),
     "a weight of another dtype": put(WEIGHT, lambda value: value.double()),
 }

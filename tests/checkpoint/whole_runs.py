@@ -12,7 +12,6 @@ from tests import runs
 from tests.checkpoint import tiny
 from trainer import loop
 from trainer.checkpoint.tree import take_apart
-from trainer.distributed import seeding
 from trainer.distributed.process_group import Dist
 from trainer.launch.signals import StopRequest
 from trainer.run import assemble
@@ -66,8 +65,8 @@ def run(
 ) -> dict[str, Any]:
     """Train to the end, saving there and at the steps of ``save_at``, or when the settings say.
 
-    Returns all that the run was at its beginning and at its end (tensors whole), its
-    generators at the end, and the samples of each micro-batch that this rank trained on.
+    Returns all that the run was at its beginning and at its end (tensors whole), and the samples of each
+    micro-batch that this rank trained on.
     """
     config = runs.settings(*overrides, f"run_dir={run_dir}", f"resume={resume}")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -82,10 +81,7 @@ def run(
     context.checkpointer.close()
     context.strategy.close()
     context.run_log.close()
-    rng_tensors, rng_plain = take_apart(seeding.rng_state())
-    end = _everything(context.state)
-    generators = {"tensors": rng_tensors, "plain": rng_plain}
-    return {"begin": begin, "end": end, "generators": generators, "samples": recorder.samples}
+    return {"begin": begin, "end": _everything(context.state), "samples": recorder.samples}
 
 
 def _everything(state: Any) -> dict[str, Any]:

@@ -1,14 +1,11 @@
-"""Seeds and the state of the generators."""
+"""Seeds of ranks and of micro-batches, and generators kept as they are."""
 
-import json
 import random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainer.checkpoint.tree import put_together, take_apart
 from trainer.distributed import seeding
 
 
@@ -29,24 +26,38 @@ def test_each_rank_and_seed_draws_other_numbers() -> None:
         assert len({draw[generator] for draw in draws}) == len(draws)
 
 
-def test_state_comes_back_through_json_and_tensors() -> None:
+def test_each_micro_batch_draws_by_its_three_numbers_alone() -> None:
+    draws = []
+    for numbers in ((0, 1, 2), (0, 1, 3), (0, 2, 1), (1, 1, 2), (0, -1, 2), (2**63, 11, 2), (2**63, 1, 12)):
+        seeding.seed_part(*numbers)
+        draws.append(tuple(_draw()))
+        seeding.seed_everything(7, 7)
+        seeding.seed_part(*numbers)
+        assert tuple(_draw()) == draws[-1]
+    for generator in range(len(draws[0])):
+        assert len({draw[generator] for draw in draws}) == len(draws)
+
+
+def test_generators_are_kept() -> None:
     seeding.seed_everything(3, 1)
     _draw()
-    tensors, plain = take_apart(seeding.rng_state())
-    expected = [_draw() for _ in range(3)]
-    seeding.seed_everything(4, 0)
-    restored: dict[str, Any] = put_together(json.loads(json.dumps(plain)), tensors)
-    seeding.set_rng_state(restored)
+    with seeding.generators_kept():
+        expected = [_draw() for _ in range(3)]
+    with pytest.raises(ValueError, match="within"), seeding.generators_kept():
+        seeding.seed_everything(4, 0)
+        raise ValueError("within")
     assert [_draw() for _ in range(3)] == expected
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_state_comes_back() -> None:
-    seeding.seed_everything(3, 1)
-    torch.rand(5, device="cuda")
-    state = seeding.rng_state()
-    expected = torch.rand(5, device="cuda")
-    torch.rand(5, device="cuda")
-    seeding.set_rng_state(state)
-    assert torch.equal(torch.rand(5, device="cuda"), expected)
+def test_generators_of_cuda_are_seeded_and_kept() -> None:
+    device = torch.device("cuda", 0)
+    seeding.seed_part(3, 1, 0, [device])
+    with seeding.generators_kept():
+        expected = torch.rand(5, device=device)
+    assert torch.equal(torch.rand(5, device=device), expected)
+    seeding.seed_part(3, 1, 0, [device])
+    assert torch.equal(torch.rand(5, device=device), expected)
+    seeding.seed_part(3, 1, 1, [device])
+    assert not torch.equal(torch.rand(5, device=device), expected)

@@ -24,16 +24,15 @@ from trainer.checkpoint.matching import (
     other_buffers,
     targets_for,
 )
-from trainer.checkpoint.source import MODEL_CONFIG, PLACES, RNG, STATE, Source, check_size, whole
+from trainer.checkpoint.source import MODEL_CONFIG, PLACES, STATE, Source, check_size, whole
 from trainer.checkpoint.store import Retention, Store
 from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.writing import write_tensors
 from trainer.config import CheckpointConfig
-from trainer.distributed import seeding
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteLossError, UserError
-from trainer.files.untrusted import printable, reason
+from trainer.files.untrusted import printable
 from trainer.optim.train_state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
@@ -146,13 +145,12 @@ class Checkpointer:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
         self._finish()
         tensors, plain = self._agreement.everywhere(lambda: self._taken_apart(state))
-        rng_tensors, rng = take_apart({RNG: self._gather_rng(dict(place or {}))})
-        own = (
-            buffer_names(state.model) | {name for name in tensors if of_modules_own(name)} | set(rng_tensors)
-        )
-        tensors |= rng_tensors
+        everyones = self._agreement.gather(dict(place or {}))
+        of_places, places = take_apart({PLACES: everyones if self._dist.rank == 0 else []})
+        own = buffer_names(state.model) | {name for name in tensors if of_modules_own(name)} | set(of_places)
+        tensors |= of_places
         who = plan(tensors, own, self._settings.format == "full", self._agreement)
-        facts = self._facts(plain, rng)
+        facts = self._facts(plain, places)
         if self._dist.rank == 0:
             facts["tensors"] = index_to_json(who.index(tensors))
         tensors = who.part_of(tensors, self._dist.rank)
@@ -234,11 +232,9 @@ class Checkpointer:
                 "ema: %s holds no averages of these weights; they begin with its weights", source.directory
             )
         saved = self._agreement.everywhere(lambda: fitting(state, plain, targets))
-        generators = self._agreement.everywhere(lambda: self._generators(source))
         self.restored_places = self._agreement.everywhere(source.places)
         self._agreement.everywhere(lambda: source.read_into(targets))
         self._agreement.everywhere(lambda: state.load_state_dict(saved))
-        self._restore_rng(generators, state.progress)
         self._report(source, state.progress)
         self.restored_metrics = source.manifest.metrics
         if source.directory.resolve().parent == self._store.root.resolve():
@@ -315,7 +311,7 @@ class Checkpointer:
             digests[STATE] = write_text(directory / STATE, json.dumps(facts))
         return digests
 
-    def _facts(self, plain: dict[str, Any], rng: dict[str, Any]) -> dict[str, Any]:
+    def _facts(self, plain: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
         return {
             "num_samples": self._num_samples,
             "strategy": self._strategy,
@@ -323,18 +319,10 @@ class Checkpointer:
             "torch_version": torch.__version__,
             "config": self._config,
             "state": plain,
-            **rng,
+            **places,
             "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
             MODEL_CONFIG: self._expected.model_config if self._expected is not None else None,
         }
-
-    def _gather_rng(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Every rank's generators, and where its data stands; nothing on other ranks than 0."""
-        states = self._agreement.gather((seeding.rng_state(), place))
-        if self._dist.rank != 0:
-            return {}
-        generators = {str(rank): state for rank, (state, _) in enumerate(states)}
-        return {**generators, PLACES: [there for _, there in states]}
 
     # ---- reading
 
@@ -360,28 +348,6 @@ class Checkpointer:
                 "another run_dir starts anew"
             )
         return None
-
-    def _generators(self, source: Source) -> dict[str, Any] | None:
-        """This rank's random generators as they were saved, if they fit; None under another world size."""
-        if source.facts["world_size"] != self._dist.world_size:
-            return None
-        generators = source.rng(self._dist.rank)
-        if generators is None:
-            return None
-        try:
-            seeding.check_rng_state(generators)
-        except Exception as error:  # whatever a generator says to what is no state of one
-            raise UserError(
-                f"{source.directory} holds no state of the generators: {reason(error)}"
-            ) from error
-        return generators
-
-    def _restore_rng(self, generators: dict[str, Any] | None, progress: Progress) -> None:
-        if generators is not None:
-            seeding.set_rng_state(generators)
-        else:
-            # Nobody's state fits; go on from numbers not used before this step.
-            seeding.seed_everything((torch.initial_seed() + progress.step) % 2**63, self._dist.rank)
 
     def _report(self, source: Source, progress: Progress) -> None:
         if self._dist.rank != 0:

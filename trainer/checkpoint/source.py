@@ -26,7 +26,7 @@ from trainer.optim.train_state import Progress
 
 STATE = "state.json"
 MODEL_CONFIG = "model_config"  # in the facts: the config.json of a Hugging Face model
-RNG, PLACES = "rng", "places"  # in the facts: the generators of each rank, and where its data stood
+PLACES = "places"  # in the facts: where the data of each rank stood
 _OF_TRAINED = ("model.", "ema.weights.")
 _NUM_THREADS = 4
 _PIECE_BYTES = 1 << 25
@@ -38,7 +38,7 @@ class Source:
     """What ``open`` found in a directory.
 
     Attributes:
-        facts: strategy, world_size, torch_version, config, and the JSON parts of the state and of the RNG.
+        facts: strategy, world_size, torch_version, config, and the JSON parts of the state and of the places.
         index: where each tensor lies.
     """
 
@@ -62,7 +62,7 @@ class Source:
         facts, tensors = _read_facts(directory, manifest)
         index = index_from_json(tensors)
         path = directory / STATE
-        _compare_names(path, [*tensor_names(facts["state"]), *tensor_names(facts[RNG])], index)
+        _compare_names(path, [*tensor_names(facts["state"]), *tensor_names(facts[PLACES])], index)
         return cls(directory, manifest, facts, index, _find(directory, manifest, index))
 
     @property
@@ -71,7 +71,7 @@ class Source:
         return {
             name: (entry.shape, entry.dtype)
             for name, entry in self.index.items()
-            if not name.startswith(f"{RNG}.")
+            if not name.startswith(f"{PLACES}.")
         }
 
     @property
@@ -117,19 +117,12 @@ class Source:
 
         verify(self.directory, part, parts, look)
 
-    def rng(self, rank: int) -> dict[str, Any] | None:
-        """What ``seeding.rng_state`` gave on ``rank``; None if nothing was kept of it."""
-        return self._of_rng(str(rank)) if str(rank) in self.facts[RNG] else None
-
     def places(self) -> list[dict[str, Any]]:
         """Where the data of each rank stood, as its loader said."""
-        return self._of_rng(PLACES) if PLACES in self.facts[RNG] else []
-
-    def _of_rng(self, key: str) -> Any:
-        found = self._read(tensor_names(self.facts[RNG][key]))
-        # A generator takes the storage of its state, not the view of it.
-        copies = {name: tensor.clone() for name, tensor in found.items()}
-        return put_together(self.facts[RNG][key], copies, f"{RNG}.{key}")
+        found = self._read(tensor_names(self.facts[PLACES]))
+        copies = {name: tensor.clone() for name, tensor in found.items()}  # a stream may keep them
+        places: list[dict[str, Any]] = put_together(self.facts[PLACES], copies, PLACES)
+        return places
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill the tensors by their names: whole ones, or of sharded ones the rows that are here."""
@@ -270,7 +263,7 @@ def _read_facts(directory: Path, manifest: Manifest) -> tuple[dict[str, Any], Fi
         check_blocks(file, manifest.files[STATE], range(len(manifest.files[STATE].sha256)))
     facts = Fields(str(path), read_json(path, data))
     facts.text("strategy"), facts.text("torch_version"), facts.mapping("config")
-    state, rng = facts.mapping("state"), facts.values.get(RNG) or {}
+    state, places = facts.mapping("state"), facts.sequence(PLACES, of=dict)
     for section in ("model", "schedule", "scaler", "buffers", "ema"):
         state.mapping(section)
     optimizer = state.mapping("optimizer")
@@ -287,16 +280,15 @@ def _read_facts(directory: Path, manifest: Manifest) -> tuple[dict[str, Any], Fi
         facts.sequence("not_finite", of=str)
     if facts.count("world_size") < 1:
         raise UserError(f"{printable(path)} has world_size 0")
-    if rng:
-        for rank in range(facts.values["world_size"]):
-            facts.mapping(RNG).mapping(str(rank))
+    if len(places) != facts.values["world_size"]:
+        raise UserError(f"{printable(path)} has {len(places)} places of {facts.values['world_size']} ranks")
     named = step_in_name(directory)
     if not progress.step == manifest.step == (manifest.step if named is None else named):
         raise UserError(
             f"{printable(directory)} contradicts itself: its state is of step {progress.step}, its "
             f"manifest of step {manifest.step}; its name must be step_{manifest.step:08d}"
         )
-    values = {**facts.values, RNG: rng, "state": {**state.values, "progress": asdict(progress)}}
+    values = {**facts.values, "state": {**state.values, "progress": asdict(progress)}}
     return values, facts.mapping("tensors")
 
 

@@ -12,7 +12,7 @@ from trainer.data.loading.base import EvalLoader
 from trainer.distributed.agreement import on_main
 from trainer.distributed.gather_samples import Rows, SampleGather
 from trainer.distributed.process_group import Dist, sum_over_ranks
-from trainer.distributed.seeding import rng_state, set_rng_state
+from trainer.distributed.seeding import seed_part
 from trainer.errors import UserError
 from trainer.loggers import RunLog
 from trainer.strategies import Strategy
@@ -28,6 +28,7 @@ class ModelContext:
     task: Task
     model: nn.Module  # wrapped by the strategy
     to_device: ToDevice
+    seed: int
 
 
 @torch.no_grad()
@@ -47,8 +48,10 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
     totals: Tensor | None = None
     gathered: list[Rows] = []
     first: Any = None
-    for host_batch, indices in loader:
+    parts, part = context.strategy.evaluators(context.dist.rank)
+    for number, (host_batch, indices) in enumerate(loader):
         context.dist.heartbeat.enter("evaluate")
+        seed_part(context.seed, -1, number * parts + part, context.strategy.devices)
         batch = context.to_device(host_batch)
         first = batch if first is None else first
         if gives_sums:
@@ -100,13 +103,11 @@ def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: i
         lambda: at_end or run_log.shows.is_due(), context.dist
     ):
         return
-    generators = rng_state()
     with run_log.shows, context.strategy.autocast():
         shown = context.task.show(context.strategy.unwrap(context.model).eval(), evaluation)
         run_log.texts(shown.texts, step)
         run_log.images(shown.images, step)
         run_log.figures(lambda: {name: draw() for name, draw in shown.figures.items()}, step, at_end=True)
-    set_rng_state(generators)
 
 
 def _floats(figures: dict[str, Any], source: str) -> dict[str, float]:

@@ -21,7 +21,7 @@ from trainer.data.loading.base import EvalLoader
 from trainer.data.loading.batch import BatchSplit, split_batch
 from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
 from trainer.distributed.process_group import process_group
-from trainer.distributed.seeding import rng_state, seed_everything, set_rng_state
+from trainer.distributed.seeding import generators_kept, seed_everything
 from trainer.errors import UserError
 from trainer.inference.evaluation import ModelContext
 from trainer.meta_init.deferred import Deferred, deferred
@@ -91,6 +91,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
             task=build_task(config),
             model=wrapped,
             to_device=build_to_device(config, dist.device, train_set()),
+            seed=config.seed,
             config=config,
             source=source,
             agreement=agreement,
@@ -105,12 +106,9 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
     Raises:
         UserError: see `restored_run`.
     """
-    generators = rng_state()
-    try:
+    with generators_kept():
         model = _built(config, _training_data(config))
         model.fill(model.module)
-    finally:
-        set_rng_state(generators)
     _read(model.module, config, checkpoint, Alone())
     return model.module.eval()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.config import TrainConfig
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.process_group import Dist
-from trainer.distributed.seeding import rng_state, set_rng_state
+from trainer.distributed.seeding import generators_kept
 from trainer.errors import first_line
 from trainer.nested import mapped
 from trainer.tasks import Task
@@ -108,15 +108,13 @@ class ModelFlops:
         model, self._model = self._model, None
         from torch.utils.flop_counter import FlopCounterMode  # takes 0.3 s, and is rarely needed
 
-        generators = rng_state()
         try:
-            with self._fakes, FlopCounterMode(display=False) as counter:
+            with generators_kept(), self._fakes, FlopCounterMode(display=False) as counter:
                 self._task.loss(model.train(), mapped(batch, self._faked)).backward()
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # a forward pass may need values in any way
             reason = first_line(error)
             log.info("no speed/mfu: the model's FLOPs cannot be counted without its values (%s)", reason)
-        set_rng_state(generators)
 
     def _faked(self, value: Any) -> Any:
         return torch.empty_like(value, device=self._device) if isinstance(value, Tensor) else value

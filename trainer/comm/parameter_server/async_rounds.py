@@ -133,6 +133,9 @@ class AsyncServer:
 class AsyncWorker:
     """A worker's part in rounds: what to compute next, and when to pull.
 
+    Attributes:
+        part: what it computes now: a step of the round and a replica.
+
     Args:
         bounded: whether to wait for slower workers before each pull.
         stops: whether this worker has received a request to stop.
@@ -150,6 +153,7 @@ class AsyncWorker:
         self._client, self._num_workers, self._bounded = client, num_workers, bounded
         self._stops, self._waits = stops, waits
         self._ahead: list[tuple[int, int]] = []  # received, but not yet drawn by the sampler
+        self._assigned: list[tuple[int, int]] = []  # received, but not yet begun
         self._drawn = self._begun = 0
         self._is_over = True
 
@@ -171,6 +175,7 @@ class AsyncWorker:
                 return False
             self._ahead.append(part)
         self._begun += 1
+        self.part = self._assigned.pop(0)
         return True
 
     def _ask(self) -> tuple[int, int] | None:
@@ -178,7 +183,10 @@ class AsyncWorker:
             return None
         number = self._client.ask_first(_PART, self._stops())
         self._is_over = number < 0
-        return None if number < 0 else divmod(number, self._num_workers)
+        if self._is_over:
+            return None
+        self._assigned.append(divmod(number, self._num_workers))
+        return self._assigned[-1]
 
     def before_pull(self) -> None:
         if self._bounded:

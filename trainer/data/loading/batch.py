@@ -19,6 +19,15 @@ class BatchSplit:
         """Samples of a global batch that each replica takes."""
         return self.micro_size * self.accumulation
 
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches of a step, over all replicas."""
+        return self.num_replicas * self.accumulation
+
+    def first_part(self, replica: int) -> int:
+        """The number within the step of the first micro-batch of `replica`."""
+        return replica * self.accumulation
+
     def __str__(self) -> str:
         parts = f"{self.num_replicas} replicas x {self.micro_size} x {self.accumulation} accumulated"
         return f"{self.global_size} = {parts}"

@@ -115,10 +115,12 @@ class AsyncParameterServer(ParameterServer):
         if log_now:
             context.weight_statistics.before_update(last)
         with heartbeat.in_any_order():
-            for _ in self._turns(steps, lambda: context.stop_request.is_set):
+            for step, replica in self._turns(steps, lambda: context.stop_request.is_set):
                 heartbeat.enter("data")
                 own = weights_ahead(context, batches)
-                loss += compute_gradients(context, batches, divisors(own, math.fsum(own)), tell_others=False)
+                own_divisors = divisors(own, math.fsum(own))
+                step += progress.step + 1
+                loss += compute_gradients(context, batches, own_divisors, step, replica, tell_others=False)
             if not self.trains:
                 heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
         heartbeat.enter("optimizer")
@@ -146,8 +148,8 @@ class AsyncParameterServer(ParameterServer):
         while (part := self._async_worker.draw()) is not None:
             yield part
 
-    def _turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[None]:
-        """Serve a round of at most `steps` steps; yields once for each part that this process computes."""
+    def _turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[tuple[int, int]]:
+        """Serve a round of at most `steps` steps; yields each part that this process computes."""
         self._stops, recorded = stops, self._recorded_round(steps)
         if self._async_server is not None:
             events = None if recorded is None else recorded[self.servers.index(self.dist.rank)]
@@ -156,7 +158,7 @@ class AsyncParameterServer(ParameterServer):
             self._async_worker.begin()
             with self._plain_errors():
                 while self._async_worker.has_part():
-                    yield
+                    yield self._async_worker.part
 
     def _recorded_round(self, steps: int) -> list[list[str]] | None:
         """Each server's recorded events. Raises UserError on all ranks if the round is not recorded."""

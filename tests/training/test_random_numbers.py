@@ -1,0 +1,78 @@
+"""What a run draws follows from its seed, the step and the micro-batch: not from ranks, resumes or evaluation."""
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import runs
+from tests.ranks import run_ranks
+from trainer.loop import fit
+
+Draws = tuple[float, ...]
+SETTINGS = (
+    *("train.global_batch_size=64", "train.micro_batch_size=16", "train.max_steps=4", "model.hidden=[8]"),
+    *("train.eval_every_epochs=0", "distributed.timeout_s=60"),
+)
+
+
+def _draw() -> Draws:
+    return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+
+class _Drawing:
+    """A task whose loss and evaluation draw from each generator."""
+
+    def __init__(self, task: Any) -> None:
+        self._task, self.trained, self.evaluated = task, list[Draws](), list[Draws]()
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self.trained.append(_draw())
+        return self._task.loss(model, batch)
+
+    def eval_sums(self, model: Any, batch: Any) -> Any:
+        self.evaluated.append(_draw())
+        return self._task.eval_sums(model, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+def _drawn(run_dir: Path, *overrides: str) -> tuple[list[Draws], list[Draws]]:
+    """What this rank's micro-batches drew, and its evaluations."""
+    with runs.context_of(*SETTINGS, f"run_dir={run_dir}", *overrides) as context:
+        task = _Drawing(context.task)
+        fit(dataclasses.replace(context, task=task))
+        return task.trained, task.evaluated
+
+
+def test_the_same_numbers_at_any_world_size_and_after_a_resume_at_another(tmp_path: Path) -> None:
+    ((alone, _),) = run_ranks(_drawn, 1, tmp_path, "strategy=ddp", "checkpoint.every_steps=2", init=False)
+    assert len(set(alone)) == 16  # 4 steps of 4 micro-batches
+    resume = f"resume={tmp_path / 'checkpoints/step_00000002'}"
+    resumed = run_ranks(_drawn, 2, tmp_path / "resumed", "strategy=ddp", resume, init=False)
+    ranks = [trained for trained, _ in resumed]
+    # The micro-batches of replica 0, then those of replica 1.
+    assert alone[8:] == [*ranks[0][:2], *ranks[1][:2], *ranks[0][2:], *ranks[1][2:]]
+
+
+def test_evaluation_draws_the_same_each_time_and_nothing_of_training(tmp_path: Path) -> None:
+    ((alone, none),) = run_ranks(_drawn, 1, tmp_path / "alone", init=False)
+    ((trained, evaluated),) = run_ranks(_drawn, 1, tmp_path, "train.eval_every_steps=2", init=False)
+    assert not none
+    assert trained == alone
+    assert evaluated == 2 * evaluated[: len(evaluated) // 2]
+    assert len(set(evaluated)) == len(evaluated) // 2 > 1
+
+
+@pytest.mark.slow
+def test_an_asynchronous_worker_draws_by_the_part_that_it_was_given(tmp_path: Path) -> None:
+    """One worker is given each part of a round."""
+    words = ("strategy=parameter_server", "strategy.max_staleness=1", "train.log_every_steps=4")
+    ((_, _), (worker, _)) = run_ranks(_drawn, 2, tmp_path, *words, init=False)
+    ((alone, _),) = run_ranks(_drawn, 1, tmp_path / "alone", init=False)
+    assert worker == alone
