@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _MARK = f"RINGMASTER_TESTS_OF={os.getpid()}".encode()
 os.environ["RINGMASTER_TESTS_OF"] = str(os.getpid())
 _GRACE_S = 20.0
+QUICK = "not slow"  # what pyproject.toml's addopts give to -m
 # Where tests.runs keeps what it has composed, for all that the session starts.
 _SETTINGS = None
 if "RINGMASTER_TESTS_SETTINGS" not in os.environ:
@@ -62,7 +63,10 @@ def _namespaces() -> set[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A machine with a GPU tests what every other tests, in as many ranks, and its GPU with `-m cuda`."""
+    """A slow test that is named by its id runs, though no `-m ''` is given. A machine with a GPU tests what every
+    other tests, in as many ranks, and its GPU with `-m cuda`."""
+    if config.option.markexpr == QUICK and any("::" in name for name in config.args):
+        config.option.markexpr = ""
     if "cuda" not in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -74,7 +78,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args != config.getini("testpaths"):
         return 0
     cores = len(os.sched_getaffinity(0))
-    return min(cores if config.option.markexpr == "not slow" else 2 * cores, 12)
+    return min(cores if config.option.markexpr == QUICK else 2 * cores, 12)
 
 
 @pytest.hookimpl(trylast=True)
