@@ -23,7 +23,7 @@ _MARK = f"RINGMASTER_TESTS_OF={os.getpid()}".encode()
 os.environ["RINGMASTER_TESTS_OF"] = str(os.getpid())
 _GRACE_S = 20.0
 QUICK = "not slow"  # what pyproject.toml's addopts give to -m
-# Where tests.runs keeps what it has composed, for all that the session starts.
+# The settings composed by tests.runs, for all processes of the session.
 _SETTINGS = None
 if "RINGMASTER_TESTS_SETTINGS" not in os.environ:
     _SETTINGS = tempfile.TemporaryDirectory(prefix="ringmaster-tests-")
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what is loaded by now out of the sight of the garbage collector: torch alone is 0.3 s a round."""
+    """Exclude all loaded objects from garbage collection: torch alone takes 0.3 s each time."""
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -31,7 +31,7 @@ _networks = itertools.count()
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace with one link, `interface`, whose far end is `port` in the namespace of the switch."""
+    """One namespace with one link, `interface`; the other end is `port` in the namespace of the switch."""
 
     name: str
     switch: str
@@ -76,7 +76,7 @@ def hosts(count: int, rate: str | None = "1gbit") -> Iterator[list[Host]]:
     """`count` hosts on one switch; each link is slowed to `rate` in either direction (None: not at all).
 
     Skips the test where namespaces cannot be had. On leaving, every process of the hosts is killed and the
-    namespaces are gone, whatever happened.
+    namespaces are gone in any case.
     """
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("hosts are network namespaces: they need root and iproute2 (ip, tc)")
@@ -164,8 +164,8 @@ def torchrun(members: Sequence[Host], index: int, nproc: int, conf: str = "") ->
     `conf` is more of --rdzv-conf.
 
     torchrun and gloo learn a host's address by looking up its hostname, which here is the machine's and leads
-    elsewhere. So they are told: is_host says who serves the rendezvous (otherwise nobody recognises itself in
-    the endpoint), --local-addr what becomes MASTER_ADDR.
+    elsewhere. So options set it: is_host says which host serves the rendezvous (otherwise none recognises itself
+    in the endpoint), --local-addr becomes MASTER_ADDR.
     """
     return [
         sys.executable, "-m", "torch.distributed.run",

@@ -23,7 +23,7 @@ import torch.utils.serialization.config
 import torch.utils.tensorboard
 import torchvision
 
-with contextlib.suppress(Exception):  # the test that needs what is broken says so better
+with contextlib.suppress(Exception):  # the test that needs the broken module says so better
     import models.mlp
     import models.vision
     import models.vit
@@ -46,4 +46,4 @@ with contextlib.suppress(Exception):  # the test that needs what is broken says 
 gc.enable()
 gc.collect()
 gc.freeze()
-atexit.register(os._exit, 0)  # nor need the server take them apart at its end
+atexit.register(os._exit, 0)  # and the server need not destroy them at its end

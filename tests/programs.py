@@ -1,8 +1,8 @@
 """Programs of this project as their user starts them, forked from a process that has all loaded already.
 
-`python train.py` takes 4 s to import what it needs on a slow core; forked it begins at once. What the program
-sees is its own: arguments, environment, directory, session, standard streams, exit code. What it lacks is an
-interpreter that starts and is taken apart again; tests of that, and of torchrun itself, start a real one.
+`python train.py` takes 4 s to import what it needs on a slow core; forked it begins at once. The program
+has its own arguments, environment, directory, session, standard streams and exit code. It lacks the start and end
+of an interpreter; tests of these, and of torchrun itself, start a real one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Program:
 
     @property
     def stdout(self) -> str:
-        """What it has printed so far."""
+        """Its output so far."""
         return (self._streams / "stdout").read_text(errors="replace")
 
     @property

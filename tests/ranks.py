@@ -39,7 +39,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def fork_server() -> ForkServerContext:
-    """Start the server, unless it runs; it loads while its caller goes on, and the first rank waits for it."""
+    """Start the server, unless it runs; it loads in the background, and the first rank waits for it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
     with pytest.MonkeyPatch.context() as patch:

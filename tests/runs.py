@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer.training.context import TrainingContext
 
 _T = TypeVar("_T")
-# What sets a value, in words of which Hydra's grammar makes the same wherever they stand.
+# An override of a value that Hydra's grammar reads in the same way at any position.
 _VALUE = re.compile(r"(?!hydra\.)[a-z_]+(\.\w+)+=([\w.-]+|\[[\w.,-]*\])")
 # What may be set past Hydra: a path that its grammar takes as it is.
 _PLACE = re.compile(r"(run_dir|resume)=[A-Za-z_/][A-Za-z0-9_/.-]*")
@@ -44,7 +44,7 @@ def composed(*overrides: str) -> DictConfig:
 def _composed(overrides: Sequence[str]) -> DictConfig:
     """`composed`, in a fifth of its time: to what most words compose, once in a session, the values at the end
     are set as Hydra sets them."""
-    # Hydra takes these first, wherever they stand.
+    # Hydra takes these first, at any position.
     groups = [word for word in overrides if (CONF / word.partition("=")[0]).is_dir()]
     others = [word for word in overrides if word not in groups]
     plain = list(itertools.takewhile(_VALUE.fullmatch, reversed(others)))
@@ -54,7 +54,7 @@ def _composed(overrides: Sequence[str]) -> DictConfig:
         for value in OverridesParser.create().parse_overrides(values):
             OmegaConf.update(found, value.key_or_group, value.value(), merge=True)
     except OmegaConfBaseException:
-        return composed(*overrides)  # whose words for it are Hydra's
+        return composed(*overrides)  # with Hydra's own message
     return found
 
 
@@ -84,7 +84,7 @@ def _once_in_a_session(name: str, make: Callable[[], _T]) -> _T:
 
 def train(*overrides: str) -> dict[str, Any]:
     """Run in this process, which may be a rank; return what result.json holds."""
-    from trainer.run import run  # only here: composing settings needs none of it
+    from trainer.run import run  # only here: composing settings does not need it
 
     torch.set_num_threads(1)
     return run(settings(*overrides))

@@ -49,7 +49,7 @@ def test_after_a_failure_the_next_call_works(tmp_path: Path) -> None:
 
 
 def loaded(run_dir: str, form: str) -> list[str]:
-    """The hashes of what a run made, and of what is loaded from it in each of the ways there are."""
+    """The hash of a run's model, and of the models loaded from it in every way."""
     os.environ.clear()
     options = [
         f"checkpoint={form}",

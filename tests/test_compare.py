@@ -1,4 +1,4 @@
-"""Comparing runs by what they have left, written here by hand."""
+"""Comparing runs by their files, written here by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.errors import UserError
 def write(
     folder: Path, *overrides: str, ms: float = 4.0, gap: float = 0.0, sha: str = "aa", **result: Any
 ) -> str:
-    """A run of four log windows, whose loss is off by `gap` from step 30 on."""
+    """A run of four log windows; its loss is off by `gap` from step 30 on."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(settings(*overrides)))
     figures = {"strategy": "ddp", "comm": "native", "world_size": 2, "steps": 40, "train/loss": 0.5 + gap}

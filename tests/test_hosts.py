@@ -1,4 +1,4 @@
-"""The hosts that network tests stand on: real links, with the rate they claim."""
+"""The hosts of network tests: real links, with their stated rate."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "trainer"
 
-# The rooms of trainer/ (its folders, and the files beside them), floor by floor from the ground up; each with
-# the rooms it may use, all of which stand on lower floors.
+# The rooms of trainer/ (its folders, and the files beside them), floor by floor from the ground up, each with
+# the rooms that it may use; all of them are on lower floors.
 FLOORS: tuple[dict[str, str], ...] = (
     {
         "errors": "",
@@ -93,7 +93,7 @@ FROM_OUTSIDE = {
     "comm": {"torch", "numpy", "matplotlib"},
     "models": {"torch", "torchvision"},
 }
-# May not even load torch by what they import; what they need of it they import where they use it.
+# These must not load torch by their imports; they import it where they use it.
 WITHOUT_TORCH = [
     *("config", "launch", "sweep", "files", "cli.py", "run_dir/__init__.py", "run_dir/metrics_file.py"),
     *("inference/__init__.py", "inference/command.py"),
@@ -103,7 +103,7 @@ WITHOUT_TORCH = [
 def imports_of(file: Path, *, at_once: bool = False) -> Iterator[str]:
     """What `file` imports when it runs, or, `at_once`, when it is loaded.
 
-    What stands under `if TYPE_CHECKING:` is for annotations alone.
+    Imports under `if TYPE_CHECKING:` are for annotations alone.
     """
     tree = ast.parse(file.read_text())
     for_types = {
@@ -153,7 +153,7 @@ def test_no_arrow_runs_up() -> None:
     below: set[str] = set()
     for floor in FLOORS:
         for room, used in floor.items():
-            assert set(used.split()) <= below, f"{room} may use {used}, not all of which stands below it"
+            assert set(used.split()) <= below, f"{room} may use {used}, but some of it is not below it"
         below |= floor.keys()
 
 

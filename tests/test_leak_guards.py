@@ -17,7 +17,7 @@ _LEAKS = """
     import pytest
 
     def test_leaves_an_orphan():
-        # Its parent is gone and its session its own: nothing but the environment tells whose it is.
+        # Its parent is gone and it has its own session: only the environment shows where it came from.
         starter = "import subprocess; print(subprocess.Popen(['sleep', '1000'], stdout=-3, start_new_session=True).pid)"
         orphan = subprocess.run([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True, check=True)
         print(f"orphan={orphan.stdout}")

@@ -1,4 +1,4 @@
-"""What is nested is walked through in order, and built again as it was."""
+"""Nested values are visited in order, and rebuilt with the same types."""
 
 from collections import OrderedDict, defaultdict
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ class Pair(NamedTuple):
 
 
 class Output(OrderedDict[str, Any]):
-    """As those of transformers: a dict whose constructor takes something else."""
+    """As in transformers: a dict with a constructor that takes something else."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(values)

@@ -38,7 +38,7 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     assert (result["steps"], result["epochs"], result["samples_seen"]) == (44, 2.0, 44 * 64)
     assert result["eval/accuracy"] > 0.5, "ten classes: chance is 0.1"
     assert result["samples_per_second"] == pytest.approx(64e3 / result["ms_per_step"])
-    if strategy == "ddp":  # of which other worlds can be planned
+    if strategy == "ddp":  # for the plans of other worlds
         assert (
             sum(bucket.numel for bucket in predict_step.read(tmp_path).buckets) == 64 * 32 + 32 + 32 * 10 + 10
         )

@@ -24,7 +24,7 @@ from trainer.tasks import Classification, Evaluation, Shown
 
 
 class Stripes(Dataset[tuple[Tensor, Tensor]]):
-    """Sample k is a row of noise whose mean tells its class; read one by one, no attributes for `auto`."""
+    """Sample k is a row of noise with the mean of its class; read one by one, no attributes for `auto`."""
 
     def __init__(self, split: str, num_samples: int = 128) -> None:
         generator = torch.Generator().manual_seed({"train": 1, "eval": 2}[split])
@@ -76,7 +76,7 @@ class StuckAt(Stripes):
 
 
 class StuckWhenMade(Stripes):
-    """On rank 1, when it is made: after the ranks have met, before the first step."""
+    """On rank 1, in its constructor: after the ranks have connected, before the first step."""
 
     def __init__(self, split: str) -> None:
         super().__init__(split)
@@ -85,7 +85,7 @@ class StuckWhenMade(Stripes):
 
 
 class CutsTheLink(Digits):
-    """Runs a command, on rank 2, when it is made: long after the ranks have met, long before the first step."""
+    """Runs a command on rank 2, in its constructor: long after the ranks have connected, long before the first step."""
 
     def __init__(self, split: str, command: str, mark: str) -> None:
         super().__init__(split)
@@ -132,7 +132,7 @@ class Unsaveable(Tiny):
 
 
 class Rows(nn.Module):
-    """Its first layer is a table, whose gradient comes as rows."""
+    """Its first layer is a table with a sparse gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class NanInItsLastRow(nn.Module):
 
 
 class FailsAt(Classification):
-    """At the given call of `loss` on the given rank: a loss of that value, or one whose slope alone is NaN or huge,
+    """At the given call of `loss` on the given rank: a loss of that value, or one with only a NaN or huge gradient,
     a signal to itself, a loop, an exit."""
 
     def __init__(self, rank: int, call: int, how: str) -> None:
@@ -221,7 +221,7 @@ def _act(how: str) -> str:
 
 
 class LeavesRunning(Classification):
-    """A thread, or a process, that nobody ends."""
+    """A thread, or a process, that is never ended."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Noted:
 
 
 class Away(Logger):
-    """One whose server does not answer."""
+    """One with a server that does not answer."""
 
     def close(self) -> None:
         raise ConnectionError("no route")

@@ -64,11 +64,11 @@ def run(config: Config) -> dict[str, Any]:
     with (
         StopRequest(is_watched(place(config.distributed))) as stop_request,
         process_group(config.distributed, config.strategy.devices_each) as dist,
-        ExitStack() as held,
+        ExitStack() as resources,
     ):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks(shared, dist)
-        claimed, seed = on_main(lambda: _settle(config, held), dist)
+        claimed, seed = on_main(lambda: _claim(config, resources), dist)
         run_dir = claimed.path
         config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
         assert dist.watch is not None
@@ -82,7 +82,7 @@ def run(config: Config) -> dict[str, Any]:
                 on_main(take_over, dist)
                 dist.watch.writes_to(run_dir)
             on_main(context.run_log.begin, dist)
-            held.callback(context.run_log.leave_terminal)
+            resources.callback(context.run_log.leave_terminal)
             _log_start(config, context)
             figures = fit(context)
             context.run_log.figures(context.strategy.figures, context.state.progress.step, at_end=True)
@@ -131,10 +131,10 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         checkpointer.restore(state, source)
         data.train_loader.resume(checkpointer.restored_places)
         if data.train_loader.num_samples is not None:
-            state.progress.settle(train.global_batch_size, data.train_loader.num_samples)
+            state.progress.skip_short_rest(train.global_batch_size, data.train_loader.num_samples)
     strategy.begin(state)
     replicated = partial(strategy.replicated, state) if strategy.equal_ranks() else None
-    injector.meet(strategy.unwrap(wrapped), state.progress, total_steps, replicated)
+    injector.attach(strategy.unwrap(wrapped), state.progress, total_steps, replicated)
 
     return TrainingContext(
         dist=dist,
@@ -234,7 +234,7 @@ def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> 
             )
         return train.max_steps
     begin = dataclasses.replace(begin)
-    begin.settle(train.global_batch_size, num_samples)
+    begin.skip_short_rest(train.global_batch_size, num_samples)
     full_epochs = begin.step + begin.steps_to_go(train.epochs, train.global_batch_size, num_samples)
     return min(train.max_steps or full_epochs, full_epochs)
 
@@ -259,9 +259,9 @@ def _check_keep_best(config: Config, task: Task) -> None:
         )
 
 
-def _settle(config: Config, held: ExitStack) -> tuple[RunDir, int]:
-    """The run directory, locked until `held` closes, and the seed."""
-    run_dir = claim(config.run_dir, config.resume, held, wait_s=config.distributed.timeout_s / 2)
+def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int]:
+    """The run directory, locked until `resources` closes, and the seed."""
+    run_dir = claim(config.run_dir, config.resume, resources, wait_s=config.distributed.timeout_s / 2)
     seed = config.seed
     if seed is None and config.resume is not None:
         seed = saved_seed(run_dir.path, run_dir.run_id, config.resume)

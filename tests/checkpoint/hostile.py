@@ -1,6 +1,6 @@
 """Hostile checkpoints by the hundred: real ones, changed in their files, their JSON and their headers.
 
-Each ``kind`` is a function that changes a copy of a whole checkpoint of two steps. The manifest is signed anew
+Each ``kind`` is a function that changes a copy of a whole checkpoint of two steps. The manifest is signed again
 afterwards (a stranger can do that), unless the kind is about the manifest.
 """
 
@@ -43,7 +43,7 @@ def _kind(name: str, change: Change, format: str = "full") -> None:
 
 
 def sign(directory: Path, **changes: Any) -> None:
-    """Make the manifest agree with the files, whatever they are, and with ``changes`` (of raw JSON)."""
+    """Make the manifest agree with the present files, and with ``changes`` (of raw JSON)."""
     raw = json.loads((directory / MANIFEST).read_text())
     for name in raw["files"]:
         path = directory / name
@@ -469,7 +469,7 @@ _kind("index: an entry that is a text", state("tensors", WEIGHT, to="gone"))
 _kind("a weight that is NaN", put(WEIGHT, lambda value: value * math.nan))
 _kind("a moment that is Inf", put("optimizer.state.first.weight.exp_avg", lambda value: value + math.inf))
 
-# ---- what is whole, but fits no run like this
+# ---- whole checkpoints that do not fit this run
 
 _GROUP = ("state", "optimizer", "param_groups", "0")
 _MOMENTS = {"step": 2.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}

@@ -1,4 +1,4 @@
-"""Models whose state is more, or other, than their parameters and the buffers that they are built with."""
+"""Models with other state than parameters and the buffers that they are built with."""
 
 from typing import Any
 

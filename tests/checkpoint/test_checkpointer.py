@@ -45,7 +45,7 @@ def _resume(
 @pytest.mark.parametrize("format", ["full", "sharded"])
 @pytest.mark.parametrize(("sharded", "world"), [(False, 1), (False, 2), (True, 2)])
 def test_goes_on_as_if_never_stopped(tmp_path: Path, format: str, sharded: bool, world: int) -> None:
-    """Step 5 lies within the second epoch; at step 9 every number is the same."""
+    """Step 5 lies within the second epoch; at step 9 all numbers are the same."""
     original = run_ranks(_save, world, tmp_path, 5, format, sharded, more=4)
     resumed = run_ranks(_resume, world, tmp_path, "auto", format, sharded, more=4)
     for rank in range(world):
@@ -54,7 +54,7 @@ def test_goes_on_as_if_never_stopped(tmp_path: Path, format: str, sharded: bool,
 
 
 def _async(run_dir: Path, format: str) -> dict[str, Any]:
-    """Save twice while training goes on; the first write is held up until training has gone on."""
+    """Save twice during training; the first write is delayed until training has continued."""
     state = tiny.train_state(sharded=True)
     checkpointer = tiny.checkpointer(run_dir, format=format, async_=True)
     tiny.train(state, 2)
@@ -154,7 +154,7 @@ def test_buffers_of_dtypes_that_torch_saves_in_another_way(tmp_path: Path, forma
 
 
 class _LateStager:
-    """Copies when it is told to, as a big model's copy comes late."""
+    """Copies when asked, since a large model's copy comes late."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -197,7 +197,7 @@ def test_an_async_save_holds_the_update_back_until_all_is_copied(tmp_path: Path)
 
 
 def _save_beside_an_idle_gpu(run_dir: Path) -> list[str]:
-    """What was asked of the accelerator of a machine that seems to have one."""
+    """The calls to the accelerator of a machine that seems to have one."""
     asked: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.accelerator, "is_available", lambda: True)

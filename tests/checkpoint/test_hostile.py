@@ -32,7 +32,7 @@ def _save(run_dir: Path, format: str) -> None:
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """No more than the deadline, and no more memory than allowed beyond what is used now."""
+    """Within the deadline, and within the allowed memory above the present use."""
 
     def too_late(*args: Any) -> None:
         raise TimeoutError(f"not done after {DEADLINE_S} s")
@@ -40,7 +40,7 @@ def _bounded() -> Iterator[None]:
     signal.signal(signal.SIGALRM, too_late)
     signal.alarm(DEADLINE_S)
     before = _resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     try:
         yield
     finally:
@@ -64,7 +64,7 @@ class _Lines(logging.Handler):
 
 
 def _command(*arguments: object) -> int:
-    """The exit status of the command; whatever it prints is free of escapes."""
+    """The exit status of the command; its output has no escape sequences."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([str(argument) for argument in arguments])
@@ -93,7 +93,7 @@ WAYS = ("verify", "show", "convert", "weights", "go on")
 
 
 def _try(run_dir: Path, restorer: Any, state: Any, lines: _Lines, way: str) -> str:
-    """Meet the hostile checkpoint by its path, in the run to go on with, as weights, and on one more way; returns
+    """Read the hostile checkpoint by its path, in the run to resume, as weights, and in one more way; returns
     how ``resume=auto`` took it."""
     path = run_dir / "checkpoints" / hostile.STEP
     reason = _refused(lambda: tiny.restore(restorer, state, str(path)))
@@ -131,7 +131,7 @@ def _meet(root: Path, names: list[str]) -> dict[str, str]:
     lines, found, restorer = _Lines(), {}, tiny.checkpointer(root / "run")
     logging.getLogger("trainer").addHandler(lines)
     before = None
-    for number, name in enumerate(names):  # each of these ways meets every fifth: all read alike
+    for number, name in enumerate(names):  # each of these ways takes every fifth: all read in the same way
         misfit = name.startswith("misfit ")
         format, change = ("full", hostile.MISFITS[name[7:]]) if misfit else hostile.KINDS[name]
         run_dir = root / "run"

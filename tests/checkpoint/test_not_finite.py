@@ -1,4 +1,4 @@
-"""No checkpoint holds a NaN or Inf that the model did not begin with, and no resume=auto goes on from one."""
+"""A checkpoint holds no NaN or Inf that the model did not begin with, and resume=auto continues from none."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def _state(sharded: bool, seed: int = 0, masked: bool = True) -> TrainState:
-    """With averages, and masks of -inf from the beginning, one of which trains."""
+    """With averages, and masks of -inf from the beginning, one of them trained."""
     state = tiny.train_state(sharded, seed=seed)
     state.keep_average(0.9, warmup=True)
     if not masked:
@@ -39,7 +39,7 @@ def _state(sharded: bool, seed: int = 0, masked: bool = True) -> TrainState:
 
 
 def _poison(state: TrainState, what: str, value: float) -> None:
-    """The last number of it, which lies on the last rank, if it is sharded."""
+    """Its last number, which the last rank holds if it is sharded."""
     weight = state.model.first.weight
     tensor = {
         "first.weight": weight,

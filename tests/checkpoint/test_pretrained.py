@@ -1,4 +1,4 @@
-"""Weights that a model begins with: torchvision's by name, heads of its own, frozen parts; activations anew."""
+"""Initial weights: torchvision's by name, other heads, frozen parameters; recomputed activations."""
 
 from pathlib import Path
 from typing import Any

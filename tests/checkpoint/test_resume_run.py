@@ -47,7 +47,7 @@ def stopped_and_resumed(root: Path, stops: list[int], overrides: tuple[str, ...]
     torch.set_num_threads(1)
     found: dict[int, list[str]] = {}
     with process_group(runs.settings(*overrides).distributed) as dist:
-        # The step after a stop, too: a save in the background meets the next.
+        # The step after a stop, too: a background save overlaps with the next.
         save_at = {step for stop in stops for step in (stop, stop + 1)}
         original = run(dist, root / "original", *overrides, save_at=save_at)
         micro_batches = len(original["samples"]) // LAST_STEP

@@ -27,7 +27,7 @@ def on(stream: str) -> tuple[str, ...]:
 
 
 def _resumed(root: Path, worlds: list[tuple[str, tuple[str, ...]]]) -> dict[str, list[str]]:
-    """What differs between runs that went on from steps drawn by chance and one that never stopped."""
+    """The differences between runs resumed at random steps and one that never stopped."""
     torch.set_num_threads(1)
     drawn, found = random.Random(str(worlds)), {}
     with process_group(runs.settings(*worlds[0][1]).distributed) as dist:
@@ -122,7 +122,7 @@ def test_hugging_faces_streams_go_on_at_other_world_sizes(tmp_path: Path) -> Non
 
 
 def _numbers_read(root: Path, kinds: list[tuple[str, ...]], without: tuple[str, ...] = ()) -> list[list[int]]:
-    """What the steps of runs read in which one rank, then two, then four went on, by ids in order."""
+    """The ids read, in order, by a run on one rank that continues on two and then four."""
     read: list[list[int]] = [[] for _ in kinds]
     for world, strategy, last_step in ((1, SINGLE, 2), (2, DDP, 4), (4, FSDP, 5)):
         settings = tuple(setting for setting in strategy if setting not in without)

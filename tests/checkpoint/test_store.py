@@ -1,4 +1,4 @@
-"""The directories of a run: which live, which go, and what is never touched."""
+"""The directories of a run: which are kept, which are deleted, and which are never touched."""
 
 import errno
 import os
@@ -79,7 +79,7 @@ def test_prunes_nothing_but_its_own(tmp_path: Path) -> None:
     (store.root / "step_00000007").symlink_to(outside / "step_00000001")
     (store.root / "step_mine").mkdir()
     (store.root / "notes.txt").write_text("keep")
-    (store.root / "step_00000009").mkdir()  # somebody's: it has no manifest
+    (store.root / "step_00000009").mkdir()  # a user's: it has no manifest
     store.prune(Retention(last=1))
     assert _steps(other) == [1] and verify(outside / "step_00000001").step == 1
     names = {entry.name for entry in store.root.iterdir()}
@@ -132,7 +132,7 @@ def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
 
 
 def test_latest_is_put_right_after_a_kill_between_a_checkpoints_rename_and_it(tmp_path: Path) -> None:
-    """A run killed there in its last save would leave it behind for good: resumed, it saves no more."""
+    """A run killed there in its last save would leave it forever: resumed, it does not save again."""
     store, other = Store(tmp_path, "ours"), Store(tmp_path, "other")
     for step in (1, 2):
         _save(store, step)

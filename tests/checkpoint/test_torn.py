@@ -79,7 +79,7 @@ class Points:
 def _train_and_save(
     run_dir: Path, format: str, last_step: int, kill_rank: int = 0, kill_at: int | None = None
 ) -> dict[str, Any]:
-    """Go on from the newest checkpoint to ``last_step`` and save there."""
+    """Resume from the newest checkpoint, train to ``last_step`` and save there."""
     state = tiny.train_state(sharded=True)
     checkpointer = tiny.checkpointer(run_dir, format=format, keep_last=1)
     tiny.restore(checkpointer, state, "auto")
@@ -94,13 +94,13 @@ KINDS = ("rename", "write", "latest", "manifest", "prune", "fsync", "mkdir")
 
 
 def _spread(points: list[list[str]], number: int) -> list[tuple[int, int]]:
-    """At most ``number`` pairs (rank, point), of every kind in turn."""
+    """At most ``number`` pairs (rank, point), taken from each kind in rotation."""
     by_kind: dict[str, list[tuple[int, int]]] = {kind: [] for kind in KINDS}
     for rank, names in enumerate(points):
         for at, name in enumerate(names):
             by_kind[name].append((rank, at))
     assert all(by_kind.values())
-    # Multiples of the golden ratio: however many are taken of a kind, they lie far apart.
+    # Multiples of the golden ratio: any number of them are far apart.
     shuffled = [
         [places[i] for i in sorted(range(len(places)), key=lambda i: i * 0.6180339887 % 1)]
         for places in by_kind.values()

@@ -1,4 +1,4 @@
-"""A run that goes on with other ranks, strategy or format: the same tensors, the next samples."""
+"""A run resumed with other ranks, strategy or format: the same tensors, the next samples."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -81,7 +81,7 @@ def _samples_by_step(results: Seen, num_steps: int) -> list[list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_the_same_tensors_and_the_next_samples(tmp_path: Path, part: str) -> None:
-    """Of each change: a run never stopped, its checkpoint half way, and the run that goes on from there."""
+    """For each change: an uninterrupted run, its checkpoint half-way, and the run resumed from it."""
     changes = {name: CHANGES[name] for name in CHANGES if PARTS[part](name)}
     begun = {name: (world, overrides, "null") for name, (world, overrides, *_) in changes.items()}
     whole = _seen(tmp_path / "whole", begun.values())

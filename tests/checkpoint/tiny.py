@@ -1,4 +1,4 @@
-"""A small model in training, plain or sharded, whose every number can be compared."""
+"""A small model in training, plain or sharded; all its numbers can be compared."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +56,7 @@ def checkpointer(
 
 
 def restore(checkpointer: Checkpointer, state: TrainState, resume: str | None) -> bool:
-    """Continue from what ``resume`` asks for; False if there is none."""
+    """Continue from the checkpoint of ``resume``; False if there is none."""
     source = checkpointer.find(resume)
     if source is not None:
         checkpointer.restore(state, source)

@@ -1,4 +1,4 @@
-"""Runs of the real loop whose every number and every sample can be compared."""
+"""Runs of the real loop; all numbers and samples can be compared."""
 
 import dataclasses
 import hashlib
@@ -90,7 +90,7 @@ def _everything(state: Any) -> dict[str, Any]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The names of what is not the same to the bit."""
+    """The names of all values that differ in any bit."""
     if a["tensors"].keys() != b["tensors"].keys():
         return ["other tensors"]
     names = [name for name, tensor in a["tensors"].items() if not tensor.equal(b["tensors"][name])]

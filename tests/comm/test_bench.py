@@ -1,4 +1,4 @@
-"""The benchmark: it counts what is wrong, and its times are those of the slowest rank."""
+"""The benchmark counts wrong elements, and its times are those of the slowest rank."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def train(model: nn.Module, steps: int = 10, accumulate: int = 1) -> torch.Tenso
 def wrap(
     algorithm: str | None, hosts: list[int], module: nn.Module, **settings: Any
 ) -> tuple[nn.Module, CommHook | None]:
-    # Many small buckets, of which DDP makes others after the first step.
+    # Many small buckets, which DDP rebuilds after the first step.
     model = DistributedDataParallel(module, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
     return model, attach(model, algorithm, hosts=hosts, timeout_s=30.0, **settings) if algorithm else None
 
@@ -116,7 +116,7 @@ def test_compressed_training_goes_the_same_way() -> None:
 def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str, int, float]:
     """The error of a backward pass after `lost` has left, whom it blames, and after how many seconds.
 
-    Who hangs does so until the others have told.
+    The rank that hangs does so until the others have reported.
     """
     model = DistributedDataParallel(network(), bucket_cap_mb=0.01)
     hook = attach(model, "ring", hosts=hosts, timeout_s=6.0 if how == "hangs" else 300.0)

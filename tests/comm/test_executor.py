@@ -1,4 +1,4 @@
-"""Every algorithm gives every rank the same bits of the right sum, whatever the bucket."""
+"""Every algorithm gives every rank the same bits of the right sum, for any bucket."""
 
 import os
 import socket
@@ -94,7 +94,7 @@ def first_messages(folder: str) -> tuple[int, list[int]]:
     rank, strangers = dist.get_rank(), list[int]()
 
     def exchange(address: str) -> list[str]:
-        """Before the other rank can connect, somebody else's process has."""
+        """A process of another user connects before the other rank can."""
         if os.getuid() == 0:
             if (pid := os.fork()) == 0:
                 os.setuid(65534)

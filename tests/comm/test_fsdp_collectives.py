@@ -33,7 +33,7 @@ def sharded(
     policy: MixedPrecisionPolicy | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[nn.Sequential, ShardComm | None]:
-    """Two units that look alike, and a root with what is left; each parameter's gradient is `grad_dtype`."""
+    """Two equal units, and a root with the rest; each parameter's gradient is `grad_dtype`."""
     torch.manual_seed(0)
     model = Model(nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 3)).to(dtype)
     if grad_dtype is not None:
@@ -127,7 +127,7 @@ def errors(hosts: list[int]) -> dict[str, float]:
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_gradients_of_every_dtype_are_those_of_torch(ranks: int) -> None:
-    """torch divides what was reduced, or casts it, at once, but for a mean in the gradients' own dtype."""
+    """torch divides or casts the result at once, except a mean in the gradients' own dtype."""
     for found in run_ranks(errors, ranks, [0] * ranks):
         assert max(found.values()) < 0.03, found
 
@@ -170,7 +170,7 @@ def test_who_writes_to_gradients_that_have_not_come_is_refused() -> None:
 
 
 def out_of_step(hosts: list[int]) -> str:
-    """Rank 1 leaves a unit out in its second pass, and goes on with one that looks alike."""
+    """Rank 1 skips a unit in its second pass, and continues with an equal one."""
     model, comm = sharded(hosts, "ring", timeout_s=2.0)
     assert comm is not None
     try:

@@ -1,6 +1,6 @@
 """As many ranks as a large host holds, on one host: every algorithm ends, and each rank has the sum.
 
-What is unread between two ranks must not grow with their number: a socket has so much room and no more.
+The unread data between two ranks must not grow with their number: a socket has limited room.
 """
 
 import resource

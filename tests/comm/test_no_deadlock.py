@@ -1,7 +1,7 @@
-"""The messages of a bucket never wait in a circle, whatever the world: played without a network, then for real.
+"""The messages of a bucket never wait in a cycle, in any world: simulated without a network, then for real.
 
-Ranks are sequential and a wait that is over stays over, so the order in which ranks are played does not matter:
-if one order comes to the end, every one does.
+Ranks are sequential and a finished wait stays finished, so the order in which ranks are simulated does not matter:
+if one order reaches the end, every order does.
 """
 
 from collections import Counter, deque
@@ -18,7 +18,7 @@ Channel = tuple[int, int]  # (sender, receiver)
 
 
 class Room:
-    """What of all ranks' messages has been sent and read, and the most that was unread at once.
+    """The messages sent and read by all ranks, and the most that were unread at once.
 
     A segment has as many elements as there are ranks, so that a ring leaves no message out.
     """

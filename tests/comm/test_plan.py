@@ -1,4 +1,4 @@
-"""The cost model: its traffic is the textbook's, its times follow from the links; mistakes are told."""
+"""The cost model: its traffic is the textbook's, its times follow from the links; wrong input is named."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ _LAYOUTS = [
 def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever repeats itself, over ranks or rounds, is left out; here at sizes that can do without."""
+    """Repetitions, over ranks or rounds, are skipped; here at sizes that do not need it."""
     asked = [(how, layout) for how in (build, all_gather, reduce_scatter) for layout in _LAYOUTS]
 
     def found() -> list[Prediction]:
@@ -188,7 +188,7 @@ def test_rails_share_the_load_of_a_host_and_trunks_bound_that_of_a_switch() -> N
 
 @pytest.mark.slow
 def test_time_for_16384_ranks_is_not_that_of_their_pairs() -> None:
-    """Schedules of few ranks are built, but for those in which no two ranks are alike."""
+    """Only a few ranks' schedules are built, unless all ranks differ."""
     hosts = Hosts(rank // 8 for rank in range(16_384))
     for name in ("ring", "halving_doubling", "hierarchical"):
         for how in (build, all_gather, reduce_scatter):

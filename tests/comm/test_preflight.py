@@ -1,4 +1,4 @@
-"""The preflight on real processes and hosts: it passes where all is well, and names what is not."""
+"""The preflight on real processes and hosts: it passes if all is well, and names each fault."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_nccl_needs_a_gpu() -> None:
 @pytest.mark.slow
 @pytest.mark.netns
 def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What depends on how fast this machine is stands in benchmarks/predictions.py."""
+    """Results that depend on the speed of this machine are in benchmarks/predictions.py."""
     figures = tmp_path / "figures.json"
     with hosts(2, rate="200mbit") as (a, b):
         results = run_ranks(_preflight, 4, "--json", str(figures), init=False, hosts=[a, a, b, b])
@@ -207,7 +207,7 @@ def test_a_wrong_interface_is_named() -> None:
 @pytest.mark.netns
 def test_a_link_that_goes_down_is_named(tmp_path: Path) -> None:
     with hosts(2) as (a, b):
-        # The store is on host 0: host 1 can only speak for itself, and host 0 only see it silent.
+        # The store is on host 0: host 1 can only report itself, and host 0 only sees that it is silent.
         out, begun = tmp_path / "rank1", tmp_path / "rank1.begun"
 
         def cut_when_begun() -> None:

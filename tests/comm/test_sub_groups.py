@@ -1,4 +1,4 @@
-"""A model that some of the ranks share: its gradients are theirs alone, and nobody else is needed."""
+"""A model shared by some of the ranks: its gradients are theirs alone, and no other rank is needed."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ from trainer.comm.transport.blame import CommError
 
 
 def linear(members: list[int]) -> DistributedDataParallel:
-    """A model of two weights, the gradients of which are its input; shared by `members`, who call this."""
+    """A model of two weights with its input as gradients; shared by `members`, which call this."""
     group = dist.new_group(members, use_local_synchronization=True)
     return DistributedDataParallel(nn.Linear(2, 1, bias=False), process_group=group)
 
@@ -30,7 +30,7 @@ def gradient(model: DistributedDataParallel, value: float) -> list[float]:
 
 
 def train_side_by_side(groups: list[list[int]], hosts: list[int]) -> dict[str, Any]:
-    """Each group has a model and a hook of its own at the same time; a rank in none of them has nothing."""
+    """Each group has its own model and hook at the same time; a rank outside all groups has none."""
     rank = dist.get_rank()
     members = next((group for group in groups if rank in group), None)
     found: dict[str, Any] = {}

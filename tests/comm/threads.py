@@ -22,7 +22,7 @@ TIMEOUT_S = 30.0
 
 
 class World:
-    """What passes between the ranks; both ends of a message meet under its sender, receiver and tag, in order."""
+    """The messages between ranks; both ends are matched by sender, receiver and tag, in order."""
 
     def __init__(self, size: int) -> None:
         self.size, self.texts = size, [""] * size

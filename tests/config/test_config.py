@@ -1,4 +1,4 @@
-"""The door of the settings: what it lets in, what it refuses, and in which words."""
+"""The check of the settings: what it accepts, what it refuses, and its messages."""
 
 from pathlib import Path
 

@@ -42,7 +42,7 @@ class Numbers(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Stateful(Numbers):
-    """The same samples, from a stream that speaks the protocol as Hugging Face's do, shards and all."""
+    """The same samples, from a stream with the methods of Hugging Face's, shards included."""
 
     num_shards = 4
 

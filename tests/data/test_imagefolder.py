@@ -56,7 +56,7 @@ def test_images_come_as_bytes_with_the_number_of_their_class(root: Path) -> None
 
 
 def test_training_crops_at_random_and_evaluation_takes_the_centre(root: Path) -> None:
-    """On an image whose red grows from left to right."""
+    """On an image in which red increases from left to right."""
     ramp = Image.frombytes("L", (64, 64), bytes(range(0, 256, 4)) * 64)
     Image.merge("RGB", (ramp, ramp, ramp)).save(root / "train/blue/0.png")
     Image.merge("RGB", (ramp, ramp, ramp)).save(root / "val/blue/0.png")

@@ -287,7 +287,7 @@ def test_an_empty_evaluation_set_is_refused() -> None:
 
 
 def started_workers() -> Iterator[Any]:
-    """What is left of an epoch of ten batches after the first from each of the two workers."""
+    """The rest of an epoch of ten batches after the first from each of the two workers."""
     batches = train_loader(Noisy(80), 8, num_workers=2).epoch(0)
     next(batches)
     next(batches)

@@ -16,7 +16,7 @@ from trainer.tasks.ranking import auc
 
 
 class Photos(Dataset[dict[str, Any]]):
-    """Bytes in dicts, of which one holds another; the brighter half of a picture is its left or its right."""
+    """Bytes in nested dicts; the brighter half of a picture is its left or its right."""
 
     num_classes, mean, std = 2, (0.5,), (0.25,)
 
@@ -34,7 +34,7 @@ class Photos(Dataset[dict[str, Any]]):
 
 
 class Own:
-    """A task derived from nothing, with what it uses and no more."""
+    """A task without a base class, with only the methods that it uses."""
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
         return F.cross_entropy(model(batch["image"]), batch["target"]["label"])
@@ -76,7 +76,7 @@ OWN = (
 
 @pytest.mark.slow
 def test_what_one_brings(tmp_path: Path) -> None:
-    """Under each strategy the same samples, mirrored and cropped alike, and so the same model."""
+    """Under each strategy the same samples, mirrored and cropped equally, and so the same model."""
     alone, *others = [
         run_ranks(_trained, world_size, (f"strategy={name}", f"run_dir={tmp_path / name}", *OWN), init=False)[
             0

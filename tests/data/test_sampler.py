@@ -1,4 +1,4 @@
-"""Which samples a step sees, whatever the world size; evaluation counts each sample once."""
+"""Which samples a step sees, at any world size; evaluation counts each sample once."""
 
 import pytest
 import torch

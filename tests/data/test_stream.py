@@ -78,7 +78,7 @@ def test_a_place_spares_the_reading_of_what_came_before(workers: int, sharded: b
 
 def test_without_a_state_it_is_said_that_all_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
     read(train_loader(Numbers(), 8), 0, 16)
-    read(train_loader(Numbers(), 8, 2, 1), 0, 16)  # the first rank speaks for all
+    read(train_loader(Numbers(), 8, 2, 1), 0, 16)  # the first rank reports for all
     assert [record.getMessage() for record in caplog.records] == [
         "Numbers cannot save its position (state_dict): the first 16 samples of the epoch are read and dropped"
     ]

@@ -49,7 +49,7 @@ def test_pieces_are_the_same_wherever_reading_begins(folder: Path) -> None:
 
 
 def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
-    """JSON may hold one, UTF-8 may not; the name of the file tells in any case what it is."""
+    """JSON may hold one, UTF-8 may not; the file name's ending gives its kind in upper case, too."""
     (tmp_path / "A.JSONL").write_text(
         json.dumps({"text": "a\ud800b"}) + "\n" + json.dumps({"text": "\U0001f4a5"})
     )

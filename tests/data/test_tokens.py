@@ -1,4 +1,4 @@
-"""Token files: what the command writes, what it refuses, and the windows that are drawn from them."""
+"""Token files: the command's output and refusals, and the windows drawn from them."""
 
 import base64
 import json
@@ -129,7 +129,7 @@ def test_gpt2_with_a_vocabulary_of_ones_own(tmp_path: Path, folder: Path) -> Non
 
 
 def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
-    """No tokens.json: uint16, and the vocabulary has to be told."""
+    """No tokens.json: uint16, and the size of the vocabulary must be set."""
     np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "val.bin")
     with pytest.raises(UserError, match=r"no tokens.json .* set data.dataset.vocab_size"):
@@ -163,7 +163,7 @@ def test_windows_are_drawn_anew_each_epoch_from_seed_epoch_and_index(tmp_path: P
 
     first = starts(0)
     assert len(first) == 99
-    # One in each ten tokens: all the text is read, about once; but each time in other pieces.
+    # One in each ten tokens: all the text is read, about once; but in other windows each time.
     assert sorted(start // 10 for start in first) == list(range(99))
     assert first == starts(0) == starts(0, num_workers=2)
     assert sorted(first) != sorted(starts(1))

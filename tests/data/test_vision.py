@@ -52,7 +52,7 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
             "labels": [i % 10 for i in range(first, last)],
         }
 
-    # torchvision knows the real files by their sums; ours have others
+    # torchvision checks the hashes of the real files; these have others
     monkeypatch.setattr(datasets.CIFAR10, "train_list", [write("data_batch_1", batch(0, 16))])
     monkeypatch.setattr(datasets.CIFAR10, "test_list", [write("test_batch", batch(16, 24))])
     name, md5 = write("batches.meta", {"label_names": list("abcdefghij")})

@@ -1,4 +1,4 @@
-"""Rows come to rank 0, each sample once and in the dataset's order, whatever the world size; what differs is named."""
+"""Rows are gathered on rank 0, each sample once and in the dataset's order, at any world size; differences are named."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A sharded tensor reaches rank 0 piece by piece, and with it a checkpoint's file and the final hash."""
+"""A sharded tensor is sent to rank 0 shard by shard, for a checkpoint's file and for the final hash."""
 
 import resource
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hosts whose names lead to 127.0.1.1, as Debian's /etc/hosts has them, find each other all the same."""
+"""Hosts find each other even if their names resolve to 127.0.1.1, as in Debian's /etc/hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def own_hosts_file(path: Path, text: str) -> None:
 
 
 def summed(folder: Path, first: str) -> tuple[float, str | None]:
-    """The sum of ranks + 1, and the interface that was chosen; nobody has told gloo one."""
+    """The sum of ranks + 1, and the chosen interface; gloo was given none."""
     rank = int(os.environ["RANK"])
     del os.environ["GLOO_SOCKET_IFNAME"]
     of_first = "127.0.1.1" if rank == 0 else first

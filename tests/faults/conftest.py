@@ -1,4 +1,4 @@
-"""Launches by torchrun as a drill starts them, but forked: neither torchrun nor its ranks load anything."""
+"""Launches by torchrun as in a drill, but forked: neither torchrun nor its ranks import anything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Launcher:
         self.send_signal(signal.SIGKILL)
 
     def children(self) -> list[int]:
-        """The ranks; what is executed and not forked is none."""
+        """The ranks: forked children only, not executed programs."""
         found = []
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{self.pid}/task").iterdir():
@@ -90,7 +90,7 @@ class Forked:
         return self._launchers[-1]
 
     def ranks(self, mark: str) -> dict[int, int]:
-        """As `drilled_run.ranks_of`, which looks for an environment that is not to be seen of what is forked."""
+        """As `drilled_run.ranks_of`, which looks for an environment that forked processes do not show."""
         return {pid: 0 for launcher in self._launchers for pid in launcher.children()}
 
 

@@ -1,4 +1,4 @@
-"""The drill: what it counts as right, and that a run under it is seen through to its end."""
+"""The drill: what it counts as right, and that it follows a run to its end."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""How runs end that do not end well: who is named, what is printed, and that nobody is left behind."""
+"""How failed runs end: which rank is named, what is printed, and that no process is left."""
 
 import json
 import os
@@ -176,7 +176,7 @@ def test_a_sweep_inside_ranks_is_refused() -> None:
         **place(0, [0, 0]),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
-    }  # nobody gets to meet there
+    }  # no rank connects there
     ended = finish("train.py", "-m", "optim.lr=0.1,0.2", env=env)
     assert (ended.code, ended.output.count("-m (multirun) inside ranks")) == (2, 1), ended
 
@@ -287,7 +287,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(value: str,
 
 
 class SumsUp(Classification):
-    """In its third step, over all ranks, of which the last sends more than the others."""
+    """Sums over all ranks in its third step; the last rank sends more than the others."""
 
     calls = 0
 

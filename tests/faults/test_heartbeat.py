@@ -107,7 +107,7 @@ def test_a_note_is_whole_or_not_there() -> None:
 
 
 class Played(Heartbeat):
-    """Writes down what it is told, as a drill looks at it, and passes it on."""
+    """Records its calls, as a drill does, and passes them on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
 
 
 def test_a_run_tells_what_it_does(tmp_path: Path) -> None:
-    """All ranks alike: by the number of phases entered it is known who is behind."""
+    """The same on all ranks: the number of phases entered shows which rank is behind."""
     first, second = run_ranks(told, 2, tmp_path, init=False)
     assert [line for line in first if "reduce" not in line[1]] == [
         line for line in second if "reduce" not in line[1]

@@ -1,4 +1,4 @@
-"""Faults made on purpose: each does what it says, on its rank, at its step and phase, once in a run."""
+"""Injected faults: each has its effect on its rank, at its step and phase, once in a run."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_failure_json_names_whom_the_error_is_about(tmp_path: Path) -> None:
 
 
 def strike(kind: str, run_dir: Path) -> int:
-    """The pid of a process that meets the fault in its second step."""
+    """The pid of a process that gets the fault in its second step."""
     fault = RankFaultConfig(kind=kind, rank=0, step=2, phase="forward")
     pid = os.fork()
     if not pid:

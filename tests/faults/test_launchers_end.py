@@ -1,4 +1,4 @@
-"""Ranks whose launcher is killed: they end soon, saved if they can; and an end that no restart can help."""
+"""Ranks end soon after their launcher is killed, saved if possible; and an end that no restart can help."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def killed_at_step_ten(kind: str, folder: Path, *overrides: str) -> Path:
         assert len(ranks) == 2
         launcher.send_signal(signal.SIGKILL)
         begin = time.monotonic()
-        # 5 s on a quiet machine; without an end of their own they would stay for ever.
+        # 5 s on a quiet machine; without an end of their own they would stay forever.
         wait_for(lambda: not any(map(lives, ranks)), lambda: (run_dir / "train.log").read_text(), 100)
         print(f"gone after {time.monotonic() - begin:.1f} s")
     return run_dir
@@ -149,7 +149,7 @@ def test_ranks_of_a_true_launcher_that_is_killed_save_and_end(kind: str, tmp_pat
 
 
 def attempt(number: int, folder: Path, *argv: str) -> Ended:
-    """The attempt of this number in one launch by torchrun, of which a rank sees these variables."""
+    """The attempt of this number in one launch by torchrun, with the variables that a rank sees."""
     error_file = folder / f"attempt_{number}" / "0" / "error.json"
     error_file.parent.mkdir(parents=True, exist_ok=True)
     told = {"TORCHELASTIC_ERROR_FILE": str(error_file), "TORCHELASTIC_RESTART_COUNT": str(number)}

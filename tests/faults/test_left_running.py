@@ -1,4 +1,4 @@
-"""A program ends with its own status, though a user's thread or process goes on."""
+"""A program ends with its own status even if a user's thread or process still runs."""
 
 import json
 from pathlib import Path

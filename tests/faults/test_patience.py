@@ -45,7 +45,7 @@ def slow_to_save_and_to_end(run_dir: Path, lines: Path) -> str:
 
 @pytest.mark.slow
 def test_a_slow_disk_and_a_slow_end_are_named_and_waited_for(tmp_path: Path) -> None:
-    """On two hosts: the second one has ended, and is heard of no more, long before the first."""
+    """On two hosts: the second has ended, and sends no reports, long before the first."""
     said, _ = run_ranks(
         slow_to_save_and_to_end, 2, tmp_path / "run", tmp_path / "x", hosts=[0, 1], init=False
     )
@@ -56,7 +56,7 @@ def test_a_slow_disk_and_a_slow_end_are_named_and_waited_for(tmp_path: Path) -> 
 
 
 def slow_under_fsdp(run_dir: Path) -> str:
-    """What rank 0 prints of rank 1, which goes on once it has been named."""
+    """What rank 0 prints about rank 1, which continues once it has been named."""
     from trainer.faults.injection import injector
 
     lines = [run_dir.with_name(f"stderr{rank}") for rank in range(2)]

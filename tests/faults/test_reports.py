@@ -1,4 +1,4 @@
-"""What hosts tell each other: how old it is, and the last word, before a host can be taken for lost."""
+"""The reports of hosts: their age, and the last report, before a host can be taken for lost."""
 
 import json
 import os
@@ -47,14 +47,14 @@ def wait_until(said: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_host_leaves_when_the_others_have_heard_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_leaves_when_the_others_have_read_its_last_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "_HEARD_S", 100.0)
     store = Held()
     one, other = Reports(lambda: store, 0, [THERE]), Reports(lambda: store, 1, [HERE])  # type: ignore[arg-type, return-value]
     leaving = threading.Thread(target=other.close, args=([MISTAKE],), daemon=True)
     leaving.start()
     wait_until(lambda: "ended/1" in store.held)
-    assert leaving.is_alive() and "told/0" not in store.held, "nobody has read it yet"
+    assert leaving.is_alive() and "told/0" not in store.held, "no host has read it yet"
     one.tell([HERE], eager=True)
     leaving.join(100)
     assert not leaving.is_alive()
@@ -141,7 +141,7 @@ def mistaken_on_rank_1(run_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_a_mistake_of_a_hosts_only_rank_is_everybodys_end(tmp_path: Path) -> None:
-    """Also its status: launchers elsewhere must not restart it. It was told there as a host that is lost."""
+    """Also its status: launchers of other hosts must not restart it. They used to report this host as lost."""
     with pytest.raises(RankFailure) as failure:
         run_ranks(mistaken_on_rank_1, 2, tmp_path, hosts=[0, 1], init=False)
     assert "fault.tensor is none, but rank 1 has" in failure.value.reports[1]
@@ -152,7 +152,7 @@ def test_a_mistake_of_a_hosts_only_rank_is_everybodys_end(tmp_path: Path) -> Non
 
 
 def raised_on_rank_0(run_dir: Path, port: int) -> None:
-    """Started by hand on two hosts: rank 0's process holds the store; rank 1 is beside it, rank 2 far away."""
+    """Started by hand on two hosts: rank 0's process holds the store; rank 1 is on its host, rank 2 on the other."""
     rank = os.environ["RANK"]
     for name in [
         name for name in os.environ if re.match(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|TORCHEL", name)
@@ -165,7 +165,7 @@ def raised_on_rank_0(run_dir: Path, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_who_holds_the_store_leaves_last_word_before_it_goes(tmp_path: Path) -> None:
+def test_who_holds_the_store_leaves_its_last_report_before_it_goes(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(raised_on_rank_0, 3, tmp_path, free_port(), init=False)
     assert "InjectedError" in failure.value.reports[0]
@@ -196,7 +196,7 @@ def test_what_was_not_asked_for_is_no_silence(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_who_leads_a_host_no_more_is_silent_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last report would contradict those of who leads now, for ever; and each of them counts for itself."""
+    """Its last report would contradict those of the new leader forever; and each leader has its own count."""
     monkeypatch.setattr("trainer.faults.reports._EVERY_S", 0.01)
     store = Held(json.dumps({"id": "7/900", "ranks": [asdict(Observed(1, 1, "there", 7))]}))
     there = Reports(lambda: store, 0, [Observed(1, 1, "there", 7)])  # type: ignore[arg-type, return-value]
@@ -206,7 +206,7 @@ def test_who_leads_a_host_no_more_is_silent_of_it(monkeypatch: pytest.MonkeyPatc
     there.rest()
     store.held["report/1"] = json.dumps({"id": "8/1", "ranks": [asdict(Observed(1, 1, "there", 7))]}).encode()
     there.tell([], eager=True)
-    wait_until(lambda: there.counts[1] == 2)  # nor does it write in this round ...
+    wait_until(lambda: there.counts[1] == 2)  # it does not write in this round either ...
     del store.held["report/0"]
     store.held["report/1"] = json.dumps({"id": "8/2", "ranks": [asdict(Observed(1, 1, "there", 7))]}).encode()
     wait_until(lambda: there.counts[1] == 3)  # ... or the next

@@ -24,7 +24,7 @@ def _saves_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash of the same run in two ranks that nobody kills; it needs no torchrun."""
+    """The hash of the same run on two ranks that are not killed; it needs no torchrun."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     ranks = finish_ranks(2, "train.py", *overrides(run_dir, STEPS, timeout_s=10.0))
     assert [rank.code for rank in ranks] == [0, 0], ranks

@@ -32,7 +32,7 @@ def test_a_process_that_comes_or_goes_is_not_killed_by_the_question() -> None:
 
 
 def test_the_question_is_answered_by_the_main_thread_and_later_by_all() -> None:
-    """Other threads go on while the signal is answered: one in a thousand such walks through theirs was a SIGSEGV."""
+    """Other threads continue while the signal is answered: one in a thousand walks through their frames was a SIGSEGV."""
     stacks, over = Stacks(), threading.Event()
     stacks.open(crashes=False)
     other = threading.Thread(target=over.wait, name="other")
@@ -60,7 +60,7 @@ def test_the_question_is_answered_by_the_main_thread_and_later_by_all() -> None:
 
 
 def test_who_waits_for_what_a_thread_moves_waits_for_others() -> None:
-    """Else all ranks that wait for a schedule of FSDP's are busy, and the one that hangs is not told from them."""
+    """Otherwise all ranks that wait in a schedule of FSDP count as busy, like the one that hangs."""
     moved: Future[None] = Future()
     thread = threading.Thread(target=moved.wait)
     thread.start()

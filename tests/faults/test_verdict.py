@@ -79,7 +79,7 @@ CASES = {
         False,
         (0, "hangs", "hangs in forward of step 7 for 10.1 s, at mine.py:9 in f"),
     ),
-    "an endless loop while the others go on evaluating": (
+    "an endless loop while the others continue to evaluate": (
         four({0: {"phase": "evaluate", "silent_s": 10.1}}, phase="evaluate", position=60),
         False,
         (0, "hangs", "hangs in the evaluation of step 7"),
@@ -152,7 +152,7 @@ CASES = {
 
 
 def test_a_rank_that_was_kept_waiting_is_given_time_to_wake() -> None:
-    """Rank 0 is back from a slow disk, and the first to go on, by many micro-batches."""
+    """Rank 0 is back from a slow disk and continues first, by many micro-batches."""
     kept = silent({"phase": "checkpoint", "position": 50}, 3 * T)
     gone_on = {"phase": "backward", "step": 8, "position": 74, "buckets": 9}
     assert judge([rank(0, **gone_on), rank(1, **kept)], T, pressing=False) is None
@@ -176,7 +176,7 @@ NO_REASON = {
     "all are well": four({}),
     "slow, but not for long enough": four({1: silent({}, 9.0)}, **silent(WAITING, 8.9)),
     "torch compiles in the first step": four({}, step=1, silent_s=100.0),
-    "somebody still writes the checkpoint": four(
+    "a rank still writes the checkpoint": four(
         {0: {"phase": "checkpoint", "silent_s": 0.2}}, phase="checkpoint", silent_s=100.0
     ),
     "the disk holds the one who writes": four(
@@ -212,7 +212,7 @@ def test_a_slow_rank_is_named_while_it_is_slow() -> None:
     assert not stand_still(late, 2.95), "the others wait for less"
     assert slow(late) == late[1]
     level = [replace(each, position=40, buckets=0) for each in late]
-    assert slow(level) is None, "nobody is behind"
+    assert slow(level) is None, "no rank is behind"
     level = [replace(each, where="torch.py:7 in wait", waits=True) for each in level]
     assert slow(level) is None, "all wait"
     level[3] = replace(level[3], where="mine.py:7 in f", waits=False)
@@ -238,6 +238,6 @@ def test_who_hangs_elsewhere_is_named_when_that_host_has_reported_since() -> Non
     assert not debounce.confirmed(hangs.ranks, 1, {1: 7})
     assert not debounce.confirmed(hangs.ranks, 1, {1: 8})
     assert debounce.confirmed(hangs.ranks, 1, {1: 9})
-    debounce.clear()  # all went on meanwhile
+    debounce.clear()  # all have continued meanwhile
     assert not debounce.confirmed(hangs.ranks, 1, {1: 10})
     assert debounce.confirmed(hangs.ranks, 0, {1: 10}), "a rank of this host is seen as it is"

@@ -1,4 +1,4 @@
-"""What others wrote is taken as the type it must have, or named; none of it commands a terminal."""
+"""Values written by others must have the right type, or are named; they cannot control a terminal."""
 
 from __future__ import annotations
 

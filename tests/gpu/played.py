@@ -1,4 +1,4 @@
-"""Streams of a GPU that is not there, played: what is put on them, in order, and who waits for whom."""
+"""Simulated streams of a missing GPU: their work in order, and which stream waits for which."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def group() -> Iterator[None]:
 
 
 def host_seconds(action: Callable[[], object]) -> tuple[float, float]:
-    """Of the host for `action` while the GPU is busy, and of the GPU for what it was busy with."""
+    """Seconds of the host for `action` while the GPU is busy, and of the GPU for its work."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     torch.cuda._sleep(_LONG)
@@ -73,7 +73,7 @@ def test_the_guard_waits_for_the_forward_pass_and_no_longer() -> None:
         assert agreement.finish("step 1") == (True, True)
 
     called, busy = host_seconds(step)
-    assert called < busy / 2, "settle must come back while the backward pass goes on"
+    assert called < busy / 2, "the call must return during the backward pass"
     agreement.start(torch.tensor(torch.nan, device=GPU), stop_requested=False, data_left=True)
     with pytest.raises(NonFiniteLossError):
         agreement.finish("step 2")
@@ -163,7 +163,7 @@ def test_the_reducer_and_the_clock_do_not_wait() -> None:
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dp_computes_in_the_runs_dtype_on_every_copy(compiled: bool) -> None:
-    """One GPU stands for two: DataParallel copies the model to it twice."""
+    """One GPU in place of two: DataParallel copies the model to it twice."""
     seen: list[torch.dtype] = []
 
     class Model(nn.Linear):

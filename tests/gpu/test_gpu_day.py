@@ -15,7 +15,7 @@ PARTS = ("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "ch
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 79 s beside three other workers on two cores
+@pytest.mark.timeout(900)  # 79 s with three other workers on two cores
 def test_every_part_of_the_day_on_a_gpu_runs(tmp_path: Path) -> None:
     ended = subprocess.run(
         ["benchmarks/gpu.sh", "--dry-run", "--out", str(tmp_path), "all"],

@@ -111,13 +111,13 @@ def test_a_bucket_is_one_group_a_round_and_recorded_when_it_comes_again(
     for rank in range(len(hosts)):
         assert recorded[rank] == 3, "each bucket at its second coming, and none that came once"
         assert played[rank] == 3 + 3 + 2
-        # by hand in the first turn, and the one bucket that is new in the last
+        # launched directly in the first round, and so is the new bucket in the last
         assert network.groups[rank] <= (3 + 1) * rounds
 
 
 @pytest.mark.usefixtures("streams")
 def test_blocks_are_gathered_and_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of several pieces, on both dtypes of a wire; bytes and half precision as they are."""
+    """Chunks of several ranges, with both wire dtypes; bytes and half precision unchanged."""
     network = Network()
     monkeypatch.setattr(nccl, "dist", network)
     monkeypatch.setattr(nccl, "agree", lambda *args: None)

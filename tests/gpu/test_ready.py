@@ -90,7 +90,7 @@ def test_a_step_is_fused_where_that_is_to_be_had(monkeypatch: pytest.MonkeyPatch
         optim = {"_target_": f"torch.optim.{target}", "lr": 0.1, **options}
         return param_groups.build_optimizer(nn.Linear(2, 2), optim).param_groups[0].get("fused")
 
-    assert not fused("AdamW"), "on a CPU it has other last bits: nobody asked"
+    assert not fused("AdamW"), "on a CPU it has other last bits: not requested"
     monkeypatch.setattr(param_groups, "_FUSED_ON", ("cpu",))
     assert fused("AdamW") and fused("SGD", momentum=0.9)
     assert fused("AdamW", weight_decay=0.1, undecayed={"below_dims": 2}), "with groups, too"
@@ -111,7 +111,7 @@ def state_of(kind: type[torch.optim.Optimizer], **options: Any) -> TrainState:
 
 
 def test_how_a_step_is_made_is_not_taken_over_from_a_checkpoint() -> None:
-    """A run saved on a GPU goes on on a CPU, and the other way round."""
+    """A run saved on a GPU resumes on a CPU, and the reverse."""
     saved = state_of(torch.optim.AdamW, fused=True).state_dict()
     here = state_of(torch.optim.AdamW)
     here.load_state_dict(saved)

@@ -151,7 +151,7 @@ def test_processes_started_from_here(text_run: Path) -> None:
 
 
 def refusals(text_run: str, folder: str) -> dict[str, str]:
-    """What is said to each mistake that needs the model to be found."""
+    """The message for each mistake that is found only with the model."""
     made: dict[str, Callable[[], object]] = {
         "no checkpoint": lambda: evaluate.evaluate(Path(folder, "empty")),
         "no best": lambda: evaluate.evaluate(text_run, "best"),
@@ -227,7 +227,7 @@ def test_a_run_has_a_seed(tmp_path: Path) -> None:
 
 
 def told_to_end(folder: str, number: int) -> tuple[int, str, list[str]]:
-    """The exit status, what was said, and what is left."""
+    """The exit status, the output, and the files left."""
     said = io.StringIO()
 
     def do(options: Any, config: Any) -> None:
@@ -329,7 +329,7 @@ def test_what_is_no_run_is_named(name: str, words: str, tmp_path: Path) -> None:
 
 
 class Deletes(Alone):
-    """Meets a run that goes on, and prunes its newest checkpoint while that is being read."""
+    """A run continues, and deletes its newest checkpoint while that is being read."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()

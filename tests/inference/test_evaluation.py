@@ -1,4 +1,4 @@
-"""Evaluation from rows gives the figures of the whole data at any world size; tasks show what they say they show."""
+"""Evaluation from rows gives the figures of the whole data at any world size; tasks show what they promise."""
 
 import math
 from functools import partial
@@ -59,7 +59,7 @@ def test_auc_is_that_of_all_samples_at_any_world_size(tmp_path: Any) -> None:
 
 def test_multi_label_figures_leave_out_what_has_no_ranking() -> None:
     scores = torch.tensor([[2.0, 1, -1], [1, -1, -2], [-1, 2, -3]])
-    labels = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]])  # nobody has the third
+    labels = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]])  # no rank has the third
     task = MultiLabel()
     rows = task.rows(Given(), (scores, labels))
     figures = task.summarise_rows(rows)

@@ -1,4 +1,4 @@
-"""launch=local: its processes, what it says of their ends, when it tries again, and that none is left."""
+"""launch=local: its processes, its messages about their ends, when it retries, and that none is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.launch import fresh, local
 
 ROOT = Path(__file__).parents[2]
 
-# Stands for train.py where only the ends of ranks matter: torch takes seconds to load.
+# In place of train.py where only the ends of ranks matter: torch takes seconds to load.
 ACTOR = """
 import json, os, signal, sys, time
 sys.path.insert(0, os.environ["HOUSE"])
@@ -54,7 +54,7 @@ Launch = Callable[..., int]
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """Launch ranks that act as told: for each attempt, the act of each rank."""
+    """Launch ranks with given acts: for each attempt, the act of each rank."""
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
     monkeypatch.setattr(fresh, "program", lambda: [sys.executable, str(actor)])
@@ -94,7 +94,7 @@ def test_the_status_of_the_run_arrives(launch: Launch, acts: dict[str, str], sta
 def test_each_rank_is_told_its_place_and_who_is_not_rank_0_is_named(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "0")  # told to the launcher, not to them
+    monkeypatch.setenv("SLURM_PROCID", "0")  # sent to the launcher, not to them
     assert launch({"0": "0", "1": "0", "2": "kill"}) == 1
     for rank in range(3):
         found = seen(tmp_path)[f"{rank}-0"]

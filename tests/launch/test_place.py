@@ -179,7 +179,7 @@ def test_finding_ones_place_takes_no_torch() -> None:
 
 
 def met(init_method: str, times: int = 1, patience_s: float = 30) -> tuple[int, int, int, tuple[int, ...]]:
-    """Stand where RANK says, but told by hand; come together and leave again."""
+    """Join as the rank in RANK, but with settings given by hand, and leave again."""
     from trainer.distributed.process_group import process_group
 
     rank = os.environ["RANK"]
@@ -207,7 +207,7 @@ def test_ranks_by_hand_meet_in_a_file_and_count_who_is_beside_them(tmp_path: Pat
 
 
 def first_comes_alone(path: str) -> str:
-    """An earlier run of which only rank 0 ever came, then a whole one; what each rank is told."""
+    """An earlier run that only rank 0 joined, then a complete one; what each rank gets."""
     if os.environ["RANK"] == "0" and not Path(path).exists():
         old = dist.FileStore(path)
         old.set("made", "")
@@ -240,7 +240,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 @pytest.fixture
 def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """Rank 0 of 2, and the agent's store for it to meet rank 1 in."""
+    """Rank 0 of 2, and the agent's store in which it waits for rank 1."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "2"}
     for name, value in (told | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
@@ -266,7 +266,7 @@ def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
 def test_ranks_meet_though_one_comes_later_than_timeout_s(
     of_torchrun: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine their imports lie that far apart; afterwards it is timeout_s that counts."""
+    """On a busy machine their imports end that far apart; afterwards timeout_s applies."""
     first, late = [], threading.Event()
 
     def come() -> None:
@@ -274,7 +274,7 @@ def test_ranks_meet_though_one_comes_later_than_timeout_s(
         late.set()
 
     threading.Thread(target=come, daemon=True).start()
-    assert not late.wait(1), "it waits for nobody"
+    assert not late.wait(1), "it waits for no rank"
     store, hosts, _ = rendezvous.meet(replace(of_torchrun, rank=1), {}, timedelta(seconds=0.05))
     assert late.wait(100)
     assert hosts == first[0][1] == [0, 0]

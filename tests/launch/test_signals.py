@@ -84,7 +84,7 @@ def _last_step(run_dir: Path) -> int:
 
 def _assert_saved(run_dir: Path) -> None:
     manifest = verify(run_dir / "checkpoints" / "latest")
-    # Every step whose line was written is in the checkpoint, and no step is there that was not made.
+    # Every step with a written line is in the checkpoint, and no other step is.
     assert manifest.step == _last_step(run_dir)
     facts = json.loads((run_dir / "checkpoints" / "latest" / "state.json").read_text())
     assert facts["state"]["progress"]["samples_seen"] == 12 * manifest.step

@@ -87,7 +87,7 @@ def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
 
 
 def test_a_wheel_in_an_empty_directory(expected: str, tmp_path: Path) -> None:
-    """`pip install` of the wheel, where nothing but what it depends on is installed already."""
+    """`pip install` of the wheel, where only its dependencies are installed."""
     source, empty, environment = tmp_path / "source", tmp_path / "empty", tmp_path / "environment"
     tracked = [
         "trainer",

@@ -172,7 +172,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
 
 
 class PlayedRun:
-    """As much of W&B's run as the logger calls: it writes down what it is told, a line a call."""
+    """The part of W&B's run that the logger calls: it writes a line for each call."""
 
     url = None
 
@@ -219,7 +219,7 @@ def scalars_of(history: Iterable[dict[str, Any]]) -> dict[str, dict[int, float]]
 
 
 def curves(run_dir: Path) -> dict[str, dict[int, float]]:
-    """Of metrics.jsonl, what is a curve."""
+    """The curves in metrics.jsonl."""
     return {name: values for name, values in read_metrics(run_dir).items() if not name.endswith("_rank")}
 
 

@@ -33,7 +33,7 @@ def filled(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 class Everything(nn.Module):
-    """Old constructors, real data, values that are read, views, ties, and tensors that are no buffers."""
+    """Old constructors, real data, values that are read, views, ties, and tensors that are not buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_all_objects_are_searched_once_for_all_weights_of_rnns(monkeypatch: pyte
 
 
 class View(nn.Module):
-    """Holds a view, as Swin's blocks do of their table of positions; with `hides`, also what it is of."""
+    """Holds a view, as Swin's blocks hold one of their position table; with `hides`, also the table."""
 
     def __init__(self, hides: bool) -> None:
         super().__init__()

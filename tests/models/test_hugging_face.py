@@ -18,7 +18,7 @@ STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2}
 
 @dataclass
 class Output:
-    """What such a model returns: an object, no tensor."""
+    """The output of such a model: an object, not a tensor."""
 
     logits: Tensor
     loss: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The moving average: what it is by hand, wherever it lies; in checkpoints, in evaluations, and exported."""
+"""The moving average equals one computed by hand, on any device; in checkpoints, evaluations and exports."""
 
 import math
 from pathlib import Path
@@ -79,7 +79,7 @@ def _by_hand(root: Path, options: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _stopped(root: Path, options: tuple[str, ...], foreign: str | None) -> dict[str, Any]:
-    """A whole run, one resumed at step 5, one that goes on from another strategy's checkpoint."""
+    """A whole run, one resumed at step 5, one resumed from another strategy's checkpoint."""
     found: dict[str, Any] = {}
     with runs.context_of(*options, f"run_dir={root / 'whole'}") as context:
         fit(context)

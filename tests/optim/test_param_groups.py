@@ -190,7 +190,7 @@ def test_any_schedule_scales_each_group_and_goes_on(name: str) -> None:
     for _ in range(4):
         schedule.step()
     rates = learning_rates(optimizer, [group["lr"] for group in optimizer.param_groups])
-    if name not in ("CyclicLR", "OneCycleLR"):  # they are told rates, not factors
+    if name not in ("CyclicLR", "OneCycleLR"):  # they get rates, not factors
         assert rates["train/lr/bias"] == pytest.approx(rates["train/lr"] / 10)
     again, resumed = fresh()
     tensors, plain = take_apart({"schedule": schedule.state_dict(), "optimizer": optimizer.state_dict()})
@@ -303,7 +303,7 @@ def _train_and_resume(root: Path, strategy: str, foreign: str | None) -> dict[st
 
 @pytest.mark.slow
 def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> None:
-    """Each goes on from the checkpoint of the one before, too."""
+    """Each also resumes from the checkpoint of the one before."""
     ends = {}
     foreign = None
     for strategy, world in STRATEGIES.items():
@@ -365,4 +365,4 @@ def test_what_is_thawed_in_mid_run_is_told_once_and_leaves_the_rest_alone(tmp_pa
     for (frozen, nothing), (thawed, (warning,)) in in_common:
         assert thawed == frozen and not nothing
         assert warning.startswith(words)
-    assert len(alone[1][1]) == 1  # whose pushes come in any order
+    assert len(alone[1][1]) == 1  # pushes come in any order

@@ -85,7 +85,7 @@ def test_an_optimizer_that_would_fail_is_refused(optimizer: Any, sparse: bool, w
 
 
 class CountsSteps(torch.optim.SGD):
-    """Keeps something of its own beside what it keeps for each parameter."""
+    """Keeps state of its own in addition to that of each parameter."""
 
     def step(self, closure: Any = None) -> Any:
         own = self.state["own"]  # type: ignore[index]

@@ -34,7 +34,7 @@ def test_progress_knows_the_way_to_go_with_another_batch_size() -> None:
         (16, (1, 0), 2 * 2),
     ):
         here = dataclasses.replace(progress)
-        here.settle(batch_size, 43)
+        here.skip_short_rest(batch_size, 43)
         assert (here.epoch, here.samples_in_epoch) == position
         assert here.steps_to_go(3, batch_size, 43) == steps
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Whose directory it is: one run's at a time, and one run's for ever."""
+"""A directory belongs to one run at a time, and to one run forever."""
 
 import errno
 import fcntl
@@ -48,7 +48,7 @@ def test_two_runs_that_start_in_the_same_second_get_two_directories(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.files.new_directory.datetime", Stopped)
-    monkeypatch.setattr(Path, "exists", lambda path: False)  # what was looked up a moment before
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # found a moment before
     names = [str(claimed(None).path) for _ in range(3)]
     assert names == [f"runs/2026-01-02/03-04-05{end}" for end in ("", "-2", "-3")]
 
@@ -66,7 +66,7 @@ def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: s
         UserError, match=f"holds another run .*resume=auto .*run_dir={run_dir}-3 starts a new"
     ):
         claimed(run_dir)
-    if not trace.startswith("checkpoints"):  # whose they are nobody knows, and there is nothing to go on from
+    if not trace.startswith("checkpoints"):  # their run is unknown, and there is nothing to resume from
         with pytest.raises(UserError, match=f"{trace.split('/')[0]}.* no checkpoint .*run_dir={run_dir}-3 "):
             claimed(run_dir, "auto")
         (run_dir / RUN).write_text('{"run_id": "ours"}')
@@ -236,7 +236,7 @@ def test_a_disk_that_takes_nothing_is_one_message(small_disk: Path, harm: Callab
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_in_mid_run_ends_it_for_good(small_disk: Path, tmp_path_factory: Any) -> None:
-    """The same end again, at once, where torchrun restarts it: what is full is full for the next attempt, too."""
+    """The same end again, at once, if torchrun restarts it: a full disk stays full for the next attempt."""
     subprocess.run(["mount", "-o", "remount,size=200k", str(small_disk)], check=True)
     launch = tmp_path_factory.mktemp("launch")
     for_long = ("train.epochs=100000", "train.log_every_steps=1", "train.eval_every_epochs=0")

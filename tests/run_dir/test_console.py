@@ -1,4 +1,4 @@
-"""What is printed while a run goes on: rows that fit, and not too many of them."""
+"""The output during a run: rows that fit, and not too many of them."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines, one for a step, and none of a step that a resumed run makes again."""
+"""metrics.jsonl: whole lines, one for each step; those of steps that a resumed run repeats are removed."""
 
 import json
 import math

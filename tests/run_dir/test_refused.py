@@ -36,7 +36,7 @@ def files_of(run_dir: Path) -> dict[str, str]:
 
 
 def refusals(run_dir: Path) -> dict[str, tuple[str, set[str]]]:
-    """By case what was said, and which files have changed."""
+    """By case the message, and the changed files."""
     train(*TINY, "train.max_steps=4", f"run_dir={run_dir}")
     if os.environ["RANK"] == "0":
         (run_dir / "checkpoints" / "step_00000003" / "state.json").write_text("{}")
@@ -78,7 +78,7 @@ def broken(*overrides: str) -> None:
 
 
 def test_a_fault_of_the_set_up_is_written_down_in_a_used_directory_too(tmp_path: Path) -> None:
-    """A launcher that restarts tells by failure.json whether it was the same fault again."""
+    """A launcher that restarts sees from failure.json whether it was the same fault again."""
     run_ranks(train, 1, *TINY, "train.max_steps=4", f"run_dir={tmp_path}", init=False)
     settings = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(RankFailure, match="the set-up is broken"):

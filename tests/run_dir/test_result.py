@@ -1,4 +1,4 @@
-"""result.json and failure.json: whole or not there, of this run's last step, whatever the disk says."""
+"""result.json and failure.json: whole or absent, of this run's last step, even with a failing disk."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_a_result_stands_where_nothing_was_added_to_it(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_no_failure_raises_none(tmp_path: Path) -> None:
-    """What is to be told of comes before the file that tells of it."""
+    """The failure comes before the file that reports it."""
     (tmp_path / exit_report.FAILURE).mkdir()
     exit_report.write_failure(tmp_path, {"status": 2, "message": "the disk is full"})
     assert [path.name for path in tmp_path.iterdir()] == [exit_report.FAILURE]

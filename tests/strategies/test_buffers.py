@@ -33,7 +33,7 @@ COMMON = (
 
 
 class Marked(nn.Module):
-    """Each forward pass in training adds to all buffers what tells the ranks apart; `seen` is what it found."""
+    """Each forward pass in training adds a number of its rank to all buffers; `seen` holds the values found."""
 
     seen: list[list[float]]
 

@@ -1,4 +1,4 @@
-"""What DDP cannot reduce is told by name, before an update is made of it."""
+"""Gradients that DDP cannot reduce are named before an update uses them."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
     spare = "used no spare.weight, spare.bias, and " + WAY_OUT
     layer = r"used no layers\.0\.weight, layers\.0\.bias, and " + WAY_OUT
     expected = {
-        # The last step, of which DDP says nothing; and the second of two micro-batches.
+        # The last step, about which DDP is silent; and the second of two micro-batches.
         idle("+model.spare=true", "train.max_steps=1"): spare,
         idle("+model.spare=true", "comm.timeline=false"): spare,
         idle("train.micro_batch_size=6"): layer,

@@ -1,4 +1,4 @@
-"""FSDP's units: whatever model comes, it is cut where torch can gather it, or refused by name."""
+"""FSDP's units: any model is split where torch can gather it, or refused by name."""
 
 import warnings
 from collections.abc import Callable
@@ -182,7 +182,7 @@ def plain_fsdp(settings: FsdpConfig, precision: str = "fp32") -> Fsdp:
 
 
 def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str, Tensor]:
-    """The gradients of a model, and what it says in evaluation."""
+    """The gradients of a model, and its output in evaluation."""
     torch.manual_seed(3)
     model = build()
     model = model if strategy is None else strategy.wrap(model)

@@ -98,7 +98,7 @@ def _differences() -> dict[str, tuple[float, float, int, int]]:
 
 
 def _at_once() -> list[bool]:
-    """Whether a step of sharded parameters that lie on the host is one call, as on a GPU with cpu_offload."""
+    """Whether a step of sharded parameters in host memory is one call, as on a GPU with cpu_offload."""
     param_groups._FUSED_ON = ("cpu",)  # as if the mesh were of GPUs; this process ends here
     found = []
     for target, way in (("SGD", "foreach"), ("AdamW", "fused")):

@@ -1,4 +1,4 @@
-"""The parameter server gives the model that DDP gives, and goes on from what any strategy saved."""
+"""The parameter server gives the same model as DDP, and resumes from checkpoints of any strategy."""
 
 import functools
 import json
@@ -53,7 +53,7 @@ CASES = {
     ),
 }
 EXACT, REST = "frozen", "sgd adamw accumulated clipped bf16"  # running statistics follow the split
-# Each case with several servers too, and what is a sum over servers with either kind of them.
+# Each case also with several servers, and sums over servers with both kinds of servers.
 ROLES = {"2 x 3": (5, "2", "adamw clipped"), "all x 4": (4, "all", "sgd accumulated clipped bf16")}
 
 
@@ -272,7 +272,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_whole_step(tmp_path: Path, stale
 
 
 class Counting(nn.Module):
-    """Digits; counts its passes in a buffer that it assigns, and in its extra state; `late`: what it makes."""
+    """Digits; counts its passes in a buffer that it assigns, and in its extra state; `late`: what it creates then."""
 
     def __init__(self, late: str = "") -> None:
         super().__init__()
@@ -304,7 +304,7 @@ COUNTING = ("model._target_=tests.strategies.test_parameter_server.Counting", *(
 
 
 def counted(root: str, *overrides: str) -> tuple[list[set[float]], list[str]]:
-    """The counts that this rank ends a run with, and one that goes on; and what refuses what is made late."""
+    """The counts at the end of a run and of a resumed one on this rank; and the refusals of late creations."""
     ran, found = (*COMMON, *COUNTING, *SGD, *PS, *overrides, "checkpoint.every_steps=2"), []
     for steps in (4, 6):
         go_on = (f"run_dir={root}/run", "resume=auto", f"train.max_steps={steps}", "schedule=constant")

@@ -1,4 +1,4 @@
-"""A model split over several devices is the same model; inputs move where a unit lies elsewhere."""
+"""A model split over several devices is the same model; inputs move to units on other devices."""
 
 from collections import defaultdict
 from pathlib import Path

@@ -19,7 +19,7 @@ PARTS = (*QUICK, "model._target_=tests.strategies.test_used.Parts", "train.max_s
 
 
 class Chosen(nn.Module):
-    """A unit, of whose layers a pass uses those that `rule` says."""
+    """A unit; a pass uses the layers that `rule` selects."""
 
     def __init__(self, rule: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> 
 
     expected = {
         "one each": named("chosen.layers.0.weight", 3),
-        "fewer": named("chosen.layers.1.weight", 1),  # of which gloo would end the process
+        "fewer": named("chosen.layers.1.weight", 1),  # for which gloo would abort the process
         "one each, late": named("chosen.layers.0.weight", 3),
         "a block each": named("blocks.0.weight", 3, rank=1),
         "an object": "the first backward pass gave no parameter a gradient",

@@ -10,7 +10,7 @@ from typing import Any
 from tests.programs import Ended, Program, started
 from tests.ranks import ROOT
 
-# Stands for train.py in a trial. $ACTS says what the trial with an override does at each start; the last holds.
+# In place of train.py in a trial. $ACTS gives what the trial with an override does at each start; the last repeats.
 _TRIAL = """
 import json, os, signal, sys, time
 sys.path.insert(0, os.environ["HOUSE"])

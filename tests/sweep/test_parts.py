@@ -1,4 +1,4 @@
-"""The parts of a sweep, each alone: room on devices, spaces, the trial log, what TensorBoard is told."""
+"""The parts of a sweep, each alone: device slots, search spaces, the trial log, TensorBoard's HParams."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_tensorboard_is_told_once_in_the_trials_own_folder(tmp_path: Path) -> No
     ]
     for trial in trials:
         (tmp_path / trial.folder / "tensorboard").mkdir(parents=True)
-    for _ in range(2):  # a sweep that went on reports again
+    for _ in range(2):  # a resumed sweep reports again
         hparams.write(tmp_path, trials, "eval/loss")
     for trial, expected in zip(trials, ("1.5", "null"), strict=True):
         (file,) = (tmp_path / trial.folder / "tensorboard").iterdir()

@@ -143,7 +143,7 @@ def test_what_contradicts_only_together_is_left_out(sweep: Sweep) -> None:
 
 @pytest.mark.slow
 def test_settings_edited_under_a_sweep_end_it_and_leave_nothing_out(sweep: Sweep) -> None:
-    """What is not a setting any more is wrong in every trial, not in the one that comes next."""
+    """A setting that no longer exists is wrong in every trial, not only in the next."""
     mine = sweep.tmp_path / "mine" / "optim" / "mine.yaml"
     mine.parent.mkdir(parents=True)
     good = "_target_: torch.optim.SGD\nlr: 0.1\n"

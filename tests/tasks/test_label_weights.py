@@ -1,4 +1,4 @@
-"""Labels that do not count: the same model at any world size, whose figures are means over those that do."""
+"""Labels that do not count: the same model at any world size, with means over the counted labels only."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in w
 
 
 class Blanked(Digits):
-    """Digits, of which one in ten has a label."""
+    """Digits; one in ten has a label."""
 
     def __init__(self, split: str) -> None:
         super().__init__(split)
@@ -51,7 +51,7 @@ class Padded(Text):
 
 
 class Unlabelled(Numbers):
-    """A stream, of which one in twelve has a label."""
+    """A stream; one in twelve samples has a label."""
 
     def samples(self, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
         for number, (row, label) in enumerate(super().samples(begin), start=begin):
@@ -236,7 +236,7 @@ def test_a_weight_that_is_no_number_of_labels_is_refused(weight: float) -> None:
 
 
 def test_the_weight_is_of_what_the_task_sees() -> None:
-    """Who is to be mirrored travels round the batch."""
+    """The flags for mirroring are outside the batch."""
     batch = (torch.zeros(3, 1, 8, 8), torch.tensor([1, -100, 2]))
     assert weight_of(Classification(), batch) == 2
     assert weight_of(Classification(), Mirrored(batch, torch.zeros(3))) == 2

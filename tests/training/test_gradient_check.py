@@ -94,7 +94,7 @@ def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
         for rank in ranks:
             found, error = rank[name], rank[name]["error"]
             assert (found["updates"], found["same"], error.exit_code) == (2, True, 3), name
-            known = not last or name in ("server", "all_serve")  # before it met the others
+            known = not last or name in ("server", "all_serve")  # before it reached the others
             where = f"rank {last} (host {last})" if known else "some rank"
             what = "head.weight" if name == "fsdp_one_row" else "1.weight (and of 5 more)"
             said = f"the gradient of {what} is NaN or Inf in step 3 on {where}; no rank applied that step"
@@ -105,7 +105,7 @@ def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
 
 
 def steep(run_dir: Path, *overrides: str) -> list[list[Tensor]]:
-    """Parameters after a step whose gradients are finite and their norm is not: not logged, and logged."""
+    """Parameters after a step with finite gradients and an infinite norm: not logged, and logged."""
     found: list[list[Tensor]] = []
     for every in (50, 1):
         words = (f"train.log_every_steps={every}", f"run_dir={run_dir}/{every}", *overrides)
@@ -187,7 +187,7 @@ def test_gradients_are_not_clipped_to_nothing_where_their_norm_overflows() -> No
 def test_a_fused_optimizer_leaves_an_update_out_that_the_host_learns_of_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU, whose host reads the flag when it has launched the update."""
+    """As with a GPU: the host reads the flag when it has launched the update."""
     updates: list[bool] = []
     step = torch.optim.SGD.step
 

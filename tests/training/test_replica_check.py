@@ -43,7 +43,7 @@ def found(context: TrainingContext) -> dict[str, Any] | None:
 
 
 def flips(overrides: tuple[str, ...], seed: int, count: int) -> dict[str, Any]:
-    """Train, then turn over `count` bits, one at a time, each on a rank of its own; say what was found."""
+    """Train, then flip `count` bits one at a time, each on another rank; return what was found."""
     from trainer.loop import fit
 
     with context_of(*QUICK, *overrides) as context:
@@ -132,7 +132,7 @@ def trained_alike(run_dir: Path, options: list[tuple[str, ...]]) -> list[dict[st
 
 @pytest.mark.slow
 def test_every_all_reduce_leaves_replicas_equal(tmp_path: Path) -> None:
-    """Also where sums travel rounded: the rank that made a sum must keep what it sent, not what it had."""
+    """Also if sums are sent rounded: the rank that made a sum must keep the rounded values."""
     algorithms = ("native", "ring", "tree", "halving_doubling", "hierarchical", "master_worker")
     options = [(f"comm={algorithm}", "comm.wire_dtype=bf16") for algorithm in algorithms]
     options += [("comm=powersgd",), ("comm=hierarchical", "train.precision=fp16")]

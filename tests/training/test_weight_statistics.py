@@ -1,4 +1,4 @@
-"""What a step does to the model, seen alike by one rank and by shards; what it costs in FLOPs; its profile."""
+"""The effect of a step on the model, equal for one rank and for shards; its FLOPs; its profile."""
 
 import gzip
 import json

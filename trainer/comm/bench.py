@@ -25,7 +25,7 @@ from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
 from trainer.comm.network.checks import GroupRank
 from trainer.comm.network.costs import finish
-from trainer.comm.network.join import JoinedRanks, JoinError, connect, meet, write
+from trainer.comm.network.join import JoinedRanks, JoinError, connect, find_ranks, write
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord
 from trainer.comm.transport.blame import PeerError
@@ -75,7 +75,7 @@ class _TimedBucket:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     try:
-        place = meet(options.timeout_s)
+        place = find_ranks(options.timeout_s)
         me = connect(place, options.backend, options.timeout_s)
     except (JoinError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr, flush=True)

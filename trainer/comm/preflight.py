@@ -24,7 +24,7 @@ import torch.distributed as dist
 from trainer.comm.network import interface
 from trainer.comm.network.checks import CHECKS, NEED_TWO, OF_ALL, GroupRank, wrong
 from trainer.comm.network.costs import measure_costs
-from trainer.comm.network.join import JoinedRanks, JoinError, connect, deadline, meet, write
+from trainer.comm.network.join import JoinedRanks, JoinError, connect, deadline, find_ranks, write
 from trainer.comm.network.link_speeds import measure_links
 from trainer.comm.network.preflight_report import PreflightReport, RankReport
 
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     try:
         with deadline(3 * options.timeout_s, lambda: _leave("the store of rank 0 does not answer")):
-            place = meet(options.timeout_s)
+            place = find_ranks(options.timeout_s)
     except JoinError as error:
         print(f"preflight: {error}", file=sys.stderr, flush=True)
         return 1

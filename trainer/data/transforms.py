@@ -26,7 +26,7 @@ class _Upon(Dataset[Any]):
             raise UserError(
                 f"{setting} is for data that is read by index; a stream transforms its own samples"
             )
-        self.dataset, self.told_as = dataset, name_of(dataset)
+        self.dataset, self.class_name = dataset, name_of(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)

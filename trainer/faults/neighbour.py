@@ -71,7 +71,7 @@ class Neighbour:
         if self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
             self.ending = processes.ending(self.member.pid)
-            if words := uncaught.words(self.stacks.read()):
+            if words := uncaught.message_in(self.stacks.read()):
                 self.ending = f"{self.ending or 'died of SIGABRT'}: {words}"
 
     def observe(self) -> Observed:

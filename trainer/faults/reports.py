@@ -68,7 +68,7 @@ class Reports:
         self._proposed: Verdict | None = None
         self._agreed = threading.Event()
         self._over, self._told = False, False
-        self._last_word: list[Observed] = []
+        self._last_report: list[Observed] = []
         self._awaited = list[str]()
         self._ended = set[int]()
         self._passed_over = set[str]()
@@ -108,17 +108,17 @@ class Reports:
         self._agreed.wait(timeout_s)
         return self.verdict or verdict
 
-    def close(self, last_word: Sequence[Observed] = (), lost: Container[int] = ()) -> None:
-        """Stop reporting; a `last_word` stays in the store, if the store accepts it in time.
+    def close(self, last_report: Sequence[Observed] = (), lost: Container[int] = ()) -> None:
+        """Stop reporting; a `last_report` stays in the store, if the store accepts it in time.
 
         After a failure, the other hosts get a moment to read it, except those that are
         `lost`: the store may end with this process, and they would take this host for lost.
         """
         within_s = 2 * _EAGER_EVERY_S
-        if last_word and all(rank.status == 0 for rank in last_word):
-            self._last_word, within_s = list(last_word), _ENDED_S
-        elif last_word and (others := [host for host in self._hosts if host not in lost]):
-            self._last_word, within_s = list(last_word), _HEARD_S + within_s
+        if last_report and all(rank.status == 0 for rank in last_report):
+            self._last_report, within_s = list(last_report), _ENDED_S
+        elif last_report and (others := [host for host in self._hosts if host not in lost]):
+            self._last_report, within_s = list(last_report), _HEARD_S + within_s
             self._awaited = [f"told/{host}" for host in others]
         self._over = True
         self._asked.set()
@@ -130,13 +130,13 @@ class Reports:
             try:
                 store = store or self._connect()
                 if self._over:
-                    self._take_leave(store)
+                    self._send_last_report(store)
                     return
                 count += 1
                 if own := self._own:
                     # Another rank may have reported for this host before, with its own count.
                     store.set(f"report/{self._host}", _report(f"{os.getpid()}/{count}", own))
-                self._settle(store)
+                self._exchange_verdicts(store)
                 if self._eager or self.verdict is not None or time.monotonic() >= next_others:
                     self._read_others(store)
                     next_others = time.monotonic() + _OTHERS_EVERY_S
@@ -149,7 +149,7 @@ class Reports:
             self._asked.wait(_EAGER_EVERY_S if self._eager else _EVERY_S)
             self._asked.clear()
 
-    def _settle(self, store: "Store") -> None:
+    def _exchange_verdicts(self, store: "Store") -> None:
         if self._proposed is not None:
             text = json.dumps(dataclasses.asdict(self._proposed))
             self.verdict = self._read(_VERDICT, store.compare_set(_VERDICT, "", text), self._verdict_of)
@@ -215,9 +215,9 @@ class Reports:
             store.set(f"told/{self._host}", "")
             self._told = True
 
-    def _take_leave(self, store: "Store") -> None:
-        if self._last_word:
-            store.set(f"ended/{self._host}", _report("last", self._last_word))
+    def _send_last_report(self, store: "Store") -> None:
+        if self._last_report:
+            store.set(f"ended/{self._host}", _report("last", self._last_report))
             store.set(f"told/{self._host}", "")
         deadline = time.monotonic() + _HEARD_S
         while self._awaited and not store.check(self._awaited) and time.monotonic() < deadline:

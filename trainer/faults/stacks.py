@@ -56,7 +56,7 @@ class Stacks:
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
-            self._undo = uncaught.tell(self.fd)
+            self._undo = uncaught.write_to(self.fd)
         # Only the main thread: others continue meanwhile, and walking their frames may end in SIGSEGV.
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=False)
 

@@ -12,7 +12,7 @@ _HANDLER = ctypes.CFUNCTYPE(None)
 _WORDS = re.compile(r"^  what\(\):\s+(?:\[[^]]*\]\s*)?(.+)", re.MULTILINE)  # gloo's start with [file:line]
 
 
-def tell(fd: int) -> Callable[[], None]:
+def write_to(fd: int) -> Callable[[], None]:
     """Write such messages to `fd` from now on; the returned function undoes it. Needs libstdc++."""
     try:
         library = ctypes.CDLL("libstdc++.so.6")
@@ -36,12 +36,12 @@ def tell(fd: int) -> Callable[[], None]:
     return undo
 
 
-def words(text: str) -> str | None:
+def message_in(text: str) -> str | None:
     """The message of the last exception in the text of a process that aborted."""
     found = _WORDS.findall(text)
     return found[-1] if found else None
 
 
 def without_handler(text: str) -> str:
-    """`text` without the frames of `tell` in the thread that aborted."""
+    """`text` without the frames of `write_to` in the thread that aborted."""
     return re.sub(r'^  File ".*", line \d+ in before_abort\n', "", text, flags=re.MULTILINE)

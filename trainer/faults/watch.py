@@ -118,7 +118,7 @@ class Watch:
         # Only the last rank of a host sees that all have ended, and no other can report after it.
         is_last = all(neighbour.observe().status == 0 for neighbour in self._here.values())
         if is_last:
-            self._leave_word()
+            self._send_last_report()
         self.close()
 
     def _stop_looking(self) -> None:
@@ -157,14 +157,14 @@ class Watch:
                 verdict = exit_report.of_one(own, _status(error), str(error))
                 exit_report.write(verdict, self._where_to_write(verdict), self._attempt)
         elif is_last:
-            self._speak_at_exit()
+            self._print_at_exit()
         self._here[self._rank].end_workers()
         holds_store = self._rank == 0 and not self._launched
         if (is_last or holds_store) and not note["symptom"]:
-            self._leave_word()
+            self._send_last_report()
         self.close()
 
-    def _leave_word(self, lost: Container[int] = ()) -> None:
+    def _send_last_report(self, lost: Container[int] = ()) -> None:
         """Send the other hosts a last report: no rank of this host can report later."""
         if reports := self._reports_of_other_hosts():
             self._heartbeat.tick()  # it may take a moment, in which no neighbour should take over
@@ -215,7 +215,7 @@ class Watch:
         reports = self._reports_of_other_hosts()
         if reports is not None:
             reports.tell(here, eager=suspicious)
-            if reports.verdict is not None and not self._still_speaks(reports.verdict):
+            if reports.verdict is not None and not self._prints_traceback(reports.verdict):
                 self._end(reports.verdict)
         if suspicious:
             self._judge(here, reports.others() if reports else [])
@@ -304,7 +304,7 @@ class Watch:
         culprit = next(rank for rank in everyone if rank.rank == verdict.ranks[0])
         if verdict.kind == "orderly" and culprit.ended_ago_s < _ALONE_S:
             return  # all ranks reach such an end by themselves, if they can
-        if self._still_speaks(verdict):
+        if self._prints_traceback(verdict):
             return
         if verdict.kind == "died" and "SIGKILL" in (culprit.ending or "SIGKILL"):
             words = self._memory_kills.words() if culprit.rank in self._here else None
@@ -313,7 +313,7 @@ class Watch:
             verdict = self._reports.agree(verdict, timeout_s=1.0)
         self._end(verdict)
 
-    def _still_speaks(self, verdict: Verdict) -> bool:
+    def _prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""
         if verdict.kind != "raised" or verdict.ranks[0] not in self._here:
             return False
@@ -330,7 +330,9 @@ class Watch:
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
         if verdict.kind in ("raised", "died") and verdict.ranks[0] in self._here:
             exit_report.let_torchrun_look()
-        self._leave_word(lost={self._members[rank].host for rank in verdict.ranks if verdict.kind == "lost"})
+        self._send_last_report(
+            lost={self._members[rank].host for rank in verdict.ranks if verdict.kind == "lost"}
+        )
         self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
         for neighbour in self._others_here():
             stuck = neighbour.member.rank in verdict.ranks and verdict.kind in ("stopped", "hangs")
@@ -359,7 +361,7 @@ class Watch:
             self._heartbeat.note({"verdict": 1, "status": 1})  # or neighbours take this for a death
             exit_report.leave(1)
 
-    def _speak_at_exit(self) -> None:
+    def _print_at_exit(self) -> None:
         """Print the verdict after the traceback: no other rank of this host is left to do so."""
         own = replace(self._here[self._rank].observe(), symptom=False)
         verdict = judge([own], self._timeout_s, pressing=False)

@@ -63,22 +63,22 @@ def _end_with_the_launcher() -> None:
 
 def _end_as_before() -> None:
     """Raise the error of the attempt before if a restart cannot help: torchrun restarts after any error."""
-    word, restarts = _last_word(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if word is not None and restarts:
-        word = word.parents[1] / f"attempt_{restarts - 1}" / word.name
+    file_of_end, restarts = _end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if file_of_end is not None and restarts:
+        file_of_end = file_of_end.parents[1] / f"attempt_{restarts - 1}" / file_of_end.name
         with contextlib.suppress(OSError, UserError):
-            end = Fields(str(word), load_json(word))
+            end = Fields(str(file_of_end), load_json(file_of_end))
             raise EndedBefore(end.count("status"), end.text("message"))
 
 
 def _tell_next_attempt(status: int, message: str) -> None:
-    word = _last_word()
-    if word is not None and status in _FINAL:
-        with contextlib.suppress(OSError), atomic_file(word) as file:
+    file_of_end = _end_file()
+    if file_of_end is not None and status in _FINAL:
+        with contextlib.suppress(OSError), atomic_file(file_of_end) as file:
             file.write(json.dumps({"status": status, "message": message}).encode())
 
 
-def _last_word() -> Path | None:
+def _end_file() -> Path | None:
     """The file in which this attempt's ranks on this host record an end that a restart cannot help.
 
     It lies in torchrun's directory for the attempt. torchrun creates a new one when it restarts all ranks

@@ -45,7 +45,7 @@ class Progress:
         """Move to the next epoch; the rest of this one, less than a batch, is not trained on."""
         self.epoch, self.samples_in_epoch = self.epoch + 1, 0
 
-    def settle(self, global_batch_size: int, num_samples: int) -> None:
+    def skip_short_rest(self, global_batch_size: int, num_samples: int) -> None:
         """End the epoch if less than a batch is left of it, after steps of another batch size."""
         if num_samples - self.samples_in_epoch < global_batch_size:
             self.end_epoch()

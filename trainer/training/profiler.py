@@ -33,7 +33,7 @@ class Profile:
         self, settings: ProfileConfig | None, run_dir: Path, dist: Dist, first_step: int, last_step: int
     ) -> None:
         self._run_dir, self._dist = run_dir, dist
-        self._turns = range(0)
+        self._steps = range(0)
         self._profile: profile | None = None
         if settings is None:
             return
@@ -47,7 +47,7 @@ class Profile:
             log.info("train.profile: step %d has passed; this run resumes after step %d", begin, first_step)
             return
         self._begin = begin
-        self._turns = range(max(begin - 1, first_step + 1), end + 1)
+        self._steps = range(max(begin - 1, first_step + 1), end + 1)
 
     def before(self, step: int, meter: Meter) -> None:
         """Before `step`, start recording, continue, or write the trace; the meter is paused meanwhile.
@@ -55,12 +55,12 @@ class Profile:
         Raises:
             UserError: run_dir cannot be written.
         """
-        if step not in self._turns:
+        if step not in self._steps:
             return
         meter.pause()
         if self._profile is None:
             self._start(step)
-        elif step < self._turns[-1]:
+        elif step < self._steps[-1]:
             self._profile.step()
         else:
             self._write()
@@ -84,11 +84,11 @@ class Profile:
     def _action(self, step: int) -> ProfilerAction:
         if step < self._begin:
             return ProfilerAction.WARMUP
-        return ProfilerAction.RECORD_AND_SAVE if step == self._turns[-1] - 1 else ProfilerAction.RECORD
+        return ProfilerAction.RECORD_AND_SAVE if step == self._steps[-1] - 1 else ProfilerAction.RECORD
 
     def _write(self) -> None:
         assert self._profile is not None
-        profiled, self._profile, self._turns = self._profile, None, range(0)
+        profiled, self._profile, self._steps = self._profile, None, range(0)
         folder, rank = self._run_dir / "profile", f"rank_{self._dist.rank}"
         profiled.stop()
         with writing(self._run_dir):

@@ -54,7 +54,7 @@ def deadline(limit_s: float, expired: Callable[[], None]) -> Iterator[None]:
         clock.cancel()
 
 
-def meet(timeout_s: float) -> JoinedRanks:
+def find_ranks(timeout_s: float) -> JoinedRanks:
     """Find the other ranks by torchrun's environment; without torchrun this process is the only one.
 
     Raises:

@@ -71,12 +71,12 @@ class Loopback:
         self._lock = threading.Lock()
 
     def send(self, tensor: Tensor, tag: int) -> Transfer:
-        return self._meet(tensor, tag, self._sent, self._awaited, SENT)
+        return self._match(tensor, tag, self._sent, self._awaited, SENT)
 
     def receive(self, tensor: Tensor, tag: int) -> Transfer:
-        return self._meet(tensor, tag, self._awaited, self._sent, RECEIVED)
+        return self._match(tensor, tag, self._awaited, self._sent, RECEIVED)
 
-    def _meet(self, tensor: Tensor, tag: int, own: "_Halves", others: "_Halves", due: str) -> Transfer:
+    def _match(self, tensor: Tensor, tag: int, own: "_Halves", others: "_Halves", due: str) -> Transfer:
         half = _Half(tensor, PeerError.silent_for(self._rank, self._timeout_s, due), self._timeout_s)
         with self._lock:
             waiting = others.get(tag)

@@ -53,7 +53,7 @@ class BucketRecord:
         what = self.name if self.unit else f"bucket {self.name}"
         return f"{what}, {self.num_bytes / 2**20:.3g} MiB" + (" sparse" if self.sparse else "")
 
-    def settle(self, wait: bool) -> bool:
+    def fetch_times(self, wait: bool) -> bool:
         """Fetch the times if a GPU has them; return False if they are not known yet and `wait` is false."""
         if self.read_gpu is not None:
             times = self.read_gpu(wait)
@@ -161,12 +161,12 @@ class Timeline:
         self._clock, self._gpu_clock = CommonClock(group, hosts), gpu_clock
         self._recent = PassSum()  # since the last call of metrics
         self._recent_collectives: dict[Collective, PassSum] = {}
-        self._unsettled: deque[list[BucketRecord]] = deque()
+        self._waiting: deque[list[BucketRecord]] = deque()
         self._complete = True  # the newest pass has its last bucket
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling to another rank: without clocks and passes that are not summed up."""
-        return {**vars(self), "_clock": None, "_gpu_clock": None, "_unsettled": deque()}
+        return {**vars(self), "_clock": None, "_gpu_clock": None, "_waiting": deque()}
 
     def arrive(
         self,
@@ -179,14 +179,14 @@ class Timeline:
     ) -> BucketRecord:
         """Record that a bucket is ready. The mover fills in the rest of the record."""
         if self._complete:
-            self.settle(wait=False)
-            self._unsettled.append([])
+            self.sum_up(wait=False)
+            self._waiting.append([])
             self.num_passes += 1
         self._complete = is_last
         record = BucketRecord(
             index, num_bytes, time.perf_counter(), sparse=sparse, collective=collective, unit=unit
         )
-        self._unsettled[-1].append(record)
+        self._waiting[-1].append(record)
         return record
 
     def end_pass(self) -> None:
@@ -209,7 +209,7 @@ class Timeline:
 
     def means(self) -> dict[str, float]:
         """The part of `metrics` for this rank alone; not a collective."""
-        self.settle(wait=True)
+        self.sum_up(wait=True)
         if self._gpu_clock is not None:
             self._gpu_clock.synchronize()
         recent, self._recent = self._recent, PassSum()
@@ -235,7 +235,7 @@ class Timeline:
         Medians over the newest passes: total, hidden and exposed communication; for each bucket in the order
         in which they are ready, its bytes, and how long before the end it was ready, and needed.
         """
-        self.settle(wait=True)
+        self.sum_up(wait=True)
         layout = [(record.name, record.num_bytes) for record in self.last_pass]
         alike = [own for own in self._kept if [(r.name, r.num_bytes) for r in own] == layout]
         if not alike:
@@ -259,13 +259,13 @@ class Timeline:
             ],
         }
 
-    def settle(self, wait: bool) -> None:
+    def sum_up(self, wait: bool) -> None:
         """Sum up the complete passes whose times are known; with `wait`, all of them, waiting for the GPU."""
-        while self._unsettled and (len(self._unsettled) > 1 or self._complete):
-            records = self._unsettled[0]
-            if not all(record.settle(wait) for record in records):
+        while self._waiting and (len(self._waiting) > 1 or self._complete):
+            records = self._waiting[0]
+            if not all(record.fetch_times(wait) for record in records):
                 return
-            self.last_pass = self._unsettled.popleft()
+            self.last_pass = self._waiting.popleft()
             self._kept.append(self.last_pass)
             for record in records:
                 key = (record.index, 0 if record.sparse else record.num_bytes, record.name)

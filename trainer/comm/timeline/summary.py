@@ -75,7 +75,7 @@ def table(timeline: Timeline) -> str:
 
     A bucket whose size changed, as after DDP rebuilt its buckets, is another row.
     """
-    timeline.settle(wait=True)
+    timeline.sum_up(wait=True)
     passes = timeline.passes
     if passes.count == 0:
         return ""

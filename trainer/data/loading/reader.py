@@ -157,7 +157,7 @@ def collate(fetched: Any, dataset: Any, indices: Sequence[int]) -> Any:
 
 def name_of(dataset: Any) -> str:
     """The name of the dataset's class, without the wrappers that settings put around it."""
-    return getattr(dataset, "told_as", type(dataset).__name__)
+    return getattr(dataset, "class_name", type(dataset).__name__)
 
 
 def random_numbers(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:

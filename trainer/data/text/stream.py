@@ -60,7 +60,7 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
         self._max_windows = eval_windows if split == "eval" else None
         self._first_token = 0  # of the epoch's first window
         self._start: dict[str, int] | None = None  # the state to resume from
-        self._window = _Held(np.empty(0, np.uint8), [])
+        self._window = _Buffer(np.empty(0, np.uint8), [])
 
     def set_epoch(self, epoch: int) -> None:
         self._first_token = int(epoch * 0.6180339887 % 1 * self.block_size)  # the golden ratio: no repeats
@@ -78,7 +78,7 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start = None if "begin" in state else state
-        self._window = _Held(np.empty(0, np.uint8), [])
+        self._window = _Buffer(np.empty(0, np.uint8), [])
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         start, self._start, size = self._start, None, self.block_size
@@ -87,12 +87,12 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
         else:
             chunks, skip = self._texts.chunks_from(start["file"], start["offset"], self._end), start["tokens"]
         num_windows = 0
-        held = self._window = _Held(np.empty(0, np.uint8), [])
+        buffer = self._window = _Buffer(np.empty(0, np.uint8), [])
         for chunk in chunks:
-            held.add(chunk, self._tokens(chunk), skip)
+            buffer.add(chunk, self._tokens(chunk), skip)
             skip = 0
-            while held.num_left > size:
-                window = torch.from_numpy(held.take(size + 1, size).astype(np.int64))
+            while buffer.num_left > size:
+                window = torch.from_numpy(buffer.take(size + 1, size).astype(np.int64))
                 num_windows += 1
                 yield window[:-1], window[1:]
                 if num_windows == self._max_windows:
@@ -103,7 +103,7 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
         return np.concatenate([tokens, self.tokenizer.end]) if chunk.ends_document else tokens
 
 
-class _Held:
+class _Buffer:
     """Tokens read but not yet returned, and the chunks they come from.
 
     Attributes:

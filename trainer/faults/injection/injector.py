@@ -66,9 +66,9 @@ class FaultInjector:
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """The heartbeat to use from now on: `heartbeat` itself, except on the rank of the fault."""
-        return _Overheard(heartbeat, self._at) if self._is_here else heartbeat
+        return _ReportedHeartbeat(heartbeat, self._at) if self._is_here else heartbeat
 
-    def meet(
+    def attach(
         self, model: nn.Module, progress: Progress, total_steps: int, replicated: Replicated | None
     ) -> None:
         """Receive the objects that some faults change, before the first step.
@@ -141,7 +141,7 @@ class FaultInjector:
         flip(tensors[name], 0, fault.bit)
 
 
-class _Overheard(Heartbeat):
+class _ReportedHeartbeat(Heartbeat):
     """A heartbeat that also reports its calls; it writes the record of the original one."""
 
     def __init__(self, heartbeat: Heartbeat, tell: Callable[[str, int], None]) -> None:
