@@ -290,7 +290,7 @@ class Gru(Rnn):
 
 
 class StatefulRnn(Rnn):
-    """Goes on from the hidden state of the batch before."""
+    """Continues from the hidden state of the batch before."""
 
     state: Tensor | None = None
 
@@ -301,7 +301,7 @@ class StatefulRnn(Rnn):
 
 
 class InList(Kind):
-    """Whose parameters no module lists."""
+    """No module lists its parameters."""
 
     def make(self) -> None:
         self.layers = [nn.Linear(8, 8)]
@@ -529,7 +529,7 @@ class Attention(Kind):
 
 
 class GradientInForward(Kind):
-    """Moves by the slope of what it makes: a second derivative."""
+    """Computes a gradient in its forward pass, so training needs a second derivative."""
 
     def middle(self, x: Tensor) -> Tensor:
         with torch.enable_grad():

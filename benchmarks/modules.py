@@ -1,9 +1,9 @@
-"""Modules as people write them, under each strategy: trained, stopped as by a kill, and gone on with.
+"""Modules as people write them, under each strategy: trained, stopped as by a kill, and resumed.
 
 Each kind of benchmarks/module_kinds.py makes six steps: alone, and on two ranks under ddp, fsdp and parameter
-servers. Others go on from its checkpoint of step 3. They must end with the same bits, or the run must be
-refused: before its first step, or after it where only a forward pass makes what cannot be saved. APART:
-strategies that make the same steps, on two ranks, ended with other bits than each other. The exit status is 1
+servers. Others resume from its checkpoint of step 3. They must end with the same bits, or the run must be
+refused: before its first step, or after it if only a forward pass creates what cannot be saved. APART:
+strategies that make the same steps on two ranks ended with different bits. The exit status is 1
 if any is WRONG.
 
     python -m benchmarks.modules [--only Tied Lstm] [--strategies fsdp] [--out FOLDER]

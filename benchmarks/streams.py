@@ -85,7 +85,7 @@ def _memory(path: str, block_size: int) -> None:
 
 
 def _rates(path: str, block_size: int) -> None:
-    """In turns, so that both see the same load."""
+    """In rotation, so that both see the same load."""
     streams, in_memory = [], []
     for _ in range(ROUNDS):
         streams.append(_time(lambda: _loader(TextStream("train", path, block_size)), 500))

@@ -18,7 +18,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Answers:
-    """What this rank says of a model: yes, refused (in the line that a person gets) or WRONG, by question."""
+    """The answers of this rank about a model, by question: yes, refused (with the user's message) or WRONG."""
 
     def __init__(self, out: Path, name: str) -> None:
         self._file, self._name = out.with_suffix(f".{os.environ['RANK']}"), name
@@ -28,7 +28,7 @@ class Answers:
             print(json.dumps([self._name, question, value]), file=file, flush=True)
 
     def asked(self, question: str, ask: Callable[[], Any]) -> Any:
-        """What `ask` returns; what it raises is the answer."""
+        """The result of `ask`; if it raises, its error becomes the answer."""
         try:
             return ask()
         except UserError as error:

@@ -152,7 +152,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _far(end: torch.Tensor, begin: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest difference over what is let pass: 1 is as much as may be."""
+    """The largest difference, as a multiple of the allowed one."""
     if end.equal(right):
         return 0.0
     if not end.is_floating_point():
@@ -164,7 +164,7 @@ def _far(end: torch.Tensor, begin: torch.Tensor, right: torch.Tensor) -> float:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Nobody tells this process of others."""
+    """Without the variables that tell this process of other ranks."""
     from trainer.launch.place import TELLING
 
     told = {name: os.environ.pop(name) for name in list(os.environ) if TELLING.match(name)}

@@ -119,7 +119,7 @@ def in_turns(day: Day, ways: dict[str, Iterator[None]], turns: int, each: int) -
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """How many times as fast ours is as theirs: the median over rounds."""
+    """The speed of this project's run over the other's: the median over rounds."""
     return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
 
 

@@ -407,7 +407,10 @@ def _run_in(folder: Path, **changes: Any) -> Path:
         "hosts": [0, 0],
         "wire_dtype": "fp32",
         "exposed_ms": 5.0,
-        "buckets": [{"bytes": size, "early_ms": early} for size, early in buckets],
+        "buckets": [
+            {"collective": "all-reduce", "bytes": size, "early_ms": early, "needed_ms": 0.0}
+            for size, early in buckets
+        ],
     }
     result = {"comm": "native", "ms_per_step": 30.0, "timeline": timeline, **changes}
     (folder / "result.json").write_text(json.dumps(result))

@@ -323,7 +323,7 @@ def test_units_of_any_model() -> None:
     expected += ["holds Sequential, which is not a submodule", "holds blocks, a ModuleList: never called"]
     expected += ["cannot shard weight: parameters with a hook on the gradient"]
     expected += ["cannot shard 0.weight: parameters with a sparse gradient", "hook on 0, a ScriptModule"]
-    expected += ["0 has max_norm=1.0", "gives 0.weight and 1.weight memory of their own, and they share it"]
+    expected += ["0 has max_norm=1.0", "gives 0.weight and 1.weight separate memory, but they share it now"]
     expected += ["(return self.blocks[0](x) @ embed[0].weight) uses a parameter of a unit"]
     expected += ["uses embed.0.weight by a reference kept in a list"]
     expected += ["(return self.last(self.first(x) * self.scale)) mixes dtypes: "]
@@ -348,7 +348,7 @@ def test_what_shares_memory_is_refused_where_it_would_not_do_so_any_more() -> No
     model, frozen, buffered = on_one_storage(), on_one_storage().requires_grad_(False), nn.Linear(2, 2)
     buffered.register_buffer("last", buffered.weight.data[1])
     for each in (model, buffered):
-        with pytest.raises(UserError, match="would be tied no longer"):
+        with pytest.raises(UserError, match="would no longer be tied"):
             Strategy(torch.device("meta"), Computing()).place(each)
     for each in (frozen, views_of_one_storage()):
         Strategy(torch.device("meta"), Computing()).place(each)

@@ -398,4 +398,4 @@ def by_norm_each(root: str) -> list[str]:
 def test_an_optimizer_that_brings_shards_together_is_refused_where_servers_step_alone(tmp_path: Path) -> None:
     for refusals in run_ranks(by_norm_each, 3, str(tmp_path), init=False):
         (words,) = refusals
-        assert "optim: a step of it brings shards together (_c10d_functional.all_reduce.default)" in words
+        assert "optim: its step communicates between shards (_c10d_functional.all_reduce.default)" in words

@@ -175,7 +175,6 @@ def attach(
     its own gradients). Replicas of a hybrid model use torch's own all-reduce, which cannot be replaced.
 
     Args:
-        model: a model after `fully_shard` of all its units.
         model: on which `fully_shard` has been called, with all its units.
         algorithm: one of `trainer.comm.algorithms.gather_scatter.ALL_GATHERS`.
         group: the ranks among which parameters are sharded.

@@ -21,8 +21,8 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class StaleReferenceCheck:
     """Refuses the use of parameters that sharding has replaced.
 
-    Code that refers to one in another way than as a module's attribute, such as a list or a closure, would
-    always compute with its initial value, and its gradient would reach no optimizer.
+    Code that refers to one other than by a module's attribute, such as by a list or a closure, would always
+    compute with its initial value, and no optimizer would get its gradient.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -94,7 +94,7 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
 
 
 def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
-    """Raise UserError, by name, for a trained parameter in whose memory another one, or a buffer, lies."""
+    """Raise UserError, by name, for a trained parameter that shares memory with another one, or a buffer."""
     by_storage: dict[int, list[tuple[int, int, str, Tensor]]] = defaultdict(list)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.numel() and tensor.layout == torch.strided:
@@ -108,9 +108,9 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
         for (_, end, name, one), (begin, _, other, two) in itertools.pairwise(sorted(there)):
             if begin < end and (one.requires_grad or two.requires_grad):
                 raise UserError(
-                    f"{strategy} gives {name} and {other} memory of their own, and they share it: they would "
-                    f"be tied no longer. Let them be one nn.Parameter ({name} = {other}), or separate ones "
-                    "(clone()); or take strategy=ddp on CPUs"
+                    f"{strategy} gives {name} and {other} separate memory, but they share it now, and would no "
+                    f"longer be tied. Make them one nn.Parameter ({name} = {other}), or separate ones "
+                    "(clone()); or use strategy=ddp on CPUs"
                 )
 
 
@@ -125,7 +125,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
         "gaps or another order in memory; call .contiguous() before nn.Parameter": lambda parameter: (
             not parameter.is_contiguous()
         ),
-        "complex numbers, of which torch's fully_shard would sum only the real parts": torch.is_complex,
+        "complex numbers: torch's fully_shard would sum only their real parts": torch.is_complex,
         "a hook on the gradient, which would get shards": has_gradient_hook,
         "a sparse gradient; build the embedding with sparse=False": sparse_weights(model).__contains__,
     }

@@ -139,11 +139,9 @@ def read(run_dir: Path) -> MeasuredRun:
 
 
 def _bucket(entry: entries.Entry) -> BucketTiming:
-    # Older runs have neither of the two.
-    needed, how = entry.get("needed_ms"), entry.get("collective")
     return BucketTiming(
         max(1, entry["bytes"].whole() // FP32),
         entry["early_ms"].number(least=-entries.MOST) / 1e3,
-        needed.number(least=-entries.MOST) / 1e3 if needed else 0.0,
-        Collective(how.text(*(known.value for known in Collective))) if how else Collective.ALL_REDUCE,
+        entry["needed_ms"].number(least=-entries.MOST) / 1e3,
+        Collective(entry["collective"].text(*(known.value for known in Collective))),
     )

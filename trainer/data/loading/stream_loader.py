@@ -65,7 +65,7 @@ class StreamTrainLoader:
 
     def resume(self, places: list[dict[str, Any]]) -> None:
         if not any(places):
-            return  # saved between two epochs, or by a version without streams
+            return  # saved between two epochs
         place = StreamPosition.merged(places)
         if place.num_shards != self._reader.num_shards:
             raise UserError(

@@ -296,9 +296,9 @@ class AsyncParameterServer(ParameterServer):
 
 
 _OF_OPTIMIZERS = (
-    "optim: a step of it brings shards together ({}), which servers that step in an order of their own "
-    "cannot do; take strategy.servers=1 or max_staleness=0, or an optimizer that treats each number by "
-    "itself, as optim=adamw"
+    "optim: its step communicates between shards ({}), but asynchronous servers make their steps "
+    "independently; use strategy.servers=1 or max_staleness=0, or an optimizer that updates each element "
+    "independently, such as optim=adamw"
 )
 
 
