@@ -18,7 +18,7 @@ class Refused(Exception):  # noqa: N818
 
 
 class Answers:
-    """The answers of this rank about a model, by question: yes, refused (with the user's message) or WRONG."""
+    """This rank's answers about a model, by question: yes, refused (with the user's message) or WRONG."""
 
     def __init__(self, out: Path, name: str) -> None:
         self._file, self._name = out.with_suffix(f".{os.environ['RANK']}"), name

@@ -108,9 +108,9 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
         for (_, end, name, one), (begin, _, other, two) in itertools.pairwise(sorted(there)):
             if begin < end and (one.requires_grad or two.requires_grad):
                 raise UserError(
-                    f"{strategy} gives {name} and {other} separate memory, but they share it now, and would no "
-                    f"longer be tied. Make them one nn.Parameter ({name} = {other}), or separate ones "
-                    "(clone()); or use strategy=ddp on CPUs"
+                    f"{strategy} gives {name} and {other} separate memory, but they share it now, and "
+                    f"would no longer be tied. Make them one nn.Parameter ({name} = {other}), or separate "
+                    "ones (clone()); or use strategy=ddp on CPUs"
                 )
 
 
