@@ -1,4 +1,10 @@
-"""Finds parameters that a model reads without calling their module, in its source: `self.head.weight`."""
+"""Finds parameters that a model reads without calling their module, in its source: `self.head.weight`.
+
+FSDP gathers a unit's parameters only while the unit is called, so a module whose parameters are read outside
+must not be a unit. Without this, strategy=fsdp refuses torchvision's Swin (its attention reads
+`self.qkv.weight`), and torchvision's ViT and any other use of nn.MultiheadAttention and
+nn.TransformerEncoderLayer once `out_proj` or a linear layer in them has strategy.unit_min_params parameters.
+"""
 
 import ast
 import inspect
