@@ -1,9 +1,9 @@
 """Finds parameters that a model reads without calling their module, in its source: `self.head.weight`.
 
 FSDP gathers a unit's parameters only while the unit is called, so a module whose parameters are read outside
-must not be a unit. Without this, strategy=fsdp refuses torchvision's Swin (its attention reads
-`self.qkv.weight`), and torchvision's ViT and any other use of nn.MultiheadAttention and
-nn.TransformerEncoderLayer once `out_proj` or a linear layer in them has strategy.unit_min_params parameters.
+must not be a unit. Without this, strategy=fsdp refuses torchvision's Swin, which reads `self.qkv.weight` in
+its attention, and models with nn.MultiheadAttention, such as torchvision's ViT, if its `out_proj` has
+strategy.unit_min_params parameters.
 """
 
 import ast
