@@ -39,7 +39,7 @@ def _pids() -> set[int]:
 
 
 def _processes(but: Set[int]) -> dict[int, str]:
-    """Command line by pid of what this session started, but for multiprocessing's own two servants."""
+    """Command line by pid of what this session started, except multiprocessing's own two helpers."""
     found = {}
     for pid in _pids() - but:
         folder = Path("/proc", str(pid))

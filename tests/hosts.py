@@ -1,4 +1,4 @@
-"""Hosts made of network namespaces: each has an address of its own behind a link of a given rate.
+"""Hosts made of network namespaces: each has its own address behind a link of a given rate.
 
 Namespaces are all that separates them: files, hostname and process ids are the machine's.
 """
@@ -100,7 +100,7 @@ def hosts(count: int, rate: str | None = "1gbit") -> Iterator[list[Host]]:
 
 
 def _sweep() -> None:
-    """End what a session has left that was itself killed: a test's timeout, say, leaves no time to clean up."""
+    """End what a killed session has left: a test's timeout, for example, leaves no time to clean up."""
     folder = Path("/run/netns")
     for name in [path.name for path in folder.iterdir()] if folder.is_dir() else []:
         session = re.match(r"rm(\d+)-", name)

@@ -1,4 +1,4 @@
-"""What every rank has loaded when it begins: imported once, by the fork server of tests.ranks.
+"""The modules that every rank has loaded at its start: imported once, by the fork server of tests.ranks.
 
 No tensor operation may run here: a thread it started (OpenMP, autograd) would not survive the fork.
 """

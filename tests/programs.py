@@ -1,6 +1,6 @@
-"""Programs of this project as their user starts them, forked from a process that has all loaded already.
+"""Programs of this project as a user starts them, forked from a process that has loaded everything.
 
-`python train.py` takes 4 s to import what it needs on a slow core; forked it begins at once. The program
+`python train.py` takes 4 s to import what it needs on a slow core; forked it starts at once. The program
 has its own arguments, environment, directory, session, standard streams and exit code. It lacks the start and end
 of an interpreter; tests of these, and of torchrun itself, start a real one.
 """
@@ -28,7 +28,7 @@ from tests.ranks import ROOT, enter_network, fork_server, place, rendezvous
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended; `code` is negative where a signal ended it."""
+    """How a program ended; `code` is negative if a signal ended it."""
 
     code: int
     stdout: str
@@ -119,7 +119,7 @@ def finish(
 
 
 def torchrun(ranks: int, *options: str) -> tuple[str, ...]:
-    """What starts train.py under torchrun; its overrides follow. Torchrun itself forks the ranks, too."""
+    """The command for train.py under torchrun, without overrides. Torchrun itself forks the ranks, too."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options)
     return (*launcher, "--run-path", "--start-method=fork", str(ROOT / "train.py"))
 
@@ -128,7 +128,7 @@ def torchrun(ranks: int, *options: str) -> tuple[str, ...]:
 def started_ranks(
     where: int | Sequence[int | Host], *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT
 ) -> Iterator[list[Program]]:
-    """Ranks, each a program of its own in torchrun's environment, though no torchrun watches over them.
+    """Ranks, each a separate program in torchrun's environment, without a torchrun that watches them.
 
     Args:
         where: the number of ranks on one host, or the host of each, as in `run_ranks`.

@@ -1,4 +1,4 @@
-"""Run a function in several real ranks, each a process forked from one that has all loaded already.
+"""Run a function in several real ranks, each a process forked from one that has loaded everything.
 
 Importing torch and what else a run needs costs seconds, so the standard library's fork server imports it once
 per pytest session (tests/preload.py), from the moment when this file is imported. tests/programs.py starts
@@ -150,7 +150,7 @@ def _collect(pipes: list[Connection], deadline: float) -> tuple[dict[int, Any], 
 
 
 def free_port() -> int:
-    """A port on this host that nobody listens on, below those that the kernel deals out: it stays free."""
+    """A free port of this host, below those that the kernel assigns, so that it stays free."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -174,7 +174,7 @@ def rendezvous(first: int | Host) -> Iterator[dict[str, str]]:
 
 
 def place(rank: int, hosts: list[int | Host]) -> dict[str, str]:
-    """Where a rank stands, in torchrun's variables."""
+    """The variables that torchrun sets for a rank."""
     distinct = list(dict.fromkeys(hosts))
     return {
         "RANK": str(rank),
@@ -223,7 +223,7 @@ def _rank_main(
 
 
 def enter_network(host: int | Host) -> None:
-    """Move this thread, still the only one, to a host (`os.setns` came with Python 3.12); a number is none."""
+    """Move this thread, still the only one, to a host (`os.setns` came with Python 3.12); not for a number."""
     if isinstance(host, Host):
         libc = ctypes.CDLL(None, use_errno=True)
         with Path(host.namespace_path).open() as file:

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer inside a test: composed as train.py composes them, in ranks of tests.ranks."""
+"""Whole runs of the trainer in a test: composed as by train.py, in ranks of tests.ranks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def composed(*overrides: str) -> DictConfig:
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:
-    """`composed`, in a fifth of its time: to what most words compose, once in a session, the values at the end
-    are set as Hydra sets them."""
+    """`composed`, in a fifth of its time: most overrides are composed once in a session; the values at the end
+    are then set as Hydra sets them."""
     # Hydra takes these first, at any position.
     groups = [word for word in overrides if (CONF / word.partition("=")[0]).is_dir()]
     others = [word for word in overrides if word not in groups]
@@ -68,7 +68,7 @@ def settings(*overrides: str) -> config.Config:
 
 
 def _once_in_a_session(name: str, make: Callable[[], _T]) -> _T:
-    """What one process has made, for all; ranks that ask at the same moment wait for the first."""
+    """The result of one process, for all; ranks that ask at the same moment wait for the first."""
     folder = Path(os.environ.get("RINGMASTER_TESTS_SETTINGS", os.devnull))
     if not folder.is_dir():
         return make()
@@ -92,7 +92,7 @@ def train(*overrides: str) -> dict[str, Any]:
 
 @contextmanager
 def context_of(*overrides: str) -> Iterator[TrainingContext]:
-    """The parts of a run, put together in this process and let go of at the end."""
+    """The parts of a run, assembled in this process and released at the end."""
     with job_as(settings(*overrides)) as context:
         yield context
 

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this host, of one core each, for as long as a test needs it."""
+"""A real SLURM with two nodes of one core each on this host, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """Yield the variables by which srun and sbatch find it; skips the test where SLURM cannot be."""
+    """Yield the variables by which srun and sbatch find it; skips the test if SLURM cannot run."""
     missing = [name for name in ("slurmctld", "slurmd", "munged", "sbatch") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge")

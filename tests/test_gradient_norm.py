@@ -1,4 +1,4 @@
-"""Norms of sharded gradients are torch's to the bit, and cost as much for each of many as of few."""
+"""Norms of sharded gradients equal torch's to the bit, and their cost is linear in their number."""
 
 import sys
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.local_shard import to_local
 
 
 def _parameters(rows: list[int], hybrid: bool) -> list[nn.Parameter]:
-    """With gradients; of a single row, the second rank of a shard has nothing."""
+    """With gradients; the second rank has nothing of a single row."""
     generator = torch.Generator().manual_seed(0)
     names = ("replicate", "shard") if hybrid else ("shard",)
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]] if hybrid else [0, 1, 2, 3], mesh_dim_names=names)

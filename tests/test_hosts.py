@@ -52,7 +52,7 @@ def test_a_pulled_cable_parts_the_hosts() -> None:
 
 
 def wait_until_in(namespace: str, process: subprocess.Popen[bytes]) -> None:
-    """It begins outside, as `ip netns exec`."""
+    """It starts outside, like `ip netns exec`."""
     while Path(f"/proc/{process.pid}/ns/net").stat().st_ino != Path("/run/netns", namespace).stat().st_ino:
         time.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""Who may import whom: data flows one way, and so do the imports."""
+"""Which room may import which: data flows one way, and so do the imports."""
 
 import ast
 import sys
@@ -101,7 +101,7 @@ WITHOUT_TORCH = [
 
 
 def imports_of(file: Path, *, at_once: bool = False) -> Iterator[str]:
-    """What `file` imports when it runs, or, `at_once`, when it is loaded.
+    """The imports of `file` when it runs or, `at_once`, when it is loaded.
 
     Imports under `if TYPE_CHECKING:` are for annotations alone.
     """

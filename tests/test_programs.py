@@ -1,4 +1,4 @@
-"""The forked programs that whole runs are tested with behave as those that their user starts."""
+"""The forked programs of the tests behave like those that a user starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks that all other tests stand on: real processes, named when they fail."""
+"""The ranks of all other tests: real processes, named when they fail."""
 
 from __future__ import annotations
 

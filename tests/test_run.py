@@ -1,4 +1,4 @@
-"""What a run leaves behind: its directory, its figures, its TensorBoard page; and a user's own parts in it."""
+"""The results of a run: its directory, figures and TensorBoard page; and a user's own parts in it."""
 
 import json
 import math
@@ -133,7 +133,7 @@ SHORT = ("train.max_steps=6", "train.eval_every_epochs=0")
 
 
 def eager_and_compiled(run_dir: Path, strategy: str) -> list[tuple[float, int]]:
-    """The loss, and how many graphs a backend was given, without train.compile and with it."""
+    """The loss, and the number of graphs that a backend got, without and with train.compile."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -212,7 +212,7 @@ def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: lis
 
 
 class Learned(torch.nn.Module, Classification):
-    """A task with a parameter of its own."""
+    """A task with its own parameter."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)

@@ -1,4 +1,4 @@
-"""What a user would bring: a model, a dataset and a task of their own, and faulty ones among them."""
+"""A user's own models, datasets and tasks, including faulty ones."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ class Stripes(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Raises(Stripes):
-    """Fails on rank 1 alone, at one of its samples."""
+    """Fails on rank 1 only, at one of its samples."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if os.environ.get("RANK") == "1" and index % 16 == 5:
@@ -104,7 +104,7 @@ class Tiny(nn.Module):
 
 
 class Normed(Tiny):
-    """With running statistics, which each rank keeps of its own data."""
+    """With running statistics, which each rank computes from its own data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Mixed(Tiny):
 
 
 class Unsaveable(Tiny):
-    """With a buffer that no checkpoint could hold, or be read into."""
+    """With a buffer that no checkpoint can hold or restore."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class SaysNoText(Classification):
 
 
 class Noted:
-    """A logger that inherits nothing, and writes down each call it gets."""
+    """A logger without a base class that records each call."""
 
     def __init__(self, run_dir: Path, word: str, **told: Any) -> None:
         self._file = (run_dir / "noted.jsonl").open("a")

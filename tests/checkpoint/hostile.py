@@ -1,4 +1,4 @@
-"""Hostile checkpoints by the hundred: real ones, changed in their files, their JSON and their headers.
+"""Hundreds of hostile checkpoints: real ones with changed files, JSON and headers.
 
 Each ``kind`` is a function that changes a copy of a whole checkpoint of two steps. The manifest is signed again
 afterwards (a stranger can do that), unless the kind is about the manifest.
@@ -81,7 +81,7 @@ def in_manifest(edit: Callable[[str], str]) -> Change:
 
 
 def listed(**digest: Any) -> Change:
-    """What the manifest says of the model's file."""
+    """The manifest's entry of the model's file."""
 
     def change(directory: Path) -> None:
         raw = json.loads((directory / MANIFEST).read_text())
@@ -230,7 +230,7 @@ def put(name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 
 def swapped(directory: Path) -> None:
-    """Two files, each under the other's name."""
+    """Two files with exchanged names."""
     (directory / MODEL).rename(directory / "x")
     (directory / OPTIM).rename(directory / MODEL)
     (directory / "x").rename(directory / OPTIM)

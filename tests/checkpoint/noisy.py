@@ -1,4 +1,4 @@
-"""A model and a dataset that draw random numbers wherever training can: what makes a resume hard."""
+"""A model and a dataset that draw random numbers everywhere, which makes an exact resume hard."""
 
 import torch
 from torch import Tensor, nn

@@ -36,7 +36,7 @@ class Counting(Tiny):
 
 
 class Renamed(Tiny):
-    """Writes the name of a weight otherwise, and does not read it so."""
+    """Saves a weight under another name, but does not load it from there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 class Rounded(Tiny):
-    """Writes a weight in half its bits."""
+    """Saves a weight in half precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def _fail(*_: Any) -> None:
 
 
 class OneWay(Tiny):
-    """Gives extra state and takes none."""
+    """Returns extra state, but does not load any."""
 
     def get_extra_state(self) -> int:
         return 1
@@ -112,7 +112,7 @@ class Late(Tiny):
 
 
 class AllThatIsRight(nn.Module):
-    """One of each kind that a checkpoint holds; a weight is called otherwise in it, in both directions."""
+    """One of each kind that a checkpoint holds; a weight has another name in it, in both directions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run resumed with other batch sizes, again and again: every sample of each epoch exactly once, in order."""
+"""A run resumed repeatedly with other batch sizes reads every sample of each epoch exactly once, in order."""
 
 import dataclasses
 import itertools
@@ -59,7 +59,7 @@ class OneLayer(nn.Module):
 
 
 class Noting:
-    """A task that notes the numbers of each micro-batch."""
+    """A task that records the numbers of each micro-batch."""
 
     def __init__(self, task: Any) -> None:
         self._task = task

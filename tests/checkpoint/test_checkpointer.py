@@ -95,7 +95,7 @@ def test_refuses_another_model_or_optimizer(tmp_path: Path, format: str) -> None
 
 
 def _buffers_of_old_and_new(run_dir: Path) -> list[float]:
-    """What ``passes`` is after a resume: in each layout and format; from a checkpoint without it; as it was built."""
+    """The value of ``passes`` after a resume: in each layout and format; from a checkpoint without it; as built."""
     found = []
     for sharded in (False, True):
         for format in ("full", "sharded"):
@@ -129,7 +129,7 @@ ODD = (torch.float8_e4m3fn, torch.uint16, torch.uint64, torch.complex64, torch.b
 
 
 def _buffers_of_odd_dtypes(run_dir: Path, format: str) -> list[str]:
-    """Those that are restored as they were."""
+    """The generators that were restored."""
 
     def state() -> TrainState:
         found = tiny.train_state()

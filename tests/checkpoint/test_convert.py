@@ -54,7 +54,7 @@ def test_a_folder_that_dcp_loads(tmp_path: Path, dtype: str | None) -> None:
 
 
 class _Config:
-    """As far as one of transformers is looked at."""
+    """The part of a transformers model that the test uses."""
 
     model_type = "played"
 

@@ -26,7 +26,7 @@ def _save(run_dir: Path, format: str) -> None:
 
 
 def _refusals(checkpoint: Path, damages: list[Damage]) -> list[str | None]:
-    """The message with which each damaged copy of ``checkpoint`` is refused, None where it was loaded."""
+    """The refusal of each damaged copy of ``checkpoint``; None if it was loaded."""
     state = tiny.train_state(seed=3)
     tiny.train(state, 1)
     before = tiny.everything(state)

@@ -1,4 +1,4 @@
-"""What a save holds is known before the first step: a resume takes it, or the run is refused by name."""
+"""The contents of a save are known before the first step: a resume can load them, or the run is refused with a name."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def model(name: str, **options: object) -> tuple[str, ...]:
 
 
 def hashes(run_dir: Path, *overrides: str) -> tuple[str, str]:
-    """The models of three steps in one go, and of two and then one."""
+    """The models of three steps in one run, and of two steps and one after a resume."""
     options = [*QUICK, *model("AllThatIsRight"), *overrides]
     whole, halves = f"run_dir={run_dir}/whole", f"run_dir={run_dir}/halves"
     begun = train(*options, "train.max_steps=3", whole)["param_sha256"]
@@ -79,7 +79,7 @@ AFTER = {
     ("world_size", "strategy"), [(1, "single"), (2, "fsdp"), pytest.param(2, "ddp", marks=pytest.mark.slow)]
 )
 def test_what_no_resume_would_take_is_refused_by_name(tmp_path: Path, world_size: int, strategy: str) -> None:
-    """At the latest after the first step, though nothing would be saved before the third."""
+    """At the latest after the first step, even if the first save comes after the third."""
     words = [*BEFORE.values(), *AFTER.values()]
     mistakes = [(*mistake, f"strategy={strategy}") for mistake in (*BEFORE, *AFTER)]
     ranks = run_ranks(refusals, world_size, tmp_path, *mistakes, init=False)

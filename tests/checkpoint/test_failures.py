@@ -235,7 +235,7 @@ def test_a_resumed_run_prunes_what_it_went_on_from(tmp_path: Path) -> None:
 
 
 def _another_run_in_the_same_place(run_dir: Path) -> dict[str, list[str]]:
-    """Runs one and two save steps 2 and 4, then two is resumed and saves 5; the clock falls back all the while."""
+    """Runs one and two save steps 2 and 4, then two is resumed and saves 5; meanwhile the clock runs backwards."""
     found = {}
     for clock, (run_id, resume) in enumerate([("one", None), ("two", None), ("two", "auto")]):
         time.time = lambda clock=clock: 1e9 - clock  # type: ignore[assignment, misc]

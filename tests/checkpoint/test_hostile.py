@@ -1,4 +1,4 @@
-"""Hostile checkpoints by the dozen: none runs code, hangs, takes a gigabyte, or ends in a traceback."""
+"""Dozens of hostile checkpoints: none runs code, hangs, takes a gigabyte, or causes a traceback."""
 
 import contextlib
 import io
@@ -123,7 +123,7 @@ def _try(run_dir: Path, restorer: Any, state: Any, lines: _Lines, way: str) -> s
 
 
 def _meet(root: Path, names: list[str]) -> dict[str, str]:
-    """What became of each kind: an outcome, or what went wrong."""
+    """The outcome of each kind, or its failure."""
     resource.setrlimit(
         resource.RLIMIT_AS, (_resident_bytes("VmSize") + (8 << 30),) * 2
     )  # for the machine's sake
@@ -191,7 +191,7 @@ def test_hostile_weights_do_no_harm(tmp_path: Path) -> None:
 
 
 def _one_rank_sees_it(run_dir: Path) -> list[str]:
-    """What each rank hears when rank 1 alone finds the state, and then the numbers, unreadable."""
+    """The error on each rank if only rank 1 cannot read the state, and then the numbers."""
     state, rank = tiny.train_state(seed=3), tiny.facts().rank
     path, heard = run_dir / "checkpoints" / hostile.STEP, []
 

@@ -67,7 +67,7 @@ POISONS = [
 
 
 def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[str]:
-    """Save a good step, then for each poison another that is not; what the run says of each."""
+    """Save a good step, then a bad one for each poison; return the run's message for each."""
     messages = []
     for what, value, _ in POISONS:
         state = _state(sharded)
@@ -109,7 +109,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path, format: str, sharded: b
 
 
 def _of_an_older_version(run_dir: Path, format: str) -> dict[str, list[str]]:
-    """Saved by what did not look: a good checkpoint, and two that are not."""
+    """Saved without the check: a good checkpoint, and two bad ones."""
     state = _state(sharded=True, masked=False)
     older = tiny.checkpointer(run_dir, format=format, keep_last=9)
     for poison in (None, "first.weight", "ema.weights.first.weight"):
@@ -139,7 +139,7 @@ def test_resume_passes_over_what_an_older_version_saved(tmp_path: Path, format: 
 
 
 class Overflows(torch.optim.SGD):
-    """Its third step is too large for one number."""
+    """Its third step overflows one number."""
 
     steps = 0
 

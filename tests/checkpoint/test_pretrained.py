@@ -45,7 +45,7 @@ def _begin_and_end(*overrides: str) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 @pytest.mark.slow
 def test_a_frozen_backbone_of_torchvisions_with_another_head(tmp_path: Path) -> None:
-    """torchvision's file, played: the head is of 1000 classes there."""
+    """torchvision's file, simulated: its head has 1000 classes."""
     cache = tmp_path / "hub" / "checkpoints"
     cache.mkdir(parents=True)
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Whole runs, stopped at every step: what follows is, bit by bit, what would have followed without it."""
+"""Whole runs, stopped at every step: after the resume, all bits equal those of an uninterrupted run."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ def _reduced_once(root: Path, overrides: tuple[str, ...]) -> dict[int, list[str]
 
 @pytest.mark.slow
 def test_three_ddp_ranks_would_differ_in_the_buckets_of_the_first_pass(tmp_path: Path) -> None:
-    """DDP's first backward pass fills other buckets than the later ones."""
+    """DDP's first backward pass has other buckets than the later ones."""
     found = run_ranks(_reduced_once, 3, tmp_path, DDP, init=False)
     assert "model.first.weight" in found[0][2]
 

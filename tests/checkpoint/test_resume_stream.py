@@ -1,4 +1,4 @@
-"""Whole runs on a stream, stopped where chance has it, and at other world sizes: nothing is lost or read twice."""
+"""Whole runs on a stream, stopped at random, and at other world sizes: no sample is lost or read twice."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def test_one_rank_then_two_then_four_read_one_unbroken_stream(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_hugging_faces_streams_go_on_at_other_world_sizes(tmp_path: Path) -> None:
-    """Files of one's own, by settings alone."""
+    """A user's own files, by settings alone."""
     pytest.importorskip("datasets")
     row = [0.0] * 10
     for file in range(2):

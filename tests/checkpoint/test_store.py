@@ -218,7 +218,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _hold(patch: pytest.MonkeyPatch, how: str, held: str) -> None:
-    """Let ``how`` fail for what ``held`` is part of the path of, as the kernel does: immutable, busy, open on NFS."""
+    """Let ``how`` fail for paths that contain ``held``, as the kernel does: immutable, busy, open on NFS."""
     error = {"rename": errno.EPERM, "unlink": errno.EBUSY, "rmdir": errno.ENOTEMPTY}[how]
     owner = Path if how == "rename" else os
     act = getattr(owner, how)

@@ -110,7 +110,7 @@ def _spread(points: list[list[str]], number: int) -> list[tuple[int, int]]:
 
 
 def _found_by_auto(run_dir: Path) -> Source:
-    """What resume=auto would take, once it has cleaned up."""
+    """The checkpoint that resume=auto takes after its clean-up."""
     checkpoints = store.Store(run_dir / "checkpoints")
     checkpoints.clean()
     for directory in checkpoints.newest_first():

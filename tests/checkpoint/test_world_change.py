@@ -55,7 +55,7 @@ def _runs(jobs: list[tuple[Path, tuple[str, ...], str]]) -> Seen:
 
 
 def _seen(root: Path, wanted: Iterable[Wanted]) -> dict[Wanted, tuple[Seen, Path]]:
-    """What each rank saw of each run, and its directory; as many ranks are started once for all their runs."""
+    """The samples of each rank in each run, and its directory; ranks are started once for all runs of a size."""
     found = {}
     by_world = itertools.groupby(sorted(dict.fromkeys(wanted), key=itemgetter(0)), key=itemgetter(0))
     for world, ones in [(world, list(ones)) for world, ones in by_world]:

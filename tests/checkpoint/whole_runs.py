@@ -41,7 +41,7 @@ FP16 = ("train.precision=fp16", "+model.norm=false")
 
 
 class Recorder:
-    """A task that notes a hash of each sample it is given, by micro-batch."""
+    """A task that records a hash of each of its samples, by micro-batch."""
 
     def __init__(self, task: Any) -> None:
         self._task = task

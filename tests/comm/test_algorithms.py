@@ -1,4 +1,4 @@
-"""Every schedule is an all-reduce, in simulation; a wrong one is caught; traffic is what the books say."""
+"""Every schedule is an all-reduce, in simulation; a wrong one is caught; traffic equals the textbooks'."""
 
 from dataclasses import replace
 from math import floor, log2

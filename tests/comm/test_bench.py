@@ -61,7 +61,7 @@ def test_every_algorithm_is_right(options: list[str], sent: str, tmp_path: Path)
 
 
 def _with_double(double: str, *argv: str) -> tuple[int, str]:
-    """Rank 1 has an executor with a fault of its own."""
+    """Rank 1 has a faulty executor."""
     right = CpuExecutor.run
 
     def zeros(self: CpuExecutor, bucket: torch.Tensor, divisor: int = 1) -> Any:

@@ -1,4 +1,4 @@
-"""DDP with each algorithm trains as DDP with gloo's own all-reduce does, and a lost peer is named."""
+"""DDP trains the same with each algorithm as with gloo's own all-reduce, and a lost peer is named."""
 
 import os
 import re

@@ -28,14 +28,14 @@ TOLERANCE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.float16: 2e-3, tor
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `rank` contributes: distinct from rank to rank and from element to element."""
+    """The contribution of `rank`: distinct for each rank and element."""
     return torch.sin(torch.arange(numel, dtype=torch.float32) * (0.37 + rank) + rank).to(dtype)
 
 
 def check(
     links: GlooLinks, algorithms: Sequence[str], hosts: list[int], sizes: Sequence[int], segment_bytes: int
 ) -> dict[str, int]:
-    """All dtypes over all wires: the hash of what this rank got, by case; rank 0 looks whether it is right."""
+    """All dtypes with all wire dtypes: the hash of this rank's result, by case; rank 0 checks the result."""
     executors = {
         (algorithm, wire): CpuExecutor(links, build(algorithm, links.rank, hosts), hosts, wire, segment_bytes)
         for algorithm in algorithms
@@ -89,7 +89,7 @@ def test_real_processes_on_two_hosts() -> None:
 
 
 def first_messages(folder: str) -> tuple[int, list[int]]:
-    """What the other rank sends, where TMPDIR is longer than a socket's path can be; and how strangers fared."""
+    """The other rank's message, with a TMPDIR longer than a socket's path can be; and the exit status of strangers."""
     tempfile.tempdir = folder
     rank, strangers = dist.get_rank(), list[int]()
 

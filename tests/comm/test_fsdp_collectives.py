@@ -19,7 +19,7 @@ from trainer.comm.transport.blame import CommError
 
 
 class Model(nn.Sequential):
-    """Calls its first unit twice, so that its gradients come in two."""
+    """Calls its first unit twice, so that its gradients come twice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self[0](x).tanh())
@@ -50,7 +50,7 @@ def sharded(
 
 
 def compared(hosts: list[int], algorithm: str) -> dict[str, Any]:
-    """Gradients of both, of two passes added up and of one more; and the timeline's records."""
+    """Gradients of both, of two accumulated passes and of one more; and the timeline's records."""
     found: list[list[torch.Tensor]] = []
     for model, comm in (sharded(hosts, None), sharded(hosts, algorithm)):
         for step in range(3):

@@ -61,7 +61,7 @@ def test_one_step_less_or_another_owner_is_caught(hosts: list[int], collective: 
 
 @pytest.mark.parametrize("build", BUILDS.values())
 def test_traffic_is_the_least_there_is(build: Build) -> None:
-    """Per rank N(P-1)/P; over a host's link what the others have, where the algorithm knows hosts."""
+    """N(P-1)/P per rank; over a host's link the other hosts' blocks, if the algorithm knows hosts."""
     for num_hosts, per_host in ((2, 4), (3, 4), (4, 8)):
         hosts = [rank // per_host for rank in range(num_hosts * per_host)]
         ranks, numel = len(hosts), 1000 * len(hosts)

@@ -1,4 +1,4 @@
-"""What a rank hears while it waits for a peer is not always of the peer."""
+"""An error during a wait for a peer is not always the peer's."""
 
 import signal
 from functools import partial
@@ -13,7 +13,7 @@ from trainer.comm.transport.gloo import RECEIVED, GlooLink
 
 
 def test_a_data_worker_that_is_killed_meanwhile_is_no_fault_of_the_peer() -> None:
-    """torch's handler raises in the main thread, wherever that is: the peer was blamed, and killed for it."""
+    """torch's handler raises anywhere in the main thread: the peer used to be blamed, and killed."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")

@@ -32,7 +32,7 @@ class Room:
     def play(
         self, rank: int, schedule: Schedule, buckets: Sequence[int], num_slots: int, window: int
     ) -> Iterator[None]:
-        """One rank's way through `buckets` of so many elements; yields where it must wait."""
+        """One rank's execution of `buckets` with these numbers of elements; yields where it must wait."""
         slots: deque[list[tuple[Channel, int]]] = deque([[]] * num_slots)  # each with who has to read it
         for numel in buckets:
             for visit in (v for sweep in lay_out(schedule, numel, 1, self.world_size, WIDTH) for v in sweep):
@@ -70,7 +70,7 @@ def ends(
     window: int = 0,
     make: Callable[[str, int, list[int]], Schedule] = build,
 ) -> bool:
-    """Whether all ranks get through, each running ahead as far as it can before the next may."""
+    """Whether all ranks finish; each runs as far as it can before the next one does."""
     schedules = [make(algorithm, rank, hosts) for rank in range(len(hosts))]
     running = deque(
         room.play(

@@ -1,4 +1,4 @@
-"""Pull and push: which rows go where, ranks that would cut otherwise are refused, order is kept and repeated."""
+"""Pull and push: which rows go where; ranks with another layout are refused; the order is recorded and repeated."""
 
 import threading
 from pathlib import Path

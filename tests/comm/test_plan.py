@@ -100,7 +100,7 @@ def test_the_bottleneck_is_named(machine: Machine, bottleneck: str) -> None:
 
 
 def test_work_is_counted_byte_by_byte() -> None:
-    """Two ranks of one host that exchange halves: each puts and takes N/2 to add and N/2 to copy."""
+    """Two ranks of one host that exchange halves: each sends and receives N/2 to add and N/2 to copy."""
     machine = Machine(local_copy_s_per_byte=1e-9, add_s_per_byte=3e-9)
     seconds = _predict("ring", [0, 0], machine, segment_bytes=_N // 64).seconds
     per_segment = _N / 64 * (0.5 * (1 + 3) + 0.5 * (1 + 1)) * 1e-9
@@ -162,7 +162,7 @@ def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
 
 
 def test_a_rank_that_differs_is_not_left_out() -> None:
-    """All are laid side by side where ranks that hold the same place in their hosts do not do the same."""
+    """All schedules are built if ranks at the same place in their hosts differ."""
     hosts = [rank // 2 for rank in range(16)]
     ring = [build("ring", rank, hosts) for rank in range(16)]
     assert rounds.rounds(ring, hosts, 1)[0] == 2

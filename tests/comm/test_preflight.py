@@ -133,7 +133,7 @@ def test_a_wrong_result_is_named(operation: str, row: str) -> None:
 
 
 def _stop_in(operation: str, *argv: str) -> tuple[int, str]:
-    """Rank 1 does not come back from one operation, as a process that the kernel has stopped."""
+    """Rank 1 does not return from one operation, like a process stopped by the kernel."""
 
     def stopped(*_: Any, **__: Any) -> None:
         time.sleep(1000)
@@ -155,7 +155,7 @@ def test_a_rank_that_hangs_names_itself() -> None:
 
 
 def _freeze(pid: Path, *argv: str) -> tuple[int, str]:
-    """Rank 1 is stopped by the kernel before its first check: it can say nothing. Rank 0 ends it at last."""
+    """Rank 1 is stopped by the kernel before its first check, so it cannot report. Rank 0 ends it finally."""
     if os.environ["RANK"] == "1":
         pid.write_text(str(os.getpid()))
         CHECKS["broadcast"] = lambda me: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment, return-value]
@@ -178,7 +178,7 @@ def test_a_rank_that_is_silent_is_named(tmp_path: Path) -> None:
 
 
 def _absent(*argv: str) -> tuple[int, str]:
-    """The others are there before they begin to wait for rank 1."""
+    """The others have joined before they begin to wait for rank 1."""
     rank = os.environ["RANK"]
     if rank == "1":
         return 0, ""
@@ -230,7 +230,7 @@ def test_a_link_that_goes_down_is_named(tmp_path: Path) -> None:
 
 
 def _slow_preflight(out: str, *argv: str) -> tuple[int, str]:
-    """What rank 1 prints goes to a file, as it ends itself: its main thread is stuck on the dead network."""
+    """The output of rank 1 goes to a file, since it ends itself: its main thread is stuck on the dead network."""
     if os.environ["RANK"] == "1":
         os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY), 2)
     first, *_ = CHECKS

@@ -1,4 +1,4 @@
-"""Sparse gradients: `native` carries them with the timeline on; all others name the parameter beforehand."""
+"""Sparse gradients: `native` supports them with the timeline on; all others name the parameter beforehand."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainer.errors import UserError
 
 
 class Words(nn.Module):
-    """Looks up words, by a module that says its gradients are sparse or, `unforeseen`, behind DDP's back."""
+    """Looks up words with a module that declares sparse gradients or, `unforeseen`, without DDP's knowledge."""
 
     def __init__(self, num_classes: int = 10, unforeseen: bool = False) -> None:
         super().__init__()

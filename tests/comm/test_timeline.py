@@ -1,4 +1,4 @@
-"""The timeline adds up, names the rank that comes late, shows in the profiler, and costs next to nothing."""
+"""The timeline adds up, names the late rank, appears in the profiler, and costs almost nothing."""
 
 import time
 from typing import Any
@@ -99,7 +99,7 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(
 
 
 def stamps_of(hosts: list[int], wrong_by: float, drift_after_s: float) -> list[torch.Tensor]:
-    """All ranks stamp the same moment, thrice; the clock of host 1 is wrong, and jumps before the third."""
+    """All ranks stamp the same moment three times; the clock of host 1 is wrong, and jumps before the third."""
     jump, later = 0.0, 0.0  # on a clock that does not run: a busy machine takes its time
     time.perf_counter = lambda: 100.0 + later + (wrong_by + jump if hosts[dist.get_rank()] == 1 else 0.0)
     common = CommonClock(dist.group.WORLD, hosts)
@@ -140,7 +140,7 @@ def test_the_profiler_shows_each_bucket() -> None:
 
 
 def cost_of_buckets() -> list[float]:
-    """Processor seconds that noting down each thousand of buckets takes."""
+    """Processor seconds to record each thousand of buckets."""
     hook = attach(DistributedDataParallel(nn.Linear(4, 4)), "ring", hosts=[0])
     seconds = []
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Two hosts with links of their own: what really crosses them, counted by their interfaces."""
+"""Two hosts with their own links: the real traffic over them, counted by their interfaces."""
 
 from itertools import product
 from pathlib import Path

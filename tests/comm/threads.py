@@ -1,4 +1,4 @@
-"""Ranks of an executor as threads of this process: gloo between them is played, mailboxes are the real ones.
+"""Ranks of an executor as threads of this process: gloo between them is simulated, mailboxes are real.
 
 For what has to do with no lock, signal, generator or heartbeat: of these a process has one for all its threads.
 """
@@ -60,7 +60,7 @@ class _Work:
 
 
 class _Group:
-    """As much of a process group as a link uses."""
+    """The part of a process group that a link uses."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank

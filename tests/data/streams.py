@@ -1,4 +1,4 @@
-"""Streams as users have them: with a state and without, in shards, shared out by get_worker_info, broken."""
+"""Streams as users write them: with and without a state, in shards, split by get_worker_info, broken."""
 
 from collections.abc import Iterator
 from typing import Any

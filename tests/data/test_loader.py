@@ -101,7 +101,7 @@ def test_in_memory_data_comes_in_one_step() -> None:
 
 
 def test_a_subset_and_a_list_of_samples_are_batched_too() -> None:
-    """Subset has `__getitems__` for any dataset: one of random samples must be seeded all the same."""
+    """Subset has `__getitems__` for any dataset: one with random samples must still be seeded."""
 
     class Listed(Noisy):
         def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
@@ -198,7 +198,7 @@ def test_a_mistake_in_code_is_not_taken_for_a_broken_sample() -> None:
 
 
 def _ends() -> list[BaseException]:
-    """What torch loses a worker by, or its words, or the rest of an epoch; the last cannot be pickled."""
+    """Faults by which torch loses a worker, its message, or the rest of an epoch; the last cannot be pickled."""
 
     class OwnError(Exception):
         def __init__(self, first: str, second: Any) -> None:
@@ -295,7 +295,7 @@ def started_workers() -> Iterator[Any]:
 
 
 def _interrupted_epoch() -> tuple[int, int]:
-    """Stop the workers' session as a launcher would; return how many then live, and the batches to come."""
+    """Stop the workers' session as a launcher would; return how many still live, and the remaining batches."""
     batches = started_workers()
     pids = " ".join(str(worker.pid) for worker in active_children())
     subprocess.run(
@@ -329,7 +329,7 @@ class Stuck(Noisy):
 
 
 def _once_workers_live(count: int, action: Callable[[], object]) -> None:
-    """Act in another thread, half a second after that many workers have come to be."""
+    """Act in another thread, half a second after that many workers exist."""
 
     def wait() -> None:
         while len(active_children()) < count:

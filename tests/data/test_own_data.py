@@ -1,4 +1,4 @@
-"""What one brings by YAML and a module of one's own: dict batches, transforms, a metric from rows, a picture."""
+"""A user's own module and YAML: dict batches, transforms, a metric from rows, a picture."""
 
 from pathlib import Path
 from typing import Any

@@ -32,7 +32,7 @@ def global_batches(ranks: list[list[torch.Tensor]], micro_batches: int = 1) -> l
 def test_batches_are_slices_of_the_stream_at_any_world_size_resumed_or_not(
     stream: type, workers: int
 ) -> None:
-    """Epoch, ids and noise: all that a sample is."""
+    """Epoch, ids and noise: the whole sample."""
     whole = global_batches([read(train_loader(stream(), 8, seed=4), 3)])
     assert numbers_of(torch.cat(whole)) == list(range(48))  # 2 remain
     assert (torch.cat(whole)[:, 1] * 64 == 3).all()

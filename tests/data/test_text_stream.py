@@ -1,4 +1,4 @@
-"""Text of any amount: each token once, from any place again, and little memory."""
+"""Text of any size: each token once, resumed at any place, in little memory."""
 
 import json
 import resource
@@ -122,7 +122,7 @@ def test_so_many_windows_are_held_out(folder: Path) -> None:
 
 
 def _peak_mib(path: Path) -> float:
-    """How much more memory a rank takes for a while of training and evaluating on a file of 5 GB."""
+    """The memory that a rank needs in addition to train and evaluate on a file of 5 GB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     loader = train_loader(TextStream("train", str(path), 1024), 32, sharded=True)
     batches = loader.epoch(0)
@@ -152,7 +152,7 @@ def test_five_gigabytes_take_little_memory(tmp_path: Path) -> None:
 
 
 def _benchmarked(path: Path) -> str:
-    """Read a batch as benchmarks.streams does, and say how it ends when one of its processes does not go well."""
+    """Read a batch as benchmarks.streams does, and return how it ends if one of its processes fails."""
     next(streams._loader(TextStream("train", str(path), 8)).epoch(0))
 
     def lost(*_: object) -> None:

@@ -89,7 +89,7 @@ def test_mistakes_are_one_message_and_leave_nothing(
 
 
 def told_to_end(folder: Path, out: Path, number: int) -> int:
-    """The exit status of the program, to which the signal comes when it has begun to write."""
+    """The exit status of the program if the signal comes after it has begun to write."""
     files = []
 
     def encode(self: Bytes, chunks: Any) -> Any:

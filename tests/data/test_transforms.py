@@ -1,4 +1,4 @@
-"""Transforms by the settings, bytes made floats and mirrored on the device: what each sample gets is its own alone."""
+"""Transforms from the settings, images normalised and mirrored on the device: each sample has its own randomness."""
 
 from collections import namedtuple
 from typing import Any
@@ -31,7 +31,7 @@ class OneByOne(Dataset[dict[str, Any]]):
 
 
 def mirrored_ids(dataset: Any, epoch: int = 0, first_sample: int = 0, **loader: Any) -> dict[int, bool]:
-    """Of each sample read, whether its image came out mirrored; every image must be one or the other."""
+    """Whether each image read is mirrored; every image must be mirrored or unchanged."""
     found = {}
     for batch in train_loader(mirrored_at_random(dataset), 8, **loader).epoch(epoch, first_sample):
         ready = ToDevice(CPU, False, None)(batch)

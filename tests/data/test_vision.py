@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST and CIFAR-10 from files as their authors ship them, a few images long."""
+"""MNIST, Fashion-MNIST and CIFAR-10 from files in their original formats, with a few images."""
 
 import hashlib
 import pickle

@@ -1,4 +1,4 @@
-"""One rank acts, or all do, and each rank hears how it ended."""
+"""One rank acts, or all do, and each rank learns how it ended."""
 
 import pytest
 import torch

@@ -43,7 +43,7 @@ def _pieces_of_every_layout() -> dict[str, list[Tensor]]:
 
 
 def _memory_of_a_save(run_dir: Path) -> tuple[float, float]:
-    """What a whole state takes, and what making a checkpoint and a hash of it took more, in MB."""
+    """The size of a whole state, and the additional memory for a checkpoint and a hash of it, in MB."""
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     mesh = init_device_mesh("cpu", (4,))

@@ -20,7 +20,7 @@ _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
 def own_hosts_file(path: Path, text: str) -> None:
-    """Have this process alone find `text` in /etc/hosts."""
+    """Give only this process `text` as /etc/hosts."""
     path.write_text(text)
     libc = ctypes.CDLL(None, use_errno=True)
     for failed in (

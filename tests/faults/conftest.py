@@ -25,7 +25,7 @@ def _command(pid: int) -> bytes:
 
 
 class Launcher:
-    """A program with as much of Popen as a drill asks for."""
+    """A program with the part of Popen that a drill uses."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -49,7 +49,7 @@ class Launcher:
 
 
 class Forked:
-    """What `drilled_run.torchrun` and `drill_two_hosts.on` are, of the same signatures."""
+    """In place of `drilled_run.torchrun` and `drill_two_hosts.on`, with the same signatures."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack

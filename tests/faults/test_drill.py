@@ -65,7 +65,7 @@ def test_the_undisturbed_run_comes_first_and_shards_do_not_diverge() -> None:
 
 
 def test_a_drill_that_is_told_to_stop_takes_its_launch_with_it(tmp_path: Path) -> None:
-    """The launcher is played, by one that ends on SIGTERM alone; a second SIGTERM cannot cut the first short."""
+    """With a simulated launcher that ends on SIGTERM only; a second SIGTERM does not interrupt the first."""
     program = """
 import subprocess, sys, time
 from pathlib import Path

@@ -327,7 +327,7 @@ def test_torchrun_shows_the_root_cause_and_ends_all(tmp_path: Path) -> None:
 def test_a_rank_that_leaves_after_another_does_so_in_a_later_second(
     now: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ranks that end within one second torchrun blames the lowest."""
+    """torchrun blames the lowest of the ranks that end within one second."""
     from trainer.faults import exit_report
 
     slept: list[float] = []
@@ -403,7 +403,7 @@ def test_the_rank_that_others_wait_for_is_named(how: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_the_set_up_is_named(tmp_path: Path) -> None:
-    """Not after checkpoint.timeout_s, an hour, for which its group waits for a disk."""
+    """Not after checkpoint.timeout_s, the hour for which its group waits for a disk."""
     made = "data.dataset._target_=tests.user_parts.StuckWhenMade"
     with pytest.raises(RankFailure) as failure:
         run_ranks(quiet, 3, tmp_path, made, f"distributed.timeout_s={PATIENCE_S}", init=False)

@@ -1,4 +1,4 @@
-"""A heartbeat is read by others of its host: while its process lives, and when it is gone."""
+"""Other processes of the host read a heartbeat while its process lives, and after its death."""
 
 import dataclasses
 import os

@@ -22,7 +22,7 @@ STEPS = ("train.max_steps=5", "train.eval_every_epochs=1", "checkpoint.every_ste
 
 
 def ends(*runs: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Kind and words of the end of each run, one after the other."""
+    """Type and message of the end of each run, in order."""
     from trainer.loop import fit
 
     seen = []

@@ -190,7 +190,7 @@ def test_an_end_that_a_restart_may_help_is_tried_again(tmp_path: Path) -> None:
 def test_a_stop_that_was_torchruns_own_ends_no_later_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops the ranks that live before it starts all again: after a death, or as hosts come and go."""
+    """It stops the living ranks before it restarts all: after a death, or when hosts join or leave."""
 
     def attempt(number: int, end: Exception | None = None) -> None:
         folder = tmp_path / f"attempt_{number}"

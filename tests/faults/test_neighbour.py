@@ -1,4 +1,4 @@
-"""What a rank is seen to do from outside: here its data workers, played by processes without a loader."""
+"""Observing a rank from outside: here its data workers, simulated by processes without a loader."""
 
 from __future__ import annotations
 

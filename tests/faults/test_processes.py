@@ -1,4 +1,4 @@
-"""What the system says of other processes."""
+"""What the system reports about other processes."""
 
 from __future__ import annotations
 

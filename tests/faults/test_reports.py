@@ -25,7 +25,7 @@ MISTAKE = Observed(1, 1, "there", 7, status=2, orderly=True, error="UserError: n
 
 
 class Held:
-    """A store, as far as it is needed, perhaps with a report of host 1."""
+    """The part of a store that is needed, perhaps with a report of host 1."""
 
     def __init__(self, report: str | None = None) -> None:
         self.held: dict[str, bytes] = {} if report is None else {"report/1": report.encode()}
@@ -100,7 +100,7 @@ def test_what_no_rank_wrote_is_passed_over_and_said_once(
 
 
 def _pass_over(key: str, garbage: str) -> None:
-    """Until the genuine thing is there, which is taken."""
+    """Until the genuine value is there, which is accepted."""
     store = Held()
     store.held[key] = garbage.encode()
     one = Reports(lambda: store, 0, [THERE], 2)  # type: ignore[arg-type, return-value]

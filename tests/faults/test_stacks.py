@@ -1,4 +1,4 @@
-"""The signal that asks a process for its stacks: answered while it is watched, harmless before and after."""
+"""The signal that asks a process for its stacks is answered while it is watched, and harmless before and after."""
 
 import os
 import signal

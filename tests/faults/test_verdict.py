@@ -1,4 +1,4 @@
-"""Who stopped first, on records that are played: no process, no clock."""
+"""Which rank stopped first, from made-up records: no process, no clock."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ T = 10.0
 
 
 def rank(number: int, **facts: object) -> Observed:
-    """One of four on two hosts, in the forward pass of step 7 a moment ago, if `facts` say nothing else."""
+    """One of four ranks on two hosts, in the forward pass of step 7 a moment ago, unless `facts` change that."""
     usual = {"phase": "forward", "step": 7, "position": 40, "silent_s": 0.1, "asleep_s": 0.1}
     return Observed(number, number // 2, f"node{number // 2}", 100 + number, **{**usual, **facts})  # type: ignore[arg-type]
 

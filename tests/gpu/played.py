@@ -11,7 +11,7 @@ import torch
 
 
 class Stream:
-    """Work on a stream is what happens while it is current; `log` has it, as (stream, what)."""
+    """Everything that happens while a stream is current is its work; `log` has it, as (stream, what)."""
 
     log: list[tuple[str, str]]
     current: Stream
@@ -28,7 +28,7 @@ class Stream:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """torch.cuda's streams played on the CPU: returns the log of what happened on which."""
+    """Simulate torch.cuda's streams on the CPU; return the log of the work on each."""
     log: list[tuple[str, str]] = []
     Stream.log, Stream.current = log, Stream(name="main")
 

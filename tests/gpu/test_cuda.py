@@ -1,4 +1,4 @@
-"""What only a GPU shows: that nothing waits, and that hooks, copies and checkpoints are right on it."""
+"""Tests that need a GPU: nothing waits, and hooks, copies and checkpoints are right."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LONG = 400_000_000  # cycles: about 200 ms
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """One rank over NCCL, as a run has it."""
+    """One rank with NCCL, as in a run."""
     torch.cuda.set_device(GPU)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=GPU)
     yield
@@ -118,7 +118,7 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 @pytest.mark.parametrize("algorithm", ["native", *ALGORITHMS, "powersgd"])
 def test_every_hook_leaves_the_gradients_of_one_rank_as_they_are(algorithm: str, wire: str) -> None:
-    """One process and a real DDP, though a run with one has none."""
+    """One process with a real DDP, which a run of one process does not use."""
     x = torch.randn(64, 256, device=GPU)
     right = gradients(network(), x)
     for recorded in (False, True) if algorithm in ALGORITHMS else (False,):

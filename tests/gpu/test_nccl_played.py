@@ -1,4 +1,4 @@
-"""The reducer for NCCL on threads, its streams and messages played on the CPU: right sums, and few calls."""
+"""The reducer for NCCL on threads, with simulated streams and messages on the CPU: right sums, and few calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEADLINE_S = 60
 
 
 class Network:
-    """What torch.distributed is to the reducer: sends and receives between threads, counted by rank."""
+    """In place of torch.distributed for the reducer: sends and receives between threads, counted by rank."""
 
     isend, irecv = "isend", "irecv"
 

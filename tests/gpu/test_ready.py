@@ -1,4 +1,4 @@
-"""What a run does for a GPU, as far as it can be seen without one."""
+"""A run's preparations for a GPU, as far as they can be seen without one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def switches() -> Iterator[None]:
-    """Puts torch's back as they were."""
+    """Restores torch's values."""
     cudnn, products = torch.backends.cudnn, torch.get_float32_matmul_precision()
     before = cudnn.allow_tf32, cudnn.benchmark
     yield
@@ -139,7 +139,7 @@ def test_a_thread_that_saves_works_on_its_own_gpu(monkeypatch: pytest.MonkeyPatc
 
 
 def copied(module: nn.Module, factor: float) -> nn.Module:
-    """`module` as DataParallel copies it to a GPU: with plain tensors for parameters, here other ones."""
+    """`module` as DataParallel copies it to a GPU: with plain tensors for parameters, here with other values."""
     modules = list(module.modules())
     copies = {one: one._replicate_for_data_parallel() for one in modules}
     for one, copy in copies.items():

@@ -64,7 +64,7 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 
 
 def trained_and_evaluated(run_dir: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any] | None, bool]:
-    """What the run says, what its evaluation says, and whether its directory is else as it was."""
+    """The figures of the run and of its evaluation, and whether its directory is otherwise unchanged."""
     run = Path(run_dir)
     result = train(*STRIPES, f"strategy={strategy}", f"run_dir={run}")
     before = _contents(run)
@@ -116,7 +116,7 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that learned a text of characters of several bytes."""
+    """A run trained on a text of multi-byte characters."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "text").write_text("Öl für Åse: 5 € – ja, 𝄞! " * 400)
     options = [*TEXT, f"data.dataset.path={folder}/text", f"run_dir={folder}/run"]
@@ -252,7 +252,7 @@ def test_a_signal_leaves_nothing_in_part(tmp_path: Path, number: int, status: in
 
 
 def interrupted(folder: str) -> str:
-    """What a rank says of a Ctrl-C."""
+    """A rank's output after Ctrl-C."""
 
     def do(options: Any, config: Any) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A cache changes no token, also where the text outgrows the block; characters are printed when they are whole."""
+"""A cache changes no token, even when the text outgrows the block; characters are printed when they are complete."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_logits_by_parts_are_those_of_the_whole() -> None:
 
 
 class Counts(nn.Module):
-    """Is sure of the successor, and least unsure of the one after that; remembers how much it was shown."""
+    """Predicts the successor with certainty, then the one after it; records how many tokens it was given."""
 
     def __init__(self) -> None:
         super().__init__()

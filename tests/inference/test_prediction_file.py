@@ -1,4 +1,4 @@
-"""Rows come out of each kind of file as they went in; a file appears whole or not at all."""
+"""Rows read from each kind of file equal those written; a file appears whole or not at all."""
 
 import csv
 import errno

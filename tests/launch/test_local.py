@@ -126,7 +126,7 @@ def test_restarts_only_what_a_restart_can_help(
 def test_what_has_not_saved_yet_begins_again_where_it_began(
     launch: Launch, tmp_path: Path, more: Sequence[str], expected: str
 ) -> None:
-    """Without a word it would be refused: its directory holds what the first attempt has left."""
+    """Without resume it would be refused: its directory has files of the first attempt."""
     assert launch({"0": "fault 7"}, {"0": "0"}, max_restarts=1, more=more) == 0
     said = [word for word in seen(tmp_path)["0-1"]["argv"] if word.startswith("resume=")]
     assert said[-1:] == [expected]
@@ -151,7 +151,7 @@ def test_a_final_end_is_not_tried_again(
 
 
 def interrupted(how: str, tmp_path: Path, number: int) -> int:
-    """The exit code of a launch in a process of its own, signalled once both ranks are ready."""
+    """The exit code of a launch in a separate process, signalled once both ranks are ready."""
     actor = tmp_path / "actor.py"
     actor.write_text(ACTOR)
     overrides = ["launch=local", "launch.processes=2", f"run_dir={tmp_path}/run", "launch.max_restarts=3"]

@@ -1,4 +1,4 @@
-"""Each launcher's variables put a process in its place; variables that contradict each other do not."""
+"""Each launcher's variables give a process its rank; contradicting variables are refused."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def of_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
     of_torchrun: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would take the process down with SIGABRT when Python ends, in the place of the message."""
+    """It would end the process with SIGABRT when Python exits, in place of the message."""
     monkeypatch.setattr(rendezvous, "AT_LEAST_S", 0.1)
     before = set(threading.enumerate())
     with pytest.raises(TimeoutError, match=r"for all 2 ranks; missing: \[1\]"):

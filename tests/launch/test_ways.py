@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def ended(*commands: list[str], env: dict[str, str] | None = None, cwd: Path = ROOT) -> list[int]:
-    """Run these side by side, to the end."""
+    """Run these at the same time, to the end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     started = [subprocess.Popen(command, cwd=cwd, env=environment) for command in commands]
     return [process.wait(200) for process in started]

@@ -1,4 +1,4 @@
-"""Where the figures of a run go: several loggers at once, a user's own, W&B; and how TensorBoard lays them out."""
+"""The loggers of a run: several at once, a user's own, W&B; and the layout of TensorBoard."""
 
 import json
 import struct
@@ -113,7 +113,7 @@ def test_losses_are_on_one_footing() -> None:
 
 
 def records(file: Path) -> Iterator[Any]:
-    """What W&B has written: LevelDB's log format behind seven bytes of its own, a protobuf in each record."""
+    """The file of W&B: LevelDB's log format after seven bytes of its own, a protobuf in each record."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = file.read_bytes(), 7, b""
@@ -201,7 +201,7 @@ def with_played_wandb(*overrides: str) -> None:
 
 
 def with_wandb(*overrides: str) -> bool:
-    """Whether this rank has had to do with it."""
+    """Whether this rank has used it."""
     pytest.MonkeyPatch().setenv("WANDB_SILENT", "true")
     train(*SHORT, "logger=wandb", "logger.wandb.mode=offline", *overrides)
     if there := "wandb" in sys.modules:
@@ -248,7 +248,7 @@ def test_wandb_offline_holds_every_scalar(strategy: str, tmp_path: Path) -> None
 
 
 def history_of(file: Path) -> Iterator[dict[str, Any]]:
-    """The numbers that were logged, a dict a call: of media, which are dicts there, each part has two keys."""
+    """The logged numbers, a dict for each call: media are dicts, with two keys for each part."""
     for record in records(file):
         if record.WhichOneof("record_type") == "history":
             items = [(list(item.nested_key) or [item.key], item.value_json) for item in record.history.item]

@@ -1,4 +1,4 @@
-"""What a run would take of memory, counted on tensors that have none."""
+"""The memory that a run would need, counted on tensors without memory."""
 
 import json
 from collections.abc import Callable

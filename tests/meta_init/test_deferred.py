@@ -1,4 +1,4 @@
-"""A model that is recorded and filled afterwards is the one that its constructor builds."""
+"""A model that is recorded and filled later equals the one that its constructor builds."""
 
 import functools
 import gc
@@ -178,7 +178,7 @@ class _Slots:
 
 
 class Hides(nn.Module):
-    """Tensors where no module lists them; `tree` holds itself."""
+    """Tensors that no module lists; `tree` contains itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class HookedAfter(nn.Linear):
 
 
 class Scratch(nn.Sequential):
-    """Weights that come through one array of NumPy's, each after the other."""
+    """Weights that are copied through one NumPy array, one after the other."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(200, 200), nn.Linear(200, 200))
@@ -312,7 +312,7 @@ def test_what_no_tape_can_hold_is_built_whole(build: Callable[[], nn.Module], wh
 
 
 class AsksWhereItLies(nn.Module):
-    """Writes through what `.cpu()` and `.to()` give back, and once into each memory."""
+    """Writes through the results of `.cpu()` and `.to()`, once into each memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ def test_no_rank_holds_the_whole_to_start() -> None:
 
 
 def test_the_generators_are_left_alone() -> None:
-    """What comes after, dropout for one, follows from the seed as if nothing had been replayed."""
+    """Later random numbers, such as dropout's, follow from the seed as if nothing had been replayed."""
     model: Deferred = deferred(lambda: nn.Linear(3, 3), 0)
     torch.manual_seed(7)
     expected: Any = torch.rand(3)

@@ -1,4 +1,4 @@
-"""Models that are called as Hugging Face's: by YAML alone, under each strategy; a played one, and a real one."""
+"""Models with Hugging Face's interface, by YAML alone, under each strategy: a simulated one, and a real one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ class Played(nn.Module):
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Rows of tokens as dicts, as their datasets give them."""
+    """Rows of tokens as dicts, as their datasets yield them."""
 
     vocab_size = 16
 

@@ -149,7 +149,7 @@ def test_warm_up_forgets_the_first_weights_sooner() -> None:
 
 
 def test_a_buffer_of_float8_has_no_average() -> None:
-    """No sum can be computed in it."""
+    """A dtype without sums."""
     state = tiny.train_state()
     state.model.register_buffer("scale", torch.ones(3).to(torch.float8_e4m3fn))
     state.keep_average(0.5, warmup=False)

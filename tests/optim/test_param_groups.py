@@ -1,4 +1,4 @@
-"""Parameter groups and frozen parameters: who is in which, and that each trains, saves and resumes so."""
+"""Parameter groups and frozen parameters: their members, and that each trains, saves and resumes."""
 
 import logging
 from pathlib import Path
@@ -174,7 +174,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_any_schedule_scales_each_group_and_goes_on(name: str) -> None:
-    """Of two groups one has a tenth of the other's learning rate; at the end a state goes through JSON."""
+    """One of two groups has a tenth of the other's learning rate; at the end a state goes through JSON."""
     from trainer.checkpoint.tree import put_together, take_apart
 
     module = "trainer.optim.schedules" if name.startswith("ours.") else "torch.optim.lr_scheduler"
@@ -250,7 +250,7 @@ STRATEGIES = {"single": 1, "ddp": 2, "fsdp": 2}
 
 
 def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], dict[int, float]]:
-    """Those that each update used, and those that were logged."""
+    """The rates that each update used, and the logged ones."""
     options = (f"strategy={strategy}", *overrides, "train.max_steps=6", "train.log_every_steps=2")
     options += ("schedule=one_cycle", "train.eval_every_epochs=0", "checkpoint.every_epochs=null")
     used: list[float] = []
@@ -325,7 +325,7 @@ def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> Non
 
 
 class Thaws(nn.Module):
-    """Digits; a frozen layer that the third pass thaws, if it is to."""
+    """Digits; a frozen layer, which the third pass thaws on request."""
 
     def __init__(self, thaws: bool) -> None:
         super().__init__()

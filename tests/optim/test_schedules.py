@@ -95,7 +95,7 @@ class CountsSteps(torch.optim.SGD):
 
 
 class Lookahead(torch.optim.SGD):
-    """Keeps slow weights where no checkpoint finds them."""
+    """Keeps slow weights outside its state."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
@@ -104,7 +104,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class Wraps(torch.optim.SGD):
-    """Leaves the step to an optimizer with a state of its own, or with its state."""
+    """Delegates the step to an optimizer with a separate state, or with its own."""
 
     def __init__(self, params: Any, lr: float = 0.1, shared: bool = False) -> None:
         super().__init__(params, lr=lr)

@@ -1,4 +1,4 @@
-"""What a run is: its progress, and state dicts with the plain module's names."""
+"""The state of a run: its progress, and state dicts with the plain module's names."""
 
 import copy
 import dataclasses

@@ -125,7 +125,7 @@ def test_a_used_run_directory_goes_on_with_no_other_run(tmp_path: Path) -> None:
 
 @contextmanager
 def alive_in(run_dir: Path) -> Iterator[int]:
-    """Another process that holds the lock, and has forked a worker that does not end with it."""
+    """Another process that has the lock, and a forked worker that does not end with it."""
     pipe, sign = os.pipe()
     pid = os.fork()
     if pid == 0:

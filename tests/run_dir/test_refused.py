@@ -30,7 +30,7 @@ REFUSED = {
 
 
 def files_of(run_dir: Path) -> dict[str, str]:
-    """What each file holds, all but that of the lock, which says who has it."""
+    """The contents of each file except the lock, which names its owner."""
     files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != LOCK]
     return {str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

@@ -55,7 +55,7 @@ class Marked(nn.Module):
 
 
 def marks(tmp_path: Path, *strategy: str) -> tuple[list[float], list[list[float]]]:
-    """The buffers in the end, and what each forward pass found in them."""
+    """The final buffers, and their values in each forward pass."""
     Marked.seen = []
     with context_of(*COMMON, *strategy, f"run_dir={tmp_path}") as context:
         fit(context)

@@ -15,7 +15,7 @@ WAY_OUT = r"DDP waits for the gradient of each parameter; set strategy\.find_unu
 
 
 class Idle(nn.Module):
-    """From its fourth pass on, on the ranks of `ranks`, a layer is left out; another is in no pass."""
+    """On the ranks of `ranks`, one layer is skipped from the fourth pass on; another is never used."""
 
     def __init__(self, ranks: str = "01", spare: bool = False, max_norm: float | None = None) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ COMMS = ("ring", "tree", "halving_doubling", "hierarchical", "master_worker")
 def test_schedules_of_shards_equal_single(
     tmp_path: Path, single: dict[str, dict[str, Tensor]], world_size: int
 ) -> None:
-    """On one host and on two, hybrid, prefetched, with the sums of micro-batches: in one start of ranks."""
+    """On one host and on two, hybrid, prefetched, with accumulated micro-batches: in one start of ranks."""
     cases = [("mlp", f"comm={comm}", "strategy.prefetch_units=1") for comm in COMMS]
     cases += [("gpt", "comm=hierarchical", "strategy.prefetch_units=1")]
     cases += [("mlp", "comm=ring", "strategy.shard_group=host", "train.micro_batch_size=8")]
@@ -138,7 +138,7 @@ UNGUARDED = "train.check_replicas_every=null"  # else the replica check would be
 
 
 def deaf_on_rank_1(*overrides: str) -> dict[str, Tensor]:
-    """A broken double: rank 1 takes part in the all-reduce, and then keeps its own gradient."""
+    """A broken all-reduce: rank 1 takes part, and then keeps its own gradient."""
     from trainer.strategies.ddp import Ddp
 
     class Deaf(Ddp):

@@ -57,7 +57,7 @@ class SharedPart(nn.Sequential):
 
 
 class ParentsFirst(nn.Module):
-    """Names its units outside in."""
+    """Names its outer units first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
 
 class ReadsOthers(nn.Module):
-    """As swin_t does: takes the weights of modules that are large enough to be units, and calls them not."""
+    """Like swin_t: reads the weights of modules that are large enough to be units, without calling them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ def test_a_vision_transformer_of_torchvision_trains(tmp_path: Path) -> None:
 
 
 class LayerDrop(nn.Module):
-    """Goes round a layer on rank 1 alone."""
+    """Skips a layer on rank 1 only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What FSDP and activation checkpointing let one choose changes memory and traffic, not the gradients."""
+"""The choices of FSDP and activation checkpointing change memory and traffic, not the gradients."""
 
 import copy
 import re
@@ -54,7 +54,7 @@ def _config(**settings: Any) -> FsdpConfig:
 def _accumulated(
     settings: dict[str, Any] | None, rank: int, counts_gathers: bool = False
 ) -> tuple[dict[str, Tensor], Tensor, int, int]:
-    """The gradients of two micro-batches of each rank, whole; their norm, and its messages; the gathers."""
+    """The whole gradients of two micro-batches of each rank; their norm, and its messages; the gathers."""
     model = _model()
     strategy = None
     if settings is not None:
@@ -82,7 +82,7 @@ def _accumulated(
 
 
 def _differences() -> dict[str, tuple[float, float, int, int]]:
-    """Of each choice: the largest distance of a gradient, that of the norm, and the messages for it; the gathers."""
+    """For each choice: the largest error of a gradient, that of the norm, and its messages; the gathers."""
     world = torch.distributed.get_world_size()
     own = [_accumulated(None, rank)[0] for rank in range(world)]
     plain = {name: sum(each[name] for each in own) / world for name in own[0]}
@@ -124,7 +124,7 @@ class Reversed(nn.Module):
 
 @torch.no_grad()
 def _with_other_weights() -> float:
-    """How far a model that gathers ahead is off, given other weights between two passes without gradients."""
+    """The error of a model that gathers ahead, if its weights change between two passes without gradients."""
     torch.manual_seed(3)
     model = Reversed()
     plain, strategy = copy.deepcopy(model), plain_fsdp(_config(prefetch_units=1))

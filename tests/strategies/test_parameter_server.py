@@ -70,7 +70,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What rank 0 of two under DDP, summed as one server does, ends with."""
+    """The final model of rank 0 of two under DDP, with sums in the order of one server."""
 
     @functools.cache
     def run(names: str) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def test_a_dead_worker_is_named(tmp_path: Path) -> None:
 
 
 def until_refused(root: str, staleness: str, *overrides: str) -> tuple[set[int], tuple[int, ...], int]:
-    """Train up to a gradient that is not finite: the updates made here, who is named, the status."""
+    """Train up to a gradient that is not finite: the updates made here, the named rank, the status."""
     with context_of(
         *overrides, f"strategy.max_staleness={staleness}", f"run_dir={root}/{staleness}"
     ) as context:
@@ -246,7 +246,7 @@ def test_a_worker_that_hangs_is_named_whoever_has_made_more_parts(tmp_path: Path
 
 
 def stop_after_the_first_log(root: str, *overrides: str) -> int:
-    """Signal the last rank as soon as there are figures; return the step after which this rank stopped."""
+    """Signal the last rank as soon as there are metrics; return the step after which this rank stopped."""
 
     def tell() -> None:
         while not (Path(root) / "metrics.jsonl").exists():
@@ -345,7 +345,7 @@ def test_what_a_forward_pass_keeps_comes_to_the_servers_or_is_refused(tmp_path: 
 
 
 class Meeting(nn.Module):
-    """Digits; its forward pass sums something up over all ranks that it takes to be there."""
+    """Digits; its forward pass calls an all-reduce over all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class Meeting(nn.Module):
 
 
 class ByNorm(torch.optim.SGD):
-    """Divides each parameter's gradient by its norm, for which the shards of all servers are summed up."""
+    """Divides each parameter's gradient by its norm, which is summed over the shards of all servers."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -380,7 +380,7 @@ def test_a_collective_of_the_models_own_is_refused(tmp_path: Path, staleness: st
 
 
 def by_norm(root: str, *overrides: str) -> list[str]:
-    """What becomes of steps that bring shards together, asynchronously and in common."""
+    """The outcome of optimizers that communicate between shards, asynchronously and synchronously."""
     own = ("optim._target_=tests.strategies.test_parameter_server.ByNorm", "run_dir=" + root)
     try:
         train(*COMMON, *CASES["sgd"], *PS, "strategy.servers=2", *own, *overrides)

@@ -25,7 +25,7 @@ MODELS = {"mlp": ("model.hidden=[64,64]",), "gpt": (*GPT_RUN, "model.num_heads=2
 
 
 def both(root: str, *strategy: str) -> dict[str, list[dict[str, Tensor]]]:
-    """Each model whole and split."""
+    """Each model, whole and split."""
     ways = {"whole": (), "split": ("strategy.devices_per_replica=2", "strategy.devices=[cpu,cpu]")}
     return {
         name: [

@@ -1,4 +1,4 @@
-"""FSDP reduces what of a unit has gradients as one: ranks that use other parts of it are found."""
+"""FSDP reduces the gradients of a unit as one: ranks that use other parts of it are found."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,7 +62,7 @@ class Parts(nn.Module):
 
 
 class Penalty(Classification):
-    """With the size of the loss's gradient by the inputs."""
+    """With the norm of the gradient of the loss by the inputs."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         rows, labels = batch

@@ -1,4 +1,4 @@
-"""Sweeps of trials that only act: a command line as train.py takes it, and what became of each start."""
+"""Sweeps of simulated trials: a command line as for train.py, and the outcome of each start."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Sweep:
             return program.wait()
 
     def starts(self) -> dict[str, list[dict[str, Any]]]:
-        """What each trial was started with, each time, by its folder."""
+        """The command line of each start of a trial, by its folder."""
         return {
             folder.name: [json.loads(file.read_text()) for file in sorted(folder.glob("start-*"))]
             for folder in sorted(self.folder.iterdir())

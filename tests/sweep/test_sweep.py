@@ -1,4 +1,4 @@
-"""A sweep from its command line to its end, by trials that only act."""
+"""A sweep from its command line to its end, with simulated trials."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_trial_that_falls_behind_is_pruned(sweep: Sweep) -> None:
 
 @pytest.mark.slow
 def test_a_trial_that_runs_once_to_its_end_equals_one_alone(tmp_path: Path) -> None:
-    """The real thing, small: one trial of a sweep and the same run without."""
+    """A small real sweep: one trial, and the same run without a sweep."""
     command = ["train.max_steps=3", "model.hidden=[8]", "train.eval_every_epochs=0"]
     ended = finish("train.py", "-m", *command, "optim.lr=0.2", f"hydra.sweep.dir={tmp_path}/s")
     assert ended.code == 0, ended.output

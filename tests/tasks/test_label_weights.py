@@ -35,7 +35,7 @@ class Blanked(Digits):
 
 
 class Padded(Text):
-    """Windows of text, most of them all padding, the others from a place of their own on."""
+    """Windows of text; most are all padding, the others are padded from different positions on."""
 
     def __init__(self, split: str, **options: Any) -> None:
         super().__init__(split, **options)
@@ -121,7 +121,7 @@ def _each(runs: list[tuple[str, ...]]) -> list[tuple[dict[str, float], dict[str,
 
 
 def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """As `fitted` on one process, in plain torch: sums over the whole batch, over how many labels count."""
+    """As `fitted` on one process, in plain torch: sums over the whole batch, divided by the counted labels."""
     with context_of(*overrides) as context:
         model, lr = copy.deepcopy(context.state.model), context.state.optimizer.param_groups[0]["lr"]
         smoothing = getattr(context.task, "label_smoothing", 0.0)
@@ -150,7 +150,7 @@ def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
 
 @torch.no_grad()
 def held_out(model: nn.Module, loader: Any) -> dict[str, float]:
-    """Means over all held-out labels that count, each sample looked at alone."""
+    """Means over all counted held-out labels, computed sample by sample."""
     losses: list[Tensor] = []
     hits = count = 0
     for (inputs, labels), indices in loader:
@@ -166,7 +166,7 @@ def held_out(model: nn.Module, loader: Any) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Figures and model by the data and how it was trained; one start of ranks for each world size."""
+    """Figures and model by data and way of training; one start of ranks for each world size."""
     root = tmp_path_factory.mktemp("weights")
 
     def options(data: str, *way: str) -> tuple[str, ...]:

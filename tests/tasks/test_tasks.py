@@ -15,7 +15,7 @@ from trainer.tasks.cross_entropy import logits_of
 
 
 class Given(nn.Module):
-    """Hands its input through: the input is the logits."""
+    """Returns its input as logits."""
 
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -117,7 +117,7 @@ def test_labels_that_are_none_or_probabilities_are_taken() -> None:
 @pytest.mark.parametrize("classes", [10, 4])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
 def test_labels_that_do_not_count(classes: int, dtype: torch.dtype) -> None:
-    """As bytes all count: 156 is none of torch's -100."""
+    """All bytes count: 156 is not torch's -100."""
     torch.manual_seed(0)
     logits, labels = torch.randn(17, classes), torch.randint(classes, (17,), dtype=dtype)
     if dtype == torch.int64:

@@ -1,4 +1,4 @@
-"""No update is made of gradients that are not finite: on any rank, by any strategy, with any all-reduce."""
+"""No rank updates with gradients that are not finite, under any strategy, with any all-reduce."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +132,7 @@ def test_to_log_the_norm_changes_no_gradient(strategy: str, tmp_path: Path) -> N
 def checked(
     gradients: list[Tensor], norm: Tensor | None = None, on_cuda: bool = False, **options: Any
 ) -> nn.Module:
-    """A step of these, which is made or not."""
+    """A step of these, which is made or skipped."""
     model = nn.ParameterList([torch.zeros_like(gradient.to_dense()) for gradient in gradients])
     for parameter, gradient in zip(model, gradients, strict=True):
         parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""The replica guard: a single bit that differs is found at the next check, and its rank and tensor are named."""
+"""The replica check finds a single different bit at the next check, and names its rank and tensor."""
 
 import random
 from pathlib import Path
@@ -33,7 +33,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def found(context: TrainingContext) -> dict[str, Any] | None:
-    """What a check says now; the steps are made up, since a step is checked but once."""
+    """The result of a check now; the steps are made up, since each step is checked only once."""
     context.state.progress.step += 1
     try:
         context.replica_check.check(context.state)

@@ -1,4 +1,4 @@
-"""State that no checkpoint holds is named, and what only looks like it is not."""
+"""State that no checkpoint holds is named; attributes that only look like state are not."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ from trainer.training.unsaved_state import UnsavedState
 
 
 class Keeper(nn.Module):
-    """Six in, two out; `kept` says what a forward pass leaves for the next."""
+    """Six inputs, two outputs; `kept` is what a forward pass keeps for the next."""
 
     def __init__(self, kept: str) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ SHORT += ("train.global_batch_size=64", "optim.momentum=0", "logger=jsonl")
 
 
 def seen(run_dir: Path, *overrides: str) -> dict[str, Any]:
-    """Histograms of step 6 and what update_to_weight and the gradient's norm were there."""
+    """Histograms of step 6, with update_to_weight and the gradient's norm."""
     from trainer.loop import fit
 
     run_dir /= f"{dist.get_rank() if dist.is_initialized() else 0}"
@@ -61,7 +61,7 @@ def test_a_step_is_seen_alike_by_one_rank_and_by_shards(tmp_path: Path) -> None:
 
 
 def ratio_of_sgd(run_dir: Path) -> tuple[float, float]:
-    """What the log says of the first step of plain SGD, and what follows from its gradient."""
+    """The logged value of the first step of plain SGD, and the one computed from its gradient."""
     from trainer.loop import fit
 
     options = (
@@ -81,7 +81,7 @@ def ratio_of_sgd(run_dir: Path) -> tuple[float, float]:
 
 
 def test_update_to_weight_is_the_norm_of_the_step(tmp_path: Path) -> None:
-    """The first layer has 19,200 weights: more than are sampled."""
+    """The first layer has 19,200 weights, more than the sample."""
     ((logged, expected),) = run_ranks(ratio_of_sgd, 1, tmp_path, init=False)
     assert logged == pytest.approx(expected, rel=0.1)
     assert logged > 0
