@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from tests.runs import context_of
+from tests.runs import context_of, train
 from trainer.loop import fit
 
 DTYPES = [
@@ -35,7 +36,7 @@ COMMON = (
 class Marked(nn.Module):
     """Each forward pass in training adds a number of its rank to all buffers; `seen` holds the values found."""
 
-    seen: list[list[float]]
+    seen: ClassVar[list[list[float]]] = []
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,5 +78,19 @@ def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
         for strategy, (in_the_end, seen) in found.items():
             assert in_the_end == numbers, f"{strategy} on rank {rank}"
             assert seen[0] == zeros
-        for strategy in ("strategy=ddp", "strategy=fsdp"):
+        for strategy in found:
             assert found[strategy][1][1] == ones, f"{strategy}, before its second forward pass on rank {rank}"
+
+
+def _without_steps_in_common(run_dir: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer.strategies.parameter_server.asynchronous").addHandler(handler)
+    train(*COMMON, "strategy=parameter_server", "strategy.max_staleness=1", f"run_dir={run_dir}")
+    return said
+
+
+def test_workers_that_have_buffers_of_their_own_say_so(tmp_path: Path) -> None:
+    _, first, second = run_ranks(_without_steps_in_common, 3, str(tmp_path), init=False)
+    assert [message[:35] for message in first] == ["the forward pass changes buffers, a"] and not second

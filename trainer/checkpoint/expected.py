@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, of_modules_own
 from trainer.checkpoint.tree import take_apart
@@ -33,6 +34,8 @@ class Expected:
         for name, tensor in tensors.items():
             if (problem := unusual(to_local(tensor))) is not None:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
+        named = every_parameter(state.model)  # FSDP itself puts gathered ones in the place of DTensors
+        self._parameters = {name: p for name, p in named if not isinstance(p, DTensor)}
         self._shapes = _of_model(tensors)
         self.not_finite = not_finite(tensors)
         self.model_config = _config_of(state.model)
@@ -46,6 +49,17 @@ class Expected:
             ("now", "then"),
             "; make buffers in __init__, in their final size, or with persistent=False if none need be saved",
         )
+
+    def check_parameters(self, model: nn.Module) -> None:
+        """UserError where a parameter of ``model`` was replaced since: no optimizer would train it."""
+        now = dict(every_parameter(model))
+        replaced = [name for name, parameter in self._parameters.items() if now.get(name) is not parameter]
+        if replaced:
+            raise UserError(
+                f"{first_five(replaced)} of the model is another object than before the first step: the "
+                "optimizer still updates the old one. Replace no parameter in a forward pass; make it in "
+                "__init__, and change its values under torch.no_grad()"
+            )
 
     def new_in(self, tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
         """By name which of "NaN" and "Inf" came into ``tensors`` since."""

@@ -159,8 +159,10 @@ def _is_of_communication(error: BaseException) -> bool:
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
-    """Copy the values of `tensors` from rank `src` to every rank (a collective).
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Copy the values of `tensors` from rank `src` to every rank of `group` (a collective).
 
     Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; packs small tensors.
     """
@@ -170,7 +172,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
     for _, numbers in groupby(range(len(tensors)), key=places.__getitem__):
         together = [tensors[number] for number in numbers]
         message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in together])
-        dist.broadcast(message, src)
+        dist.broadcast(message, src, group)
         parts = message.split([tensor.nbytes for tensor in together])
         for tensor, part in zip(together, parts, strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # cloned: aligned to its dtype

@@ -28,10 +28,11 @@ class ChangedBuffers:
 
     Args:
         sync: sends each rank the buffers of rank 0 (a collective).
+        on_any: whether its argument is true on any rank (a collective).
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, sync: Callable[[], None]) -> None:
-        self._model, self._device, self._sync = model, device, sync
+    def __init__(self, model: nn.Module, sync: Callable[[], None], on_any: Callable[[bool], bool]) -> None:
+        self._model, self._sync, self._on_any = model, sync, on_any
         self._before_first: list[tuple[torch.Tensor, int]] | None = None
         self._change: bool | None = False if are_statistics(model) else None
 
@@ -42,16 +43,20 @@ class ChangedBuffers:
             if self._before_first is None:
                 self._before_first = now
                 return
-            self._change = self._any_rank_sees_other(now)
+            self._change = self._on_any(self._are_others(now))
         if self._change:
             self._sync()
 
-    def _any_rank_sees_other(self, now: list[tuple[torch.Tensor, int]]) -> bool:
+    def _are_others(self, now: list[tuple[torch.Tensor, int]]) -> bool:
         before, self._before_first = self._before_first or [], None
-        alike = len(now) == len(before) and all(
-            buffer is first and version == at_first
+        return len(now) != len(before) or any(
+            buffer is not first or version != at_first
             for (buffer, version), (first, at_first) in zip(now, before, strict=True)
         )
-        changed = torch.tensor(float(not alike), device=self._device)
-        dist.all_reduce(changed, dist.ReduceOp.MAX)
-        return bool(changed)
+
+
+def any_of(here: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `here` is true on any rank of `group` (a collective)."""
+    found = torch.tensor(float(here), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found)

@@ -27,7 +27,8 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import DTYPES, Computing, Fill, Strategy
-from trainer.strategies.buffers import ChangedBuffers
+from trainer.strategies.buffers import ChangedBuffers, any_of
+from trainer.strategies.gathered import GatheredParameters
 from trainer.strategies.reads import read_from_outside
 from trainer.strategies.shardable import (
     StaleReferenceCheck,
@@ -57,6 +58,7 @@ class Fsdp(Strategy):
         self._may_hold_gathers = False  # torch cannot gather before the first pass
         self._accumulates = False
         self._has_reduced = False  # gradients, once
+        self._gathered: GatheredParameters | None = None
         self._used: UsedParameters | None = None
         self._buffers: ChangedBuffers | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
@@ -127,10 +129,13 @@ class Fsdp(Strategy):
         return MixedPrecisionPolicy(self.param_dtype, reduce_dtype, torch.float32 if is_root else None)
 
     def begin(self, state: TrainState) -> None:
+        wire = self.comm.wire_dtype if isinstance(self.comm, ScheduleCommConfig) else "fp32"
+        self._gathered = GatheredParameters(state.model, DTYPES[wire] if wire != "fp32" else None)
+        self._used = UsedParameters(state.model, self._gathered, self.dist, self.timeout_s)
         if self.num_replicas > 1:
-            self._used = UsedParameters(state.model, self.dist, self.timeout_s)
             sync = functools.partial(self.sync_buffers, state.model)
-            self._buffers = ChangedBuffers(state.model, self.device, sync)
+            on_any = functools.partial(any_of, device=self.device)
+            self._buffers = ChangedBuffers(state.model, sync, on_any)
 
     def begin_step(self) -> None:
         self.collect(None)
@@ -195,6 +200,8 @@ class Fsdp(Strategy):
     def autocast(self) -> Iterator[None]:  # the mixed precision policy casts parameters and inputs
         try:
             yield
+            if self._gathered is not None:
+                self._gathered.compare_root()
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise UserError(

@@ -7,19 +7,17 @@ length, and otherwise with an error of the backend.
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
+from trainer.strategies.gathered import GatheredParameters
 
 _FOREKNOWN_STEPS = 3
 
@@ -31,10 +29,11 @@ class UsedParameters:
 
     Args:
         model: sharded.
+        gathered: its parameters, whose changes on any rank are told to all.
     """
 
-    def __init__(self, model: nn.Module, dist_: Dist, timeout_s: float) -> None:
-        self._dist = dist_
+    def __init__(self, model: nn.Module, gathered: GatheredParameters, dist_: Dist, timeout_s: float) -> None:
+        self._gathered = gathered
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
         # A separate group from all that a step sends; MPI has no other.
@@ -44,20 +43,12 @@ class UsedParameters:
         self.reduces = True  # whether gradients are reduced in this pass
         self._left = _FOREKNOWN_STEPS
         self._reached: set[str] | None = None  # since the last reduction
-        self._whole: dict[Tensor, str] = {}  # gathered parameters, which have the gradients
-        self._handles = [model.register_forward_hook(self._look_ahead)]
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                note = partial(self._note, f"{name}." if name else "")
-                self._handles.append(cast(nn.Module, module).register_forward_pre_hook(note))
-
-    def _note(self, prefix: str, unit: nn.Module, inputs: Any) -> None:
-        gathered = ((name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor))
-        self._whole.update((parameter, prefix + name) for name, parameter in gathered)
+        self._handle = model.register_forward_hook(self._look_ahead)
 
     def _look_ahead(self, model: nn.Module, inputs: Any, output: Any) -> None:
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
-        reached = {self._whole[leaf] for leaf in _leaves(outputs) if leaf in self._whole}
+        names = self._gathered.names  # of what has the gradients
+        reached = {names[leaf] for leaf in _leaves(outputs) if leaf in names}
         self._reached = reached | (self._reached or set())
         for each in outputs:
             each.register_hook(self._before_reducing)
@@ -69,32 +60,40 @@ class UsedParameters:
         used, self._reached = bytes(name in self._reached for name in self._names), None
         self._left -= 1
         if not self._left:
-            self._whole.clear()
-            for handle in self._handles:
-                handle.remove()
-        self._send(used)
+            self._handle.remove()
+        self._send(used, [])
         self.settle()
 
     def launch(self) -> None:
         """Send a hash of which gradients exist. Called after each step's last backward pass."""
-        self._send(bytes(parameter.grad is not None for parameter in self._parameters))
+        used = bytes(parameter.grad is not None for parameter in self._parameters)
+        self._send(used, self._gathered.changed())
 
-    def _send(self, used: bytes) -> None:
-        self._used, word = used, zlib.crc32(used)
-        self._range = torch.tensor([word, -word])
+    def _send(self, used: bytes, changed: list[str]) -> None:
+        self._used, self._changed, word = used, changed, zlib.crc32(used)
+        self._range = torch.tensor([word, -word, bool(changed)])
         self._work = dist.all_reduce(self._range, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def settle(self) -> None:
         """Wait for the hashes of all ranks.
 
         Raises:
-            UserError: on every rank, if ranks used different parameters.
+            UserError: on every rank, if ranks used different parameters, or changed gathered ones.
         """
         if self._work is None:
             return
         self._work.wait()
         self._work = None
-        if self._range.sum():
+        most, minus_least, any_changed = self._range.tolist()
+        if any_changed:
+            changed = sorted(set().union(*gather_objects(self._changed, self._group)))
+            more = f" (and {len(changed) - 5} more)" * bool(changed[5:])
+            raise UserError(
+                f"strategy=fsdp: the forward pass or the loss changes {', '.join(changed[:5])}{more} in a "
+                "gathered copy, so that the change is lost. Nothing was saved since. Compute with another "
+                "tensor (weight.clamp(-c, c)), or take strategy=ddp"
+            )
+        if most != -minus_least:
             raise UserError(_verdict(self._names, gather_objects(self._used, self._group)))
 
 

@@ -84,6 +84,16 @@ class Client:
         for index in list(self._awaited):
             self.settle(index)
 
+    def changed(self, index: int) -> list[str]:
+        """The names of parameters in a bucket that no longer have the values pulled."""
+        names = []
+        for server, message in enumerate(self._incoming[index]):
+            for piece in self._buckets[index].pieces[server]:
+                rows = self._parameters[piece.name].detach()[piece.begin : piece.end]
+                if not torch.equal(rows.cpu(), message[piece.at : piece.at + piece.numel].view(rows.shape)):
+                    names.append(piece.name)
+        return names
+
     # ---- requests
 
     def request(self, kind: int) -> None:

@@ -1,6 +1,7 @@
 """A parameter server without common steps: stale-synchronous (max_staleness=K) or asynchronous (inf)."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,7 @@ from trainer.errors import NonFiniteLossError, UserError, writing
 from trainer.optim.train_state import Progress, TrainState
 from trainer.step import StepResult, compute_gradients, weights_ahead
 from trainer.strategies.base import Computing
+from trainer.strategies.buffers import ChangedBuffers
 from trainer.strategies.parameter_server.no_collectives import NoCollectives
 from trainer.strategies.parameter_server.synchronous import ParameterServer
 from trainer.tasks.label_weights import divisors
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
     from trainer.data.loading.base import Batches
     from trainer.training.context import TrainingContext
+
+log = logging.getLogger(__name__)
 
 
 class AsyncParameterServer(ParameterServer):
@@ -94,6 +98,20 @@ class AsyncParameterServer(ParameterServer):
     def begin(self, state: TrainState) -> None:
         super().begin(state)
         self._state, self._num_updates = state, 0
+
+    def _changed_buffers(self) -> ChangedBuffers:
+        """Warns: only where the loop saves or evaluates do workers meet, and get the first one's buffers."""
+
+        def warn() -> None:
+            if self.replica == 0:
+                log.warning(
+                    "the forward pass changes buffers, and each worker has its own until it gets the first "
+                    "one's at a save or an evaluation; if the forward pass also uses them, what is learned "
+                    "depends on when that is; take strategy.max_staleness=0, or strategy=ddp"
+                )
+            self._buffers = None
+
+        return ChangedBuffers(self._model, warn, lambda here: here)
 
     # ---- parts of a round
 

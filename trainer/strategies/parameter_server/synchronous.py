@@ -23,11 +23,12 @@ from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.buffers import ChangedBuffers, any_of
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
 from trainer.strategies.parameter_server.no_collectives import NoCollectives
 from trainer.strategies.parameter_server.roles import roles
 from trainer.strategies.parameter_server.server_shards import ServerShards, extra_states, named_alike
-from trainer.strategies.parameter_server.worker_copy import WorkerCopy
+from trainer.strategies.parameter_server.worker_copy import CHANGES, WorkerCopy
 from trainer.strategies.shardable import refuse_max_norm, refuse_scripted, refuse_shared_memory
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class ParameterServer(Strategy):
         self._meets_nobody = settings.servers != "all"  # whether a worker's pass needs no other rank
         self._is_first_pass: bool | None = None  # of training; None before it
         self._frozen_versions: dict[str, int] = {}  # before it
+        self._buffers: ChangedBuffers | None = None
         self._replica: WorkerCopy | None = None
         self._server: Server | None = None
 
@@ -91,7 +93,7 @@ class ParameterServer(Strategy):
     def _connect(self, model: nn.Module) -> None:
         rank = self.dist.rank
         self._group = _group(list(range(self.dist.world_size)), self.timeout_s)
-        workers = _group(self.workers, self.timeout_s)
+        workers = self._workers_group = _group(self.workers, self.timeout_s)
         itself = Loopback(rank, self.timeout_s)
 
         def link(peer: int) -> Link:
@@ -137,6 +139,8 @@ class ParameterServer(Strategy):
         if self._is_first_pass:
             frozen = ((name, p) for name, p in self._parameters.items() if not p.requires_grad)
             self._frozen_versions = {name: parameter._version for name, parameter in frozen}
+        if self._buffers is not None:
+            self._buffers.before_forward()
         with self._plain_errors(), self._replica.pass_(first, last=enabled):
             yield
 
@@ -195,7 +199,18 @@ class ParameterServer(Strategy):
             )
         if not self.serves:
             state.optimizer.state.clear()  # loaded from a checkpoint: the servers have it
+        if self.trains and self.num_replicas > 1:
+            self._buffers = self._changed_buffers()
         self._refresh()
+
+    def _changed_buffers(self) -> ChangedBuffers:
+        """Keeps the buffers of workers equal, as a save and a resume make them."""
+        src, group = self.workers[0], self._workers_group
+
+        def sync() -> None:
+            broadcast_tensors(self._model.buffers(), src, group)
+
+        return ChangedBuffers(self._model, sync, lambda here: any_of(here, torch.device("cpu"), group))
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Send every rank the servers' values, and the buffers of the first worker."""
@@ -248,18 +263,14 @@ class ParameterServer(Strategy):
         )
 
     def _refuse_changed_parameters(self) -> None:
-        """Raise UserError on every rank if the forward passes of a step made or changed parameters on any."""
+        """Raise UserError on every rank if a step made parameters, or changed frozen ones, on any."""
         now = dict(self._model.named_parameters())
         changed = [
             name for name, p in now.items() if p._version != self._frozen_versions.get(name, p._version)
         ]
         own = sorted(changed + [name for name in now if name not in self._parameters])
         if names := sorted(set().union(*gather_objects(own))):
-            raise UserError(
-                f"strategy=parameter_server: the forward pass makes or changes {', '.join(names[:5])}: no "
-                "server would hold that, nor a checkpoint; make parameters in __init__, and change none, or "
-                "take strategy=ddp"
-            )
+            raise UserError(CHANGES.format(", ".join(names[:5])))
 
     def evaluators(self, rank: int) -> tuple[int, int]:
         """All ranks evaluate, servers too, which would be idle otherwise."""

@@ -41,6 +41,7 @@ class WorkerCopy:
     ) -> None:
         self.client, self.timeline = client, timeline
         self._enter, self._compiled = enter, compiled
+        self._model, self._num_steps = model, 0
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         bucket_of = {name: bucket for bucket in buckets if bucket.trainable for name in bucket.names}
         self._buckets = {bucket.index: bucket for bucket in bucket_of.values()}
@@ -85,7 +86,22 @@ class WorkerCopy:
         with self._uses:
             yield
         if last:
+            self.client.settle_all()  # also values that no module used
+            self._refuse_changes()
             self._flush()
+
+    def _refuse_changes(self) -> None:
+        """Raise UserError if a step's passes replaced or changed trained parameters, which servers overwrite.
+
+        The first steps compare the values of all, later ones those of one bucket, in turn.
+        """
+        now = dict(self._model.named_parameters())
+        changed = {name for parameter, name in self._names.items() if now.get(name) is not parameter}
+        own = list(self._buckets)
+        due = own if self._num_steps < _ALL_BUCKETS else own[self._num_steps % len(own) :][:1]
+        self._num_steps += 1
+        if names := sorted(changed.union(*map(self.client.changed, due))):
+            raise UserError(CHANGES.format(", ".join(names[:5])))
 
     def close(self) -> None:
         self._worker.close()
@@ -120,8 +136,7 @@ class WorkerCopy:
         return _NOTHING
 
     def _flush(self) -> None:
-        """Push buckets without gradients, and wait for all, including unused values."""
-        self.client.settle_all()
+        """Push buckets without gradients, and wait for all."""
         for index in reversed(self._waiting):
             if self._waiting[index]:
                 self._submit(index)
@@ -134,6 +149,11 @@ class WorkerCopy:
 
 
 _NOTHING = torch.empty(0)
+_ALL_BUCKETS = 3  # steps
+CHANGES = (
+    "strategy=parameter_server: the forward pass or the loss makes or changes {}: no server would hold that, "
+    "nor a checkpoint; make parameters in __init__, and change none, or take strategy=ddp"
+)
 
 
 class _Uses(TorchFunctionMode):

@@ -1,0 +1,118 @@
+"""What a forward pass or a loss changes in a parameter counts, or is refused by name, under every strategy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.faults.test_ends import refusals
+from tests.ranks import run_ranks
+from tests.strategies.test_ddp import QUICK
+from trainer.tasks import Classification
+
+OWN = (
+    *QUICK,
+    "model._target_=tests.strategies.test_changed_parameters.Changing",
+    "data.task._target_=tests.strategies.test_changed_parameters.AfterThePass",
+    "train.max_steps=8",
+)
+
+UNUSED = "strategy.find_unused_parameters=true"
+
+
+class Block(nn.Module):
+    """Changes its own weight in training from its pass `since` on, as `how` says."""
+
+    def __init__(self, how: str, since: int) -> None:
+        super().__init__()
+        self.how, self.since, self.passes = how, since, 0
+        self.layer = nn.Linear(6, 6)
+        self.start = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.passes += self.training
+        if self.training and self.passes >= self.since:
+            self.change(rows)
+        return self.layer(rows + self.start).tanh()
+
+    def change(self, rows: Tensor) -> None:
+        if self.how == "clips":
+            self.layer.weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "starts" and self.passes == self.since:
+            with torch.no_grad():
+                self.start.add_(rows.mean(dim=0))
+        elif self.how == "scales":
+            with torch.no_grad():
+                self.layer.weight.div_(self.layer.weight.norm())
+        elif self.how == "replaces" and self.passes == self.since:
+            self.layer.weight = nn.Parameter(torch.eye(6))
+
+
+class Changing(nn.Module):
+    def __init__(self, how: str = "", since: int = 1) -> None:
+        super().__init__()
+        self.how, self.since, self.block, self.head = how, since, Block(how, since), nn.Linear(6, 2)
+        self.fsdp_units = [self.block]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head(self.block(rows))
+
+
+class AfterThePass(Classification):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        inner: Any = getattr(model, "module", model)
+        if inner.how == "in the loss":
+            inner.head.weight.data.clamp_(-0.1, 0.1)
+        return loss
+
+
+CASES = {
+    ("clips", 1): "block.layer.weight",
+    ("clips", 6): "block.layer.weight",
+    ("scales", 5): "block.layer.weight",
+    ("starts", 1): "block.start",
+    ("replaces", 1): "block.layer.weight",
+    ("in the loss", 1): "head.weight",
+    ("", 1): None,
+}
+
+
+def test_an_optimizer_that_updates_an_old_object_is_refused(tmp_path: Path) -> None:
+    for world_size, *strategy in ((2, "strategy=ddp", UNUSED), (1, "strategy=single")):
+        words = (*OWN, *strategy, "+model.how=replaces", f"run_dir={tmp_path}/{world_size}")
+        for (message,) in run_ranks(refusals, world_size, words, init=False):
+            assert "block.layer.weight of the model is another object than before the first" in message
+
+
+def told(strategy: tuple[str, ...], root: Path) -> list[str]:
+    runs = [
+        (*OWN, *strategy, f"+model.how='{how}'", f"+model.since={since}", f"run_dir={root}/{number}")
+        for number, (how, since) in enumerate(CASES)
+    ]
+    return refusals(*runs)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "words"),
+    [
+        pytest.param(("strategy=fsdp",), 2, "changes {} in a gathered copy", id="fsdp"),
+        pytest.param(("strategy=fsdp", "comm=ring", "comm.wire_dtype=bf16"), 2, "changes {} in", id="bf16"),
+        pytest.param(("strategy=fsdp",), 1, "changes {} in a gathered copy", id="one rank"),
+        pytest.param(
+            ("strategy=parameter_server", "strategy.servers=all", "strategy.bucket_mb=0.0001"),
+            2,
+            "makes or changes {}: no server",
+            id="servers",
+        ),
+    ],
+)
+def test_what_would_be_lost_is_refused(
+    strategy: tuple[str, ...], world_size: int, words: str, tmp_path: Path
+) -> None:
+    for rank, messages in enumerate(run_ranks(told, world_size, strategy, tmp_path, init=False)):
+        for case, name, message in zip(CASES, CASES.values(), messages, strict=True):
+            expected = "accepted" if name is None else words.format(name)
+            assert expected in message, f"{case} on rank {rank}: {message}"
