@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tests.checkpoint import tiny
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
-from trainer.optim.train_state import Progress, load_model_state, parameter_names
+from trainer.optim.train_state import Progress, TrainState, load_model_state, parameter_names
 
 
 def test_progress_counts_steps_epochs_and_samples() -> None:
@@ -125,3 +126,29 @@ def test_a_tree_comes_apart_and_together() -> None:
 def test_a_tree_refuses_what_would_need_a_pickle() -> None:
     with pytest.raises(UserError, match=r"schedule\.factor, a function"):
         take_apart({"schedule": {"factor": test_progress_counts_steps_epochs_and_samples}})
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool) -> None:
+    layer = nn.Linear(64, 64)
+    alone = copy.deepcopy(layer)
+    optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1, 0.9, fused=fused) for m in (layer, alone))
+    scaler, schedule = torch.amp.GradScaler("cpu"), torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    state = TrainState(layer, optimizer, schedule, scaler, Progress())
+    state.keep_average(0.5, warmup=False)
+    assert state.average is not None
+    for gradient in (math.inf, 1.0, math.nan, 1.0):
+        memory = [torch.full((64, 64), math.nan) for _ in range(8)]
+        del memory  # so that new memory holds no zeros
+        scale = scaler.scale(torch.ones(())).item()
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, gradient * scale)
+        scaler.unscale_(optimizer)
+        state.update()
+        for parameter in alone.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        if math.isfinite(gradient):
+            plain.step()
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(layer.get_parameter(name), value)
+    assert state.average.state_dict()["num_updates"] == state.skipped_updates == 2

@@ -1,15 +1,19 @@
 """bf16 and fp16 train like fp32, and an fp16 overflow on any rank skips the step on all."""
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
+from tests.strategies.test_ddp import QUICK as SMALL
 from trainer.training.context import TrainingContext
 
 QUICK = (
@@ -76,3 +80,27 @@ def test_overflow_skips_the_step_everywhere(strategy: str, tmp_path: Path) -> No
         assert rank["same"]
         assert rank["scale"] == 2.0**16
         assert rank["warnings"] == []
+
+
+class Rooted(nn.Module):
+    """Whose gradient is infinite in its passes from `since` on, and its loss finite."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.layer, self.since, self.passes = nn.Linear(6, 2), since, 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.passes += 1
+        return self.layer(rows) + (self.layer.weight.sum() * (self.passes < self.since)).abs().sqrt()
+
+
+def test_a_run_whose_every_step_overflows_ends(tmp_path: Path) -> None:
+    own = (*SMALL, "model._target_=tests.strategies.test_precision.Rooted", "+model.since=3")
+    steps = ("train.max_steps=60", "train.epochs=100", "train.log_every_steps=10", "train.precision=fp16")
+    ((message,),) = run_ranks(refusals, 1, (*own, *steps, f"run_dir={tmp_path}"), init=False)
+    assert "50 steps in a row, up to 52, made no update, for gradients that are NaN or Inf" in message
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    skipped = {
+        line["step"]: line["train/skipped_updates"] for line in logged if "train/skipped_updates" in line
+    }
+    assert skipped == {10: 8, 20: 18, 30: 28, 40: 38, 50: 48}

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from trainer.errors import NonFiniteLossError
 from trainer.optim.ema import MovingAverage
 from trainer.optim.schedules import after_step
 
 # Prefixes that torch.compile and activation checkpointing add to parameter names.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+_MAX_SKIPPED = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
 
 
 @dataclass
@@ -78,6 +81,9 @@ class TrainState:
     progress: Progress
     average: MovingAverage | None = None
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
+    skipped_updates: int = 0  # of fp16, in this process
+    _skipped_in_a_row: int = 0
+    _loss_scale: float | None = None  # after the last update
 
     def keep_average(self, decay: float, warmup: bool) -> None:
         """Start a moving average of the trained parameters, and of floating-point buffers."""
@@ -94,11 +100,43 @@ class TrainState:
         }
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
-    def end_update(self) -> None:
+    def update(self) -> None:
+        """Update the parameters from their gradients; where fp16 overflowed, only the schedule moves.
+
+        In fp16 this waits for the device.
+
+        Raises:
+            NonFiniteLossError: on every rank: no update was made in 50 steps in a row.
+        """
+        before, began = self._loss_scale, any(self.optimizer.state.values())
+        if before is None:
+            before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._loss_scale = self.scaler.get_scale()
+        if self._loss_scale >= before:
+            self._skipped_in_a_row = 0
+            self.end_update()
+            return
+        if not began:
+            self.optimizer.state.clear()  # of fused SGD: momentum that its kernel did not write
+        self.skipped_updates += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row == _MAX_SKIPPED:
+            step, scale = self.progress.step + 1, self._loss_scale
+            raise NonFiniteLossError(
+                f"train.precision=fp16: {_MAX_SKIPPED} steps in a row, up to {step}, made no update, for "
+                f"gradients that are NaN or Inf; the loss scale is {scale:.2g} now. Look for a root or a "
+                "logarithm of 0, or a division by 0; or take train.precision=bf16"
+            )
+        self.end_update(skipped=True)
+
+    def end_update(self, skipped: bool = False) -> None:
         """Count an update: record its learning rates, advance the schedule, and update the average."""
         self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
         after_step(self.schedule)
-        self.update_average()
+        if not skipped:
+            self.update_average()
 
     def update_average(self) -> None:
         """Add the present weights to the average, if there is one."""
@@ -141,6 +179,7 @@ class TrainState:
         self._load_optimizer_state(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
         # A disabled scaler saves nothing; one that is enabled in this run keeps its initial state.
+        self._loss_scale = None
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
         for name, value in saved["progress"].items():

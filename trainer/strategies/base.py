@@ -168,9 +168,7 @@ class Strategy:
 
     def update(self, state: TrainState) -> None:
         """Update the parameters that this process owns, from their gradients."""
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.end_update()
+        state.update()
         state.optimizer.zero_grad(set_to_none=True)
 
     def collect(self, model: nn.Module) -> None:

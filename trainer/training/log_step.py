@@ -20,6 +20,8 @@ def log_step(context: TrainingContext, meter: Meter, window: Mark, grad_norm: Te
     }
     if grad_norm is not None:
         values["train/grad_norm"] = grad_norm.item()
+    if context.state.skipped_updates:
+        values["train/skipped_updates"] = context.state.skipped_updates
     num_skipped = context.train_loader.num_skipped + (
         context.eval_loader.num_skipped if context.eval_loader else 0
     )
