@@ -11,7 +11,7 @@ from tests.user_parts import Tiny
 EXTRA: dict[str, tuple[Any, Any]] = {
     "int": (lambda n: n, lambda state: state),
     "dict": (lambda n: {"passes": n, "seen": [n, None, ("a", 0.5)], 3: "$x"}, lambda state: state["passes"]),
-    "bytes": (lambda n: b"\0\xff" * n, lambda state: len(state) // 2),
+    "bytes": (lambda n: b"\0\xff" * n, lambda state: state.count(b"\0\xff")),
     "tensor": (lambda n: torch.ones(n), lambda state: len(state)),
     "tensors": (lambda n: {"of": [torch.ones(n, 2)], "n": n}, lambda state: state["of"][0].shape[0]),
 }

@@ -18,10 +18,11 @@ from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.layout import Plan, index_to_json, plan
 from trainer.checkpoint.matching import (
     begins_average,
+    check_fits,
     first_five,
-    fitting,
     of_modules_own,
     other_buffers,
+    saved_state,
     targets_for,
 )
 from trainer.checkpoint.source import MODEL_CONFIG, PLACES, STATE, Source, check_size, whole
@@ -99,13 +100,15 @@ class Checkpointer:
         """Called after each step; after the first, look whether a resume would take what a save would hold.
 
         Raises:
-            UserError: on every rank alike: a forward pass has made or resized a buffer.
+            UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter.
         """
         if not self._checked:
             self._agreement.everywhere(lambda: self._taken_apart(state))
             self._checked = True
 
     def _taken_apart(self, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self._expected is not None:
+            self._expected.check_parameters(state.model)
         tensors, plain = take_apart(state.state_dict())
         if self._expected is not None:
             self._expected.check(tensors)
@@ -231,10 +234,10 @@ class Checkpointer:
             log.warning(
                 "ema: %s holds no averages of these weights; they begin with its weights", source.directory
             )
-        saved = self._agreement.everywhere(lambda: fitting(state, plain, targets))
+        self._agreement.everywhere(lambda: check_fits(state, plain, targets))
         self.restored_places = self._agreement.everywhere(source.places)
         self._agreement.everywhere(lambda: source.read_into(targets))
-        self._agreement.everywhere(lambda: state.load_state_dict(saved))
+        self._agreement.everywhere(lambda: state.load_state_dict(saved_state(plain, targets)))
         self._report(source, state.progress)
         self.restored_metrics = source.manifest.metrics
         if source.directory.resolve().parent == self._store.root.resolve():

@@ -86,20 +86,21 @@ def _fits(name: str, buffer: Tensor, shapes: Shapes) -> bool:
     return shapes.get(f"buffers.{name}") == (buffer.shape, buffer.dtype)
 
 
-def fitting(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The saved state, put together from ``targets``: what ``state.load_state_dict`` takes.
-
-    Raises:
-        UserError: it lacks something, or holds a text where this run has a number, and so on.
-    """
+def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The saved state, put together from ``targets`` once these were read: what ``load_state_dict`` takes."""
     buffers = plain.get(
         "buffers", {}
     )  # which others than these were left out, and before which there were none
     read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
-    ours = state.state_dict()
     average = plain.get("ema", {}) if any(name.startswith("ema.") for name in targets) else {}
     saved: dict[str, Any] = put_together({**plain, "buffers": read, "ema": average}, targets)
-    _compare_kinds(saved["ema"], ours["ema"], "ema", required=ours["ema"].keys() if average else ())
+    return saved
+
+
+def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> None:
+    """UserError if the saved state lacks something, or has a text where this run has a number, and so on."""
+    ours, saved = state.state_dict(), saved_state(plain, targets)
+    _compare_kinds(saved["ema"], ours["ema"], "ema", required=ours["ema"].keys() if saved["ema"] else ())
     if saved["model"].keys() != ours["model"].keys():
         raise UserError("the checkpoint is of another model: its state does not name this model's tensors")
     if foreign := sorted(set(saved["optimizer"]["state"]) - set(dict(parameter_names(state.model)))):
@@ -116,7 +117,6 @@ def fitting(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, T
     if hidden := sorted(own & (saved["schedule"].keys() - ours["schedule"].keys())):
         raise UserError(f"the checkpoint's schedule would replace {first_five(hidden)}")
     _compare_kinds(saved["progress"], ours["progress"], "progress", required=ours["progress"].keys())
-    return saved
 
 
 def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
