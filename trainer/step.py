@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.distributed.seeding import seed_part
 from trainer.gradient_norm import scale_down
-from trainer.tasks.label_weights import Divisor, divided, weight_of
+from trainer.tasks.label_weights import Divisor, loss_of, weight_of
 
 if TYPE_CHECKING:
     from trainer.data.loading.base import Batches
@@ -98,6 +98,7 @@ def compute_gradients(
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
     goes_on = context.state.progress.step + 1 < context.total_steps
     first_part, mean_loss = context.batch.first_part(replica), None
+    is_first = step == context.first_step + 1
     for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
         data_begin = time.perf_counter()
@@ -109,8 +110,8 @@ def compute_gradients(
         seed_part(context.seed, step, first_part + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):
             with strategy.autocast():
-                loss = divided(context.task.loss(context.model, batch), divisor)
-            own_loss = loss.detach().float()
+                loss = loss_of(context.task, context.model, batch, divisor, is_first=is_first)
+            own_loss, is_first = loss.detach().float(), False
             mean_loss = own_loss if mean_loss is None else mean_loss + own_loss
             meter.count_batch(context.task, batch, divisor)
             if last and tell_others:

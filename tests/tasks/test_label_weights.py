@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from models.gpt import GPT
 from tests.data.streams import Numbers
+from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from trainer.data.device import Mirrored
@@ -20,7 +21,7 @@ from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling, Regression
-from trainer.tasks.label_weights import divided, weight_of
+from trainer.tasks.label_weights import divided, loss_of, weight_of
 
 STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in which no label counts
 
@@ -225,14 +226,82 @@ def test_no_label_leaves_gradients_of_zero(head: str, compiles: bool) -> None:
         assert math.isfinite(largest) and (largest > 0) == (loss.item() > 0) == (divisor is not None)
 
 
-@pytest.mark.parametrize("weight", [-1, math.nan, math.inf])
-def test_a_weight_that_is_no_number_of_labels_is_refused(weight: float) -> None:
+class Masked(Classification):
+    """Its own mean, which is 0 / 0 without a label."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = batch
+        mask = labels != -100
+        losses = F.cross_entropy(model(inputs), labels.clamp(min=0), reduction="none")
+        return (losses * mask).sum() / mask.sum()
+
+
+def _own_and_torchs(root: str) -> dict[str, list[dict[str, Tensor]]]:
+    plain, found = (*PLAIN, *DATA["digits"], "train.eval_every_epochs=0", "train.micro_batch_size=2"), {}
+    for strategy in ("ddp", "fsdp", "parameter_server"):
+        servers = ("strategy.servers=all",) if strategy == "parameter_server" else ()
+        for name in ("trainer.tasks.Classification", f"{__name__}.Masked"):
+            own = (f"strategy={strategy}", *servers, f"data.task._target_={name}")
+            found.setdefault(strategy, []).append(fitted(*plain, *own, f"run_dir={root}/{strategy}{name}")[1])
+    return found
+
+
+def test_a_loss_of_0_by_0_adds_nothing_where_no_label_counts(tmp_path: Any) -> None:
+    found, _ = run_ranks(_own_and_torchs, 2, str(tmp_path), init=False)
+    for strategy, (torchs, own) in found.items():
+        for name, value in torchs.items():
+            torch.testing.assert_close(own[name], value, msg=lambda words, at=strategy: f"{at}: {words}")
+
+
+@pytest.mark.parametrize(
+    ("weight", "shown"),
+    [(-1, "-1.0"), (math.nan, "nan"), (math.inf, "inf"), ([1, 2], r"a tensor of shape \(2,\)")],
+)
+def test_a_weight_that_is_no_number_of_labels_is_refused(weight: Any, shown: str) -> None:
     class Mine:
         def weight(self, batch: Any) -> Tensor:
             return torch.tensor(weight)
 
-    with pytest.raises(UserError, match=f"Mine.weight gives {float(weight)}, but must give how many labels"):
+    with pytest.raises(UserError, match=f"Mine.weight gives {shown}, but must give how many labels"):
         weight_of(Mine(), None)
+    Mine.weight = lambda self, batch: None  # type: ignore[assignment,return-value]
+    with pytest.raises(UserError, match=r"Mine\.weight gives a NoneType, but"):
+        weight_of(Mine(), None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        (lambda loss: None, "a NoneType"),
+        (lambda loss: loss.item(), "a float"),
+        (lambda loss: (loss, loss), "a tuple"),
+        (lambda loss: loss.expand(3), r"a tensor of shape \(3,\)"),
+        (lambda loss: loss.long(), "a torch.int64 tensor that requires no gradient"),
+        (lambda loss: loss.detach(), "a torch.float32 tensor that requires no gradient"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated_is_refused(wrong: Any, shown: str) -> None:
+    class Mine:
+        def loss(self, model: nn.Module, batch: Tensor) -> Any:
+            return wrong(model(batch).sum())
+
+    with pytest.raises(UserError, match=f"Mine.loss returns {shown}, but must return a scalar"):
+        loss_of(Mine(), nn.Linear(2, 2), torch.ones(3, 2), 1)
+
+
+class Backward(Classification):
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        loss.backward(retain_graph=True)
+        return loss
+
+
+def test_a_loss_that_makes_gradients_itself_is_refused(tmp_path: Any) -> None:
+    own = (*PLAIN, *DATA["digits"][:2], f"data.task._target_={__name__}.Backward")
+    expected = "Backward.loss calls backward() itself, and those gradients would not be divided"
+    for strategy in ("single", "fsdp"):
+        words = (*own, f"strategy={strategy}", f"run_dir={tmp_path}/{strategy}")
+        assert expected in run_ranks(refusals, 1, words, init=False)[0][0]
 
 
 def test_the_weight_is_of_what_the_task_sees() -> None:

@@ -71,11 +71,33 @@ NAMED = {
 }
 
 
-def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture) -> list[str]:
+class Teaching(nn.Module):
+    """A task that keeps a tensor, and what it is told to keep, from step to step."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.center, self.plain_loss = kept, torch.zeros(2), torch.zeros(())
+        self.register_buffer("in_buffer", torch.zeros(2))
+        self.teacher = nn.Linear(6, 2).requires_grad_(False)
+
+    def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
+        out = model(rows)
+        self.plain_loss = out.detach().sum()
+        if self.kept == "center":
+            self.center = self.center + out.detach().mean(0)
+        elif self.kept == "in_buffer":
+            self.in_buffer += 1
+        elif self.kept == "teacher":
+            self.teacher.weight.mul_(0.9)
+        return out.sum()
+
+
+def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture, kept: str = "") -> list[str]:
+    task = Teaching(kept)
     caplog.clear()
-    unsaved, optimizer = UnsavedState(model, True), torch.optim.SGD(model.parameters(), 0.1)
+    unsaved, optimizer = UnsavedState(model, task, True), torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(4):
-        model(torch.randn(3, 6)).sum().backward()
+        task.loss(model, torch.randn(3, 6)).backward()
         optimizer.step()
         unsaved.look()
     return [record.getMessage() for record in caplog.records]
@@ -90,6 +112,14 @@ def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixt
     for kept in ("", "cache", "buffer", "output", "weight norm"):
         assert not warnings_of(Keeper(kept), caplog), kept
     assert not warnings_of(Extra("number"), caplog)
+
+
+def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for kept in ("center", "in_buffer", "teacher"):
+        (message,) = warnings_of(nn.Linear(6, 2), caplog, kept)
+        assert message.startswith(f"task.{kept} changes from step to step"), message
+    assert not warnings_of(nn.Linear(6, 2), caplog)
 
 
 def test_a_run_says_so(tmp_path: Path) -> None:

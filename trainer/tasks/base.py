@@ -45,7 +45,7 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean over the counted labels of the micro-batch, a scalar to differentiate.
 
-        Without counted labels it may be NaN, but its gradient must be 0, as that of torch's cross entropy is.
+        Without counted labels it may be NaN; its gradient by the model's outputs then counts as 0.
         """
 
     def weight(self, batch: Any) -> float | Tensor:

@@ -1,13 +1,16 @@
 """The weight of each micro-batch in the loss of a step: its fraction of all counted labels."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from trainer.data.device import Mirrored
 from trainer.errors import UserError
+from trainer.nested import leaves
 from trainer.tasks import Task
 
 Divisor = float | Tensor | None
@@ -22,9 +25,14 @@ def weight_of(task: Task, batch: Any) -> float:
     """
     if (weight := getattr(task, "weight", None)) is None:
         return 1.0
-    value = float(weight(batch.batch if isinstance(batch, Mirrored) else batch))
+    given = weight(batch.batch if isinstance(batch, Mirrored) else batch)
+    try:
+        value = float(given)
+        shown = str(value)
+    except (TypeError, ValueError, RuntimeError):
+        value, shown = math.nan, _kind(given)
     if not 0 <= value < math.inf:
-        raise UserError(f"{type(task).__name__}.weight gives {value}, but must give how many labels count")
+        raise UserError(f"{type(task).__name__}.weight gives {shown}, but must give how many labels count")
     return value
 
 
@@ -43,3 +51,50 @@ def divided(loss: Tensor, divisor: Divisor) -> Tensor:
     if isinstance(divisor, int) and divisor == 1:  # saves two operations of a step
         return loss
     return loss / (divisor.to(loss) if isinstance(divisor, Tensor) else divisor)
+
+
+def loss_of(task: Task, model: nn.Module, batch: Any, divisor: Divisor, *, is_first: bool = False) -> Tensor:
+    """The contribution of `batch` to the loss of the step.
+
+    Without counted labels the model's outputs get gradients of 0, also from a loss that is 0/0: the gradient
+    of a division by 0 is NaN, whatever follows.
+
+    Args:
+        is_first: whether it is the first of the run, without gradients so far.
+
+    Raises:
+        UserError: `task.loss` does not return a scalar to differentiate, or made gradients itself.
+    """
+    with _zero_gradients(model) if divisor is None else nullcontext():
+        loss = task.loss(model, batch)
+    method = f"{type(task).__name__}.loss"
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        raise UserError(f"{method} returns {_kind(loss)}, but must return a scalar to differentiate, a mean")
+    if is_first and any(parameter.grad is not None for parameter in model.parameters()):
+        raise UserError(
+            f"{method} calls backward() itself, and those gradients would not be divided by the number of "
+            "micro-batches and ranks; return the loss, to which the trainer applies backward()"
+        )
+    return divided(loss, divisor)
+
+
+@contextmanager
+def _zero_gradients(model: nn.Module) -> Iterator[None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        for leaf in leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(torch.zeros_like)
+
+    handle = model.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if value.ndim:
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {value.dtype} tensor that requires no gradient"

@@ -16,6 +16,9 @@ _LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
 class Regression:
     """Batches are (inputs (B, ...), targets (B,) or (B, K)); the model returns as many numbers.
 
+    Every target counts, -100 too, and NaN in one ends the run: a task of yours leaves missing ones out of
+    its `loss` and its `weight`.
+
     Evaluation: the loss; rmse and mae in the targets' units; r2, the explained fraction of the targets'
     variance around the mean of each of the K (0 for predicting the mean).
 

@@ -1,4 +1,4 @@
-"""Attributes that modules keep between steps without saving them, so that a resume is not exact."""
+"""Attributes that modules and tasks keep between steps without saving them, so that a resume is not exact."""
 
 import logging
 import random
@@ -21,15 +21,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 
 
 class UnsavedState:
-    """Compares the attributes of all modules after the first two steps, and warns of those that changed.
+    """Compares the attributes of modules and of the task after the first two steps; warns of changed ones.
 
     Attributes that the first step sets and the second does not change, such as caches, are no state. A module
     with `get_extra_state` decides itself what is saved.
     """
 
-    def __init__(self, model: nn.Module, looks: bool) -> None:
+    def __init__(self, model: nn.Module, task: Any, looks: bool) -> None:
         """One rank that `looks` is enough: the first of those that train."""
-        self._model = model
+        self._model, self._task = model, task
         self._after_first: dict[str, list[Any]] | None = None
         self._is_over = not looks
 
@@ -37,7 +37,7 @@ class UnsavedState:
         """Called after each step."""
         if self._is_over:
             return
-        now = _attributes(self._model)
+        now = _attributes(self._model) | self._of_task()
         if self._after_first is None:
             self._after_first = now
             return
@@ -45,12 +45,21 @@ class UnsavedState:
         if changed := [name for name in now if now[name] != self._after_first.get(name, now[name])]:
             log.warning(
                 "%s%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
-                "that the one before left, a resumed run will differ; make it a buffer (register_buffer), or "
-                "give its module get_extra_state and set_extra_state",
+                "that the one before left, a resumed run will differ; make it a buffer of the model "
+                "(register_buffer), or give its module get_extra_state and set_extra_state",
                 ", ".join(changed[:5]),
                 f" (and {len(changed) - 5} more)" * (len(changed) > 5),
             )
         self._after_first = {}
+
+    def _of_task(self) -> dict[str, list[Any]]:
+        """The attributes of the task, but for its `plain_loss`; what is a module in it, with its tensors."""
+        parts = {**getattr(self._task, "_buffers", {}), **getattr(self._task, "_modules", {})}
+        return {
+            f"task.{name}": _values(value, known={id(part) for part in self._model.modules()})
+            for name, value in (vars(self._task) | parts).items()
+            if name not in {*_OF_EVERY_MODULE, "plain_loss"}
+        }
 
 
 def _attributes(model: nn.Module) -> dict[str, list[Any]]:
@@ -61,9 +70,12 @@ def _attributes(model: nn.Module) -> dict[str, list[Any]]:
         if type(module).get_extra_state is nn.Module.get_extra_state:
             for name, value in vars(module).items():
                 if name not in _OF_EVERY_MODULE:
-                    values = [_value(leaf) for leaf in tree_leaves(value) if id(leaf) not in known]
-                    found[f"{prefix}.{name}" if prefix else name] = values
+                    found[f"{prefix}.{name}" if prefix else name] = _values(value, known)
     return found
+
+
+def _values(attribute: Any, known: set[int]) -> list[Any]:
+    return [_value(leaf) for leaf in tree_leaves(attribute) if id(leaf) not in known]
 
 
 def _value(leaf: Any, within: bool = False) -> Any:
