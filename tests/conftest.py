@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Set
@@ -39,9 +40,11 @@ def _pids() -> set[int]:
 
 
 def _processes(but: Set[int]) -> dict[int, str]:
-    """Command line by pid of what this session started, except multiprocessing's own two helpers."""
+    """Command line by pid of what this session started, except multiprocessing's own two helpers and the ranks
+    that wait for the next test."""
     found = {}
-    for pid in _pids() - but:
+    ranks = sys.modules.get("tests.ranks")
+    for pid in _pids() - but - (ranks.live_pids() if ranks else set()):
         folder = Path("/proc", str(pid))
         # A process may end at any moment while it is looked at.
         with contextlib.suppress(OSError):

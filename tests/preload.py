@@ -27,7 +27,10 @@ with contextlib.suppress(Exception):  # the test that needs the broken module sa
     import models.mlp
     import models.vision
     import models.vit
+    import tests.programs
+    import tests.ranks
     import tests.runs
+    import tests.user_parts
     import trainer.data.digits
     import trainer.data.vision
     import trainer.loggers.tensorboard

@@ -20,7 +20,13 @@ from trainer.errors import NonFiniteLossError, UserError
 from trainer.training import run_hash
 
 ROOT = Path(__file__).parents[1]
-TINY = ["train.max_steps=4", "train.log_every_steps=2", "distributed.device=cpu", "model.hidden=[8]"]
+TINY = [
+    "logger=jsonl",
+    "train.max_steps=4",
+    "train.log_every_steps=2",
+    "distributed.device=cpu",
+    "model.hidden=[8]",
+]
 
 
 def failures_in_between(run_dir: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Which room may import which: data flows one way, and so do the imports."""
 
 import ast
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -101,11 +102,16 @@ WITHOUT_TORCH = [
 ]
 
 
-def imports_of(file: Path, *, at_once: bool = False) -> Iterator[str]:
+@functools.cache
+def imports_of(file: Path, *, at_once: bool = False) -> tuple[str, ...]:
     """The imports of `file` when it runs or, `at_once`, when it is loaded.
 
     Imports under `if TYPE_CHECKING:` are for annotations alone.
     """
+    return tuple(_imports(file, at_once))
+
+
+def _imports(file: Path, at_once: bool) -> Iterator[str]:
     tree = ast.parse(file.read_text())
     for_types = {
         id(node)

@@ -25,6 +25,7 @@ NUM_SAMPLES = 192
 LEGS = ((16, 3), (32, 5), (8, 23), (64, None))
 MICRO = (8, 4, 4, 16)  # accumulated once, four times, once, twice on each of two ranks
 SETTINGS = (
+    "logger=jsonl",
     "data.dataset._target_=tests.checkpoint.test_batch_change.Numbered",
     "model._target_=tests.checkpoint.test_batch_change.OneLayer",
     "~model.input_shape",

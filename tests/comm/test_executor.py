@@ -21,6 +21,7 @@ from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
 
 SHAPES = [[0], [0, 0], [0, 0, 0], [0] * 4, [0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 0, 1, 1, 1]]
+QUICK = [[0], [0, 0, 0], [0, 1], [0, 0, 0, 1]]
 SIZES = [0, 1, 7, 1000, 200_003]  # the last in 13 to 25 segments of 64 KiB
 WIRES = [None, torch.bfloat16, torch.float16]
 # Relative to the sum of magnitudes: some roundings of the coarsest dtype on the way; a lost rank is 1/6.
@@ -71,7 +72,11 @@ def same_bits(hashes: list[dict[str, int]]) -> int:
 OF_A_SIZE = len(ALGORITHMS) * len(WIRES) * len(TOLERANCE)
 
 
-@pytest.mark.parametrize("hosts", SHAPES, ids=lambda hosts: "".join(map(str, hosts)))
+@pytest.mark.parametrize(
+    "hosts",
+    [pytest.param(hosts, marks=[pytest.mark.slow] * (hosts not in QUICK)) for hosts in SHAPES],
+    ids=lambda hosts: "".join(map(str, hosts)),
+)
 def test_small_and_large_buckets(hosts: list[int]) -> None:
     small, large = SIZES[:-1], SIZES[-1:]
     assert same_bits(run_threads(check, len(hosts), ALGORITHMS, hosts, small, 1 << 10)) == 4 * OF_A_SIZE

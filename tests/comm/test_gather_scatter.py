@@ -137,7 +137,15 @@ def test_real_processes_of_two_hosts() -> None:
     assert run_ranks(by_gloo, 3, [0, 1, 0], [torch.bfloat16], [400], 1 << 10) == [5 * 5] * 3
 
 
-@pytest.mark.parametrize("hosts", [[0] * 4, [0, 0, 0, 1, 1]], ids=lambda hosts: "".join(map(str, hosts)))
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param([0] * 4, marks=pytest.mark.slow),
+        [0, 0, 1],
+        pytest.param([0, 0, 0, 1, 1], marks=pytest.mark.slow),
+    ],
+    ids=lambda hosts: "".join(map(str, hosts)),
+)
 def test_every_algorithm_dtype_and_wire(hosts: list[int]) -> None:
     wires = [None, torch.bfloat16, torch.float16]
     counts = run_threads(gathered_and_scattered, len(hosts), hosts, wires, [0, 1, 7, 30_011], 1 << 14)

@@ -34,7 +34,13 @@ def summed(links: GlooLinks, algorithm: str) -> tuple[bool, int]:
     return all(are_right), files
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+QUICK = ("master_worker", "halving_doubling")  # with the most messages at one rank, and with the largest
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ALGORITHMS],
+)
 def test_every_algorithm_sums_on_32_ranks(algorithm: str) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # those of all ranks are here

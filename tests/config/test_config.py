@@ -1,9 +1,13 @@
 """The check of the settings: what it accepts, what it refuses, and its messages."""
 
+import copy
+import functools
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 
 from tests.runs import CONF, composed, settings
 from trainer.cli import compose
@@ -14,6 +18,7 @@ from trainer.errors import UserError
 OPTIONS = sorted(
     f"{path.parent.name}={path.stem}" for path in CONF.glob("*/*.yaml") if path.parent.name != "experiment"
 )
+GROUPS = [list(options) for _, options in groupby(OPTIONS, lambda option: option.partition("=")[0])]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 # Settings without which an option means nothing.
 NEEDS = {
@@ -24,9 +29,20 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_composes(option: str) -> None:
-    assert settings(option, *NEEDS.get(option, []))
+@pytest.mark.parametrize("options", zip_longest(*GROUPS), ids=lambda options: "-".join(filter(None, options)))
+def test_every_option_composes(options: tuple[str | None, ...]) -> None:
+    """One of each group at a time, since composing takes its time; each is then alone among the defaults."""
+    taken = [option for option in options if option is not None]
+    together = composed(*taken, *(word for option in taken for word in NEEDS.get(option, [])))
+    for option in taken:
+        group, alone = option.partition("=")[0], copy.deepcopy(_defaults())
+        alone[group] = together[group]
+        assert load(alone), option
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    return composed()
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -104,7 +120,7 @@ def test_groups_are_not_empty() -> None:
 )
 def test_refuses(override: str, words: str) -> None:
     with pytest.raises(UserError) as refused:
-        load(composed(*override.split(" ")))
+        settings(*override.split(" "))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -199,5 +215,5 @@ def test_config_imports_no_torch() -> None:
 )
 def test_refuses_an_all_reduce_that_cannot_be(overrides: list[str], words: str) -> None:
     with pytest.raises(UserError) as refused:
-        load(composed(*overrides))
+        settings(*overrides)
     assert words in str(refused.value)

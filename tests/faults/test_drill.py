@@ -78,7 +78,7 @@ drill.main([drill.Case("ddp", "native", "none")], start, drill.parser(None, dril
 """
     (tmp_path / "program.py").write_text(program)
     with started(str(tmp_path / "program.py"), str(tmp_path), env={"TMPDIR": str(tmp_path)}) as drilling:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while not (tmp_path / "launcher").exists() or not (tmp_path / "launcher").read_text():
             assert time.monotonic() < deadline, drilling.stderr
             time.sleep(0.02)

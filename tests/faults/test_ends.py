@@ -19,6 +19,7 @@ from tests.runs import context_of, train
 from trainer.tasks import Classification
 
 TINY = (
+    "logger=jsonl",
     "data.dataset._target_=tests.user_parts.Stripes",
     "model._target_=tests.user_parts.Tiny",
     "~model.input_shape",

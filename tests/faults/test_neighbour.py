@@ -38,7 +38,7 @@ def test_workers_in_the_middle_of_a_batch_are_blamed_and_ended() -> None:
     neighbour = Neighbour(RankIdentity(0, 0, "here", os.getpid(), heartbeat.fd, stacks.fd, 0))
     before = signal.getsignal(signal.SIGCHLD)
     with worker(heartbeat, first, busy=True) as busy, worker(heartbeat, first + 1, busy=False) as idle:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while (
             len(neighbour.records.workers()) < 2 or len(neighbour.busy_workers(neighbour.records.main())) != 1
         ):

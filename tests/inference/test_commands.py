@@ -31,6 +31,7 @@ from trainer.files.atomic_file import output_file
 from trainer.inference.command import Ended, arguments, start
 
 STRIPES = [
+    "logger=jsonl",
     "data.dataset={_target_: tests.user_parts.Stripes}",
     "+data.dataset.num_samples=125",
     "model._target_=tests.user_parts.Normed",
@@ -45,6 +46,7 @@ STRIPES = [
     "distributed.device=cpu",
 ]
 TEXT = [
+    "logger=jsonl",
     "experiment=text_gpt",
     "data.dataset.block_size=32",
     "model.width=32",

@@ -285,7 +285,7 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
     file = tmp_path / "meeting place"
     alone = [f"distributed.init_method={file.as_uri()}", "distributed.rank=0", "distributed.world_size=2"]
     with started("train.py", *(set_to(*word.split("=", 1)) for word in alone)) as program:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 100
         while not (file.exists() and file.stat().st_size):
             assert time.monotonic() < deadline, "rank 0 does not open the file"
             time.sleep(0.05)

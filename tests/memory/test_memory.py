@@ -216,6 +216,7 @@ def test_a_model_that_returns_its_own_loss_leaves_out_dp_alone(capsys: pytest.Ca
         to_gather({"logits": torch.zeros(2, 3), "loss": torch.zeros(())})
 
 
+@pytest.mark.slow
 def test_all_strategies_are_compared_and_one_that_refuses_the_run_says_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

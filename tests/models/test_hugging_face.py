@@ -56,6 +56,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 COMMON = (
+    "logger=jsonl",
     "train.max_steps=6",
     "train.epochs=9",
     "train.global_batch_size=8",

@@ -19,6 +19,7 @@ from trainer.loop import evaluate_if_due, fit, save, train_epoch
 from trainer.optim.ema import MovingAverage
 
 COMMON = (
+    "logger=jsonl",
     "model._target_=tests.user_parts.Normed",
     "~model.input_shape",
     "~model.num_classes",

@@ -231,6 +231,7 @@ def test_shapes_of_wsd_and_one_cycle() -> None:
 
 
 COMMON = (
+    "logger=jsonl",
     "optim=adamw",
     "optim.lr=0.05",
     "model._target_=tests.user_parts.Normed",
@@ -347,7 +348,13 @@ def _thawing(root: str, thaws: bool, *strategy: str) -> tuple[str, list[str]]:
     logging.getLogger("trainer.optim.param_groups").addHandler(listener)
     model = ("model._target_=tests.optim.test_param_groups.Thaws", f"+model.thaws={thaws}")
     model += ("~model.input_shape", "~model.hidden", "~model.num_classes", "data=digits")
-    ran = ("optim=sgd", "train.max_steps=6", "train.clip_grad_norm=0.01", "train.eval_every_epochs=0")
+    ran = (
+        "logger=jsonl",
+        "optim=sgd",
+        "train.max_steps=6",
+        "train.clip_grad_norm=0.01",
+        "train.eval_every_epochs=0",
+    )
     found = runs.train(*model, *ran, *strategy, f"run_dir={root}/{thaws}")
     logging.getLogger("trainer.optim.param_groups").removeHandler(listener)
     return found["param_sha256"], warnings

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.test_ends import TINY
+from tests.faults import test_ends
 from tests.faults.test_launchers_end import attempt
 from tests.programs import finish
 from tests.ranks import run_ranks
@@ -25,6 +25,8 @@ from trainer.checkpoint.store import Store
 from trainer.errors import UserError
 from trainer.run_dir import claim as run_dir_module
 from trainer.run_dir.claim import LOCK, RUN, RunDir, claim
+
+TINY = test_ends.TINY[1:]  # TensorBoard writes into the directory, too
 
 
 def claimed(path: Path | None, resume: str | None = None, wait_s: float = 1) -> RunDir:

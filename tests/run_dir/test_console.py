@@ -102,7 +102,7 @@ import trainer.cli
 
 def main():
     print("importing", flush=True)
-    time.sleep(60)
+    time.sleep(1000)
 
 trainer.cli.main = main
 ringmaster.main()
@@ -112,11 +112,11 @@ ringmaster.main()
 def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_TO_IMPORT)
     with started(str(tmp_path / "slow.py")) as program:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 100
         while "importing" not in program.stdout:
             assert program.poll() is None and time.monotonic() < deadline, program.stderr
             time.sleep(0.02)
         program.send_signal(signal.SIGINT)
-        ended = program.wait(10)
+        ended = program.wait()
     assert ended.code == -signal.SIGINT
     assert ended.stderr == "interrupted before the run began: nothing was trained\n"

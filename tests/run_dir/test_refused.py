@@ -17,7 +17,13 @@ from trainer.evaluate import evaluate
 from trainer.faults import exit_report
 from trainer.run_dir.claim import LOCK
 
-TINY = ("model.hidden=[8]", "schedule=constant", "train.log_every_steps=2", "checkpoint.every_steps=3")
+TINY = (
+    "logger=jsonl",
+    "model.hidden=[8]",
+    "schedule=constant",
+    "train.log_every_steps=2",
+    "checkpoint.every_steps=3",
+)
 REFUSED = {
     "another model": (["model.hidden=[9]"], "of another model"),
     "another optimizer": (["optim=adamw"], "optim"),

@@ -24,6 +24,7 @@ DTYPES = [
     torch.float32,
 ]
 COMMON = (
+    "logger=jsonl",
     "model._target_=tests.strategies.test_buffers.Marked",
     "~model.input_shape",
     "~model.num_classes",

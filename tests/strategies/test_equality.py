@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 from tests.runs import trained
 
 COMMON = (
+    "logger=jsonl",
     "train.max_steps=10",
     "train.global_batch_size=64",
     "train.eval_every_epochs=0",

@@ -25,6 +25,7 @@ from trainer.strategies.parameter_server.worker_copy import WorkerCopy
 
 STEPS = 10
 COMMON = (
+    "logger=jsonl",
     "data=digits",
     "model=mlp",
     "schedule=cosine",

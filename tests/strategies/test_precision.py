@@ -17,6 +17,7 @@ from tests.strategies.test_ddp import QUICK as SMALL
 from trainer.training.context import TrainingContext
 
 QUICK = (
+    "logger=jsonl",
     "train.max_steps=66",
     "train.eval_every_epochs=0",
     "checkpoint.every_epochs=null",

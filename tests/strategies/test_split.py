@@ -14,6 +14,7 @@ from trainer.loop import fit
 from trainer.strategies.split import Split, _Together
 
 COMMON = (
+    "logger=jsonl",
     "train.max_steps=6",
     "train.global_batch_size=16",
     "train.eval_every_epochs=0",

@@ -166,14 +166,22 @@ def test_settings_edited_under_a_sweep_end_it_and_leave_nothing_out(sweep: Sweep
     ("override", "words"),
     [
         ("optim.lr=0.1,-1", "optim.lr is -1, but must be at least 0"),
-        ("optim.lr=interval(0.1,1)", "optim.lr=interval(...) has no grid"),
-        ("run_dir=here", "run_dir=here would be the directory of every trial"),
         ("hydra/launcher=joblib", "hydra/launcher=joblib: each trial of a sweep is its own launch"),
         ("hydra.sweeper.serch=tpe", "did you mean hydra.sweeper.search?"),
-        ("hydra.sweeper.search=best", "hydra.sweeper.search is best, but must be one of grid, random, tpe"),
-        ("hydra.sweeper.concurrent=0", "hydra.sweeper.concurrent is 0, but must be auto or a number"),
         ("hydra.sweeper.prune=true", "hydra.sweeper.prune=true needs hydra.sweeper.search=random or tpe"),
-        ("hydra/sweeper=basic", "hydra/sweeper: each trial of a sweep is its own launch"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("optim.lr=interval(0.1,1)", "optim.lr=interval(...) has no grid"),
+                ("run_dir=here", "run_dir=here would be the directory of every trial"),
+                (
+                    "hydra.sweeper.search=best",
+                    "hydra.sweeper.search is best, but must be one of grid, random, tpe",
+                ),
+                ("hydra.sweeper.concurrent=0", "hydra.sweeper.concurrent is 0, but must be auto or a number"),
+                ("hydra/sweeper=basic", "hydra/sweeper: each trial of a sweep is its own launch"),
+            )
+        ),
     ],
 )
 def test_refuses(sweep: Sweep, override: str, words: str) -> None:

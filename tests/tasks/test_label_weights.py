@@ -1,8 +1,10 @@
 """Labels that do not count: the same model at any world size, with means over the counted labels only."""
 
 import copy
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +61,12 @@ class Unlabelled(Numbers):
             yield row, label if number % 12 == 11 else torch.tensor(-100)
 
 
-PLAIN = (f"train.max_steps={STEPS}", f"train.global_batch_size={SAMPLES}", "schedule=constant")
+PLAIN = (
+    "logger=jsonl",
+    f"train.max_steps={STEPS}",
+    f"train.global_batch_size={SAMPLES}",
+    "schedule=constant",
+)
 PLAIN += ("optim.momentum=0", "optim.weight_decay=0", "checkpoint.every_epochs=null")
 DATA = {
     "digits": (
@@ -85,7 +92,7 @@ DATA = {
         "data.task.label_smoothing=0.1",
     ),
 }
-WAYS = {
+WAYS: dict[str, tuple[Any, ...]] = {
     "single": (1, "strategy=single"),
     "single, accumulated": (1, "strategy=single", "train.micro_batch_size=2"),
     "single, fp16": (1, "strategy=single", "train.micro_batch_size=2", "train.precision=fp16"),
@@ -115,10 +122,6 @@ def fitted(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
         state = context.state.model.state_dict()
         whole = {n: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for n, v in state.items()}
         return figures, whole
-
-
-def _each(runs: list[tuple[str, ...]]) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
-    return [fitted(*overrides) for overrides in runs]
 
 
 def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -166,33 +169,42 @@ def held_out(model: nn.Module, loader: Any) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Figures and model by data and way of training; one start of ranks for each world size."""
-    root = tmp_path_factory.mktemp("weights")
+def made_by_hand(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[dict[str, float], dict[str, Tensor]]]:
+    """Of each kind of data, once."""
 
-    def options(data: str, *way: str) -> tuple[str, ...]:
-        return (*PLAIN, *DATA[data], *way, f"run_dir={root / str(abs(hash((data, way))))}")
+    @functools.cache
+    def make(data: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+        run_dir = f"run_dir={tmp_path_factory.mktemp('by_hand')}"
+        return run_ranks(by_hand, 1, *PLAIN, *DATA[data], "strategy=single", run_dir, init=False)[0]
 
-    found: dict[str, dict[str, Any]] = {data: {} for data in DATA}
-    for size in (1, 2, 3):
-        ways = [way for way, (world, *_) in WAYS.items() if world == size]
-        cases = [(data, way) for way in ways for data in DATA if data == "digits" or way in ALL_DATA]
-        [ran, *_] = run_ranks(_each, size, [options(d, *WAYS[w][1:]) for d, w in cases], init=False)
-        for (data, way), result in zip(cases, ran, strict=True):
-            found[data][way] = result
-    for data in DATA:
-        found[data]["by hand"] = run_ranks(by_hand, 1, *options(data, "strategy=single"), init=False)[0]
-    return found
+    return make
+
+
+QUICK = {("digits", "single, accumulated"), ("digits", "ddp, accumulated"), ("digits", "fsdp")}
+QUICK |= {("digits", "servers, apart"), ("text", "ddp, accumulated"), ("stream", "fsdp")}
 
 
 @pytest.mark.parametrize(
-    ("data", "way"), [(data, way) for data in DATA for way in WAYS if data == "digits" or way in ALL_DATA]
+    ("data", "way"),
+    [
+        pytest.param(data, way, marks=[pytest.mark.slow] * ((data, way) not in QUICK))
+        for data in DATA
+        for way in WAYS
+        if data == "digits" or way in ALL_DATA
+    ],
 )
 def test_the_model_and_its_figures_are_those_made_by_hand(
-    found: dict[str, dict[str, Any]], data: str, way: str
+    made_by_hand: Callable[[str], tuple[dict[str, float], dict[str, Tensor]]],
+    data: str,
+    way: str,
+    tmp_path: Path,
 ) -> None:
-    figures, model = found[data][way]
-    expected, by_hand = found[data]["by hand"]
+    world_size, *overrides = WAYS[way]
+    options = (*PLAIN, *DATA[data], *overrides, f"run_dir={tmp_path}")
+    figures, model = run_ranks(fitted, world_size, *options, init=False)[0]
+    expected, by_hand = made_by_hand(data)
     assert all(math.isfinite(figures[name]) for name in figures.keys() & expected.keys())
     if way == "servers, in turn":  # no steps in common: each push is the mean over its own labels
         return

@@ -18,6 +18,7 @@ from trainer.training.gradient_check import GradientCheck
 
 # The third loss of the last rank is finite, and its slope NaN.
 SLOPE = (
+    "logger=jsonl",
     *("data.task._target_=tests.user_parts.FailsAt", "~data.task.label_smoothing", "+data.task.call=3"),
     *("+data.task.how=slope", "train.max_steps=4", "train.eval_every_epochs=0"),
     *("schedule=constant", "train.log_every_steps=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9"),

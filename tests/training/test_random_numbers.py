@@ -15,6 +15,7 @@ from trainer.loop import fit
 
 Draws = tuple[float, ...]
 SETTINGS = (
+    "logger=jsonl",
     *("train.global_batch_size=64", "train.micro_batch_size=16", "train.max_steps=4", "model.hidden=[8]"),
     *("train.eval_every_epochs=0", "distributed.timeout_s=60"),
 )

@@ -16,6 +16,7 @@ from trainer.faults.injection.injector import flip
 from trainer.training.context import TrainingContext
 
 QUICK = (
+    "logger=jsonl",
     "data.dataset._target_=tests.user_parts.Stripes",
     "model._target_=tests.user_parts.Normed",
     "~model.input_shape",

@@ -1,0 +1,213 @@
+"""What a function has left behind in a rank that lives on: put back what can be, and tell what cannot.
+
+A rank that takes the next function must be as good as one forked for it, or a test could pass by what another
+left. What a process sets in passing (environment, directory, generators, signal handlers, loggers, torch's
+settings) is put back. What has no way back ends the rank: a function or constant that a broken double replaced in
+a module or a class, a thread, a child, a process group, a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+_OURS = ("trainer", "models", "tests", "hydra_plugins")
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    type,
+    staticmethod,
+    classmethod,
+)
+_VALUES = (*_FUNCTIONS, property, int, float, str, tuple, Path, type(None), dict, list, set)
+_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
+_HOOKS = ("excepthook", "unraisablehook")  # they are put back
+_GRACE_S = 1.0  # for threads and children that end at this moment
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] in _OURS
+
+
+class UsedProcess:
+    """Made while nothing has run; `lent` before each function, `returned` after it."""
+
+    def __init__(self) -> None:
+        self._names: dict[types.ModuleType | type, dict[str, Any]] = {}
+        self._modules = set(sys.modules)
+        self._state = _state()
+        self._limits = [resource.getrlimit(limit) for limit in _LIMITS]
+
+    def lent(self) -> None:
+        """Take note of all functions, classes and constants that the project's modules have and use."""
+        with warnings.catch_warnings():  # some names of torch's are deprecated
+            warnings.simplefilter("ignore")
+            self._note_all()
+
+    def _note_all(self) -> None:
+        for name, module in list(sys.modules.items()):
+            if isinstance(module, types.ModuleType) and _is_ours(name) and module not in self._names:
+                self._note(module)
+                for used in list(vars(module).values()):
+                    if isinstance(used, types.ModuleType) and used not in self._names:
+                        self._note(used)
+
+    def _note(self, module: types.ModuleType) -> None:
+        self._names[module] = _values(module)
+        for value in list(vars(module).values()):
+            if isinstance(value, type) and value not in self._names:
+                self._names[value] = _values(value)
+
+    def returned(self) -> str:
+        """Put back what can be; what cannot be, or an empty text where the next function may come."""
+        gc.collect()
+        found = next(self._left(), "")
+        _put_back(self._state)
+        return found
+
+    def _left(self) -> Iterator[str]:
+        if dist.is_initialized():
+            yield "a process group"
+        if [resource.getrlimit(limit) for limit in _LIMITS] != self._limits:
+            yield "a limit"
+        for owner, names in self._names.items():
+            values = _values(owner)
+            for name in names.keys() | values.keys():
+                old, new = names.get(name), values.get(name)
+                if old is new or not _differ(old, new):
+                    continue
+                # torch replaces some of its own, as the step of an optimizer.
+                of_torch = old is None or _home(new).startswith("torch.")
+                if _is_ours(_home(owner)) or _is_ours(_home(new)) or not of_torch:
+                    yield f"{owner.__name__}.{name}"
+        for name in set(sys.modules) - self._modules:
+            module = sys.modules[name]
+            if getattr(module, "__spec__", None) is None:
+                yield f"the module {name}"
+            elif _is_ours(name) and not name.startswith("tests") and module not in self._names:
+                for value in _values(module).values():
+                    if _home(value).startswith("tests."):
+                        yield f"{name}.{value}"
+        deadline = time.monotonic() + _GRACE_S
+        while (left := [*_threads(), *_children()]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if left:
+            yield f"{left}"
+
+
+def _threads() -> list[threading.Thread]:
+    """All but the one of tqdm's, which stays for good."""
+    return [thread for thread in threading.enumerate()[1:] if thread.name != "tqdm_monitor"]
+
+
+def _children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def _home(value: Any) -> str:
+    """The module that a value comes from."""
+    return value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
+
+
+def _values(owner: types.ModuleType | type) -> dict[str, Any]:
+    """What a double may replace; for a module that is not the project's, only functions and classes."""
+    kinds = _VALUES if _is_ours(_home(owner)) else _FUNCTIONS
+    return {
+        name: (value, tuple(map(id, value.values() if isinstance(value, dict) else value)))
+        if isinstance(value, dict | list | set)
+        else value
+        for name, value in list(vars(owner).items())
+        if isinstance(value, kinds) and not name.startswith(("__", "_abc_")) and name not in _HOOKS
+    }
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Of two that are not the same object."""
+    if isinstance(one, _FUNCTIONS) or isinstance(other, _FUNCTIONS) or type(one) is not type(other):
+        return True
+    if isinstance(one, tuple) and len(one) == len(other):
+        return any(a is not b and _differ(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one != other)
+
+
+def _state() -> dict[str, Any]:
+    return {
+        "environment": dict(os.environ),
+        "directory": Path.cwd(),
+        "argv": list(sys.argv),
+        "path": list(sys.path),
+        "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook),
+        "temporary": tempfile.tempdir,
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        "warnings": list(warnings.filters),
+        "loggers": {name: _logger_state(logger) for name, logger in _loggers().items()},
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _put_back(state: dict[str, Any]) -> None:
+    os.environ.clear()
+    os.environ.update(state["environment"])
+    os.chdir(state["directory"])
+    sys.argv[:], sys.path[:] = state["argv"], state["path"]
+    sys.stdin, sys.stdout, sys.stderr = state["streams"]
+    sys.excepthook, sys.unraisablehook, threading.excepthook = state["hooks"]
+    tempfile.tempdir = state["temporary"]
+    signal.alarm(0)
+    for number, handler in state["signals"].items():
+        if signal.getsignal(number) != handler and handler is not None:
+            with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP have none
+                signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, state["mask"])
+    warnings.filters[:] = state["warnings"]  # type: ignore[index]
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+    for name, logger in _loggers().items():
+        handlers, filters, level, propagate, disabled = state["loggers"].get(name, ([], [], 0, True, False))
+        logger.handlers[:], logger.filters[:] = handlers, filters
+        logger.setLevel(level)
+        logger.propagate, logger.disabled = propagate, disabled
+        for name in [name for name in vars(logger) if callable(getattr(logging.Logger, name, None))]:
+            delattr(logger, name)  # a double's
+    logging.disable(logging.NOTSET)
+    random.seed()
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.set_default_dtype(state["dtype"])
+    torch.use_deterministic_algorithms(state["deterministic"])
+    torch.set_float32_matmul_precision(state["precision"])
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    named = {k: v for k, v in logging.root.manager.loggerDict.items() if isinstance(v, logging.Logger)}
+    return {"": logging.root, **named}
+
+
+def _logger_state(logger: logging.Logger) -> tuple[Any, ...]:
+    return list(logger.handlers), list(logger.filters), logger.level, logger.propagate, logger.disabled
