@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import random
+import threading
 import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +17,8 @@ import torch.distributed as dist
 
 from tests.hosts import hosts
 from tests.ranks import RankFailure, run_ranks
+from trainer.checkpoint import store
+from trainer.comm.network.checks import CHECKS
 
 
 def _sum(scale: float) -> tuple[torch.Tensor, int]:
@@ -79,3 +87,61 @@ def test_ranks_live_on_hosts() -> None:
         results = run_ranks(_sum, 3, 2.0, hosts=[left, left, right])
         assert all(torch.equal(value, torch.full((3,), 12.0)) for value, _ in results)
         assert left.counters()[0] > before
+
+
+def _leave(what: str) -> int:
+    """What a double or a run may leave behind."""
+    match what:
+        case "a method":
+            store.Store.commit = lambda *args: None  # type: ignore[assignment, method-assign, return-value]
+        case "a function of Python's":
+            time.time = time.monotonic
+        case "a method of torch's":
+            torch.Tensor.add_ = lambda self, other: self  # type: ignore[method-assign, assignment]
+        case "an entry":
+            CHECKS["broadcast"] = lambda me: None  # type: ignore[assignment, return-value]
+        case "a constant":
+            store.MANIFEST = "other.json"  # type: ignore[misc]
+        case "a thread":
+            threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+        case "a child":
+            get_context("fork").Process(target=time.sleep, args=(1000,), daemon=True).start()
+        case "a group":
+            dist.init_process_group("gloo")
+        case "what is put back":
+            os.environ["RANK"] = "7"
+            os.chdir("/")
+            torch.manual_seed(5)
+            random.seed(5)
+            torch.set_default_dtype(torch.float64)
+            logging.getLogger("trainer").warning = lambda *args: None  # type: ignore[method-assign]
+    return os.getpid()
+
+
+def _state() -> tuple[int, Any]:
+    drawn = torch.rand(1).item(), torch.zeros(1).add_(1).item(), torch.get_default_dtype()
+    doubles = (
+        "lambda"
+        in f"{store.Store.commit}{time.time}{CHECKS['broadcast']}{logging.getLogger('trainer').warning}"
+    )
+    return os.getpid(), (drawn, doubles, time.time() > 1e9, store.MANIFEST, Path.cwd(), os.environ["RANK"])
+
+
+def test_a_rank_that_is_as_good_as_new_takes_the_next_function() -> None:
+    [(_, new)] = run_ranks(_state, 1, init=False, fresh=True)
+    [pid] = run_ranks(_leave, 1, "what is put back", init=False)
+    assert run_ranks(_state, 1, init=False) == [(pid, new)]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("a method", "a function of Python's", "a method of torch's", "an entry", "a constant", "a thread"),
+        *("a child", "a group"),
+    ],
+)
+def test_a_rank_in_which_something_is_left_takes_none(what: str) -> None:
+    [(_, new)] = run_ranks(_state, 1, init=False, fresh=True)
+    [pid] = run_ranks(_leave, 1, what, init=False)
+    [(next_pid, state)] = run_ranks(_state, 1, init=False)
+    assert next_pid != pid and state == new

@@ -80,7 +80,9 @@ class UsedProcess:
     def returned(self) -> str:
         """Put back what can be; what cannot be, or an empty text where the next function may come."""
         gc.collect()
-        found = next(self._left(), "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = next(self._left(), "")
         _put_back(self._state)
         return found
 
@@ -96,7 +98,7 @@ class UsedProcess:
                 if old is new or not _differ(old, new):
                     continue
                 # torch replaces some of its own, as the step of an optimizer.
-                of_torch = old is None or _home(new).startswith("torch.")
+                of_torch = old is None or _home(new).partition(".")[0] == "torch"
                 if _is_ours(_home(owner)) or _is_ours(_home(new)) or not of_torch:
                     yield f"{owner.__name__}.{name}"
         for name in set(sys.modules) - self._modules:
