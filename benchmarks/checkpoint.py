@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.source import whole
-from trainer.checkpoint.store import verify
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed.process_group import Dist

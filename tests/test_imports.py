@@ -58,7 +58,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "compare": "config errors files run_dir sweep",
     },
     {
-        "inference": "build checkpoint config data distributed errors faults launch loggers meta_init "
+        "inference": "build checkpoint config data distributed errors faults files launch loggers meta_init "
         "optim run_dir strategies tasks",
     },
     {
@@ -91,7 +91,7 @@ MAY_USE = {room: set(used.split()) for floor in FLOORS for room, used in floor.i
 FROM_OUTSIDE = {
     "config": {"hydra", "omegaconf", "yaml"},
     "errors": set(),
-    "files": set(),
+    "files": {"fsspec"},
     "comm": {"torch", "numpy", "matplotlib"},
     "models": {"torch", "torchvision"},
 }

@@ -37,7 +37,8 @@ def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> "nn.Mo
     If the run evaluates moving averages instead (`ema.evaluate=instead`), with those.
 
     Args:
-        run_dir: the directory of the run; the model is built from its config.yaml.
+        run_dir: the directory of the run, or its address. The model is built as its config.yaml says, whose
+            classes are called.
         checkpoint: newest (that verifies), best (by the run's `checkpoint.keep_best`), or the path of one.
 
     Raises:

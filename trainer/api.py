@@ -15,6 +15,7 @@ from trainer.config.overrides import CONF, for_hydra, in_words, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
 from trainer.faults import exit_report
+from trainer.files.address import Location, location
 from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json
 from trainer.inference.restore import restored_model
@@ -52,9 +53,9 @@ def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
     return load_json(run_dir / "result.json")
 
 
-def load_model(run_dir: str | Path, checkpoint: str | Path) -> nn.Module:
+def load_model(run_dir: str | Location, checkpoint: str | Path) -> nn.Module:
     """See `trainer.load_model`."""
-    return restored_model(saved_settings(Path(run_dir)), str(checkpoint))
+    return restored_model(saved_settings(location(run_dir)), str(checkpoint))
 
 
 def composed(overrides: list[str]) -> Config:

@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.config.saved_run import saved_settings
+from trainer.files.address import Address, Location, location
 from trainer.files.atomic_file import output_file
 from trainer.inference.command import arguments, start
 
@@ -28,14 +29,14 @@ def main() -> None:
 
 
 def evaluate(
-    run_dir: str | Path, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
+    run_dir: str | Location, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
 ) -> dict[str, Any] | None:
     """Return the contents of evaluation.json on rank 0; None on others (a collective of all ranks).
 
     Raises:
         UserError: the run, the checkpoint or held-out data does not exist; or settings do not fit.
     """
-    return _evaluate(saved_settings(Path(run_dir), overrides), str(checkpoint))
+    return _evaluate(saved_settings(location(run_dir), overrides), str(checkpoint))
 
 
 def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
@@ -58,14 +59,18 @@ def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
             "samples": loader.num_samples and loader.num_samples - loader.num_skipped,  # null for a stream
             **{f"{of}{name}": value for of, those in figures.items() for name, value in those.items()},
         }
-        path = Path(config.run_dir or "") / "evaluation.json"
+        path = location(config.run_dir or "") / "evaluation.json"
         on_main(lambda: _write(path, found), at_work.dist)
     return found if at_work.dist.is_main else None
 
 
-def _write(path: Path, found: dict[str, Any]) -> None:
+def _write(path: Location, found: dict[str, Any]) -> None:
+    data = (json.dumps(found, indent=2) + "\n").encode()
+    if isinstance(path, Address):
+        path.write(data)
+        return
     with output_file(path, replace=True) as file:
-        file.write((json.dumps(found, indent=2) + "\n").encode())
+        file.write(data)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
                 save(context, evaluation)
             if result.stop:
                 context.checkpointer.close()
+                context.checkpointer.finish_remote()
                 raise StoppedBySignal(progress.step)
             context.model.train()
             meter.start()

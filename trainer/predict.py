@@ -13,6 +13,7 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.saved_run import saved_settings
 from trainer.errors import UserError
+from trainer.files.address import Location, location
 from trainer.files.atomic_file import check_free, output_file
 from trainer.inference.command import arguments, start
 from trainer.launch.place import place
@@ -30,7 +31,7 @@ def main() -> None:
 
 
 def predict(
-    run_dir: str | Path, out: str | Path, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
+    run_dir: str | Location, out: str | Path, checkpoint: str | Path = "newest", overrides: Sequence[str] = ()
 ) -> int:
     """Write `out` and return the number of its rows (a collective of all ranks).
 
@@ -38,7 +39,7 @@ def predict(
         UserError: the run, the checkpoint or held-out data does not exist; the task predicts nothing; or
             `out` exists or cannot be written.
     """
-    return _predict(saved_settings(Path(run_dir), overrides), str(checkpoint), Path(out))
+    return _predict(saved_settings(location(run_dir), overrides), str(checkpoint), Path(out))
 
 
 def _predict(config: Config, checkpoint: str, out: Path) -> int:

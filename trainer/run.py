@@ -101,6 +101,7 @@ def run(config: Config) -> dict[str, Any]:
             if dist.is_main:
                 write_result(run_dir, result, made_steps=context.state.progress.step > context.first_step)
             context.run_log.close()  # last, so that a failing logger loses nothing else
+            context.checkpointer.finish_remote()
             log.info("%s  ->  %s", run_dir, context.run_log.look)
     return result
 
@@ -261,10 +262,11 @@ def _check_keep_best(config: Config, task: Task) -> None:
 
 def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int]:
     """The run directory, locked until `resources` closes, and the seed."""
-    run_dir = claim(config.run_dir, config.resume, resources, wait_s=config.distributed.timeout_s / 2)
+    remote = config.checkpoint.remote
+    run_dir = claim(config.run_dir, config.resume, resources, config.distributed.timeout_s / 2, remote)
     seed = config.seed
     if seed is None and config.resume is not None:
-        seed = saved_seed(run_dir.path, run_dir.run_id, config.resume)
+        seed = saved_seed(run_dir.path, run_dir.run_id, config.resume, remote)
     return run_dir, secrets.randbits(31) if seed is None else seed
 
 

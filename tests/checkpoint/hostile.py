@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.hashing import BLOCK_BYTES
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.safetensors_files import NAMES
-from trainer.checkpoint.store import MANIFEST
 
 STEP = "step_00000002"
 MODEL, OPTIM = "model-00000-of-00001.safetensors", "optim-00000-of-00001.safetensors"

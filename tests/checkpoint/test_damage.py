@@ -13,7 +13,7 @@ import torch
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights, store
+from trainer.checkpoint import load_weights, manifest
 from trainer.errors import UserError
 
 Damage = Callable[[Path], str]
@@ -117,7 +117,7 @@ class FlipManifest:
         self.position = position
 
     def __call__(self, directory: Path) -> str:
-        path = directory / store.MANIFEST
+        path = directory / manifest.MANIFEST
         data = bytearray(path.read_bytes())
         data[self.position % len(data)] ^= 1
         path.write_bytes(data)
@@ -134,7 +134,7 @@ def test_the_manifest_vouches_for_itself(tmp_path: Path) -> None:
 
 class Version1:
     def __call__(self, directory: Path) -> str:
-        (directory / store.MANIFEST).write_text('{"format_version": 1, "files": {"tensors.pt": {}}}')
+        (directory / manifest.MANIFEST).write_text('{"format_version": 1, "files": {"tensors.pt": {}}}')
         return "version 1"
 
 

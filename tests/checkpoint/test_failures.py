@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import checkpointer as checkpointer_module
-from trainer.checkpoint import saved_seed, store, writing
+from trainer.checkpoint import manifest, saved_seed, store, writing
 from trainer.config import KeepBest
 from trainer.errors import UserError
 
@@ -256,7 +256,7 @@ def test_checkpoints_of_another_run_are_neither_pruned_nor_replaced_nor_resumed(
         "two None": ["latest", "step_00000004", "step_00000004.of_one"],
         "two auto": ["latest", "step_00000004.of_one", "step_00000005"],
     }
-    assert store.read_manifest(tmp_path / "checkpoints" / "step_00000004.of_one").run_id == "one"
+    assert manifest.read_manifest(tmp_path / "checkpoints" / "step_00000004.of_one").run_id == "one"
 
 
 def test_a_run_without_a_seed_goes_on_with_the_one_it_drew(tmp_path: Path) -> None:

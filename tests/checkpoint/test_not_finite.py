@@ -16,7 +16,7 @@ from tests.programs import finish
 from tests.ranks import run_ranks
 from trainer.checkpoint import checkpointer as checkpointer_module
 from trainer.checkpoint.expected import not_finite
-from trainer.checkpoint.store import read_manifest
+from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import NonFiniteLossError, UserError
 from trainer.local_shard import to_local

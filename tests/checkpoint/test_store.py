@@ -11,16 +11,16 @@ import pytest
 
 from trainer.checkpoint import store as store_module
 from trainer.checkpoint.hashing import write_text
-from trainer.checkpoint.store import (
+from trainer.checkpoint.listing import Retention
+from trainer.checkpoint.manifest import (
     MANIFEST,
     Manifest,
-    Retention,
-    Store,
     manifest_text,
     read_manifest,
     step_in_name,
     verify,
 )
+from trainer.checkpoint.store import Store
 from trainer.errors import UserError
 
 

@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import RankFailure, run_ranks
-from trainer.checkpoint import hashing, store
+from trainer.checkpoint import hashing, manifest, store
 from trainer.checkpoint.source import Source
 from trainer.errors import UserError
 
@@ -40,7 +40,7 @@ class Points:
         rename, replace, symlink, mkdir = Path.rename, Path.replace, Path.symlink_to, Path.mkdir
 
         def hashing_write(file: hashing.HashingFile, data: Any) -> int:
-            is_manifest = Path(f"/proc/self/fd/{file.fileno()}").readlink().name == store.MANIFEST
+            is_manifest = Path(f"/proc/self/fd/{file.fileno()}").readlink().name == manifest.MANIFEST
             half = memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2]
             self.reached("manifest" if is_manifest else "write", lambda: write(file, half))
             return write(file, data)
@@ -115,7 +115,7 @@ def _found_by_auto(run_dir: Path) -> Source:
     checkpoints.clean()
     for directory in checkpoints.newest_first():
         with contextlib.suppress(UserError):
-            store.verify(directory)
+            manifest.verify(directory)
             return Source.open(directory)
     raise AssertionError("neither the old nor the new checkpoint is whole")
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.programs import Ended, finish, started
 from tests.ranks import ROOT
-from trainer.checkpoint.store import verify
+from trainer.checkpoint.manifest import verify
 from trainer.errors import StoppedBySignal
 from trainer.launch.exits import exits
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.programs import started_ranks
 from tests.ranks import ROOT, RankFailure, run_ranks
-from trainer.checkpoint.store import verify
+from trainer.checkpoint.manifest import verify
 from trainer.errors import StoppedBySignal
 from trainer.launch import signals
 from trainer.launch.signals import STOP_SIGNALS, StopRequest

@@ -4,16 +4,18 @@ Needs no GPU and no process group, and runs nothing that it finds in a checkpoin
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint.convert import DTYPES, FILE_BYTES, FORMS, convert
+from trainer.checkpoint.listing import Listing
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.source import Source, whole
-from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
+from trainer.files.address import Location, location
 from trainer.files.untrusted import printable
 
 
@@ -27,7 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("convert", "write the weights of a checkpoint in a form of other programs"),
     ):
         command = commands.add_parser(name, help=help)
-        command.add_argument("directory", type=Path, help="a checkpoint" + ", or a run" * (name != "convert"))
+        command.add_argument(
+            "directory",
+            type=location,
+            help="a checkpoint"
+            + ", or a run" * (name != "convert")
+            + "; its path, or an address as s3://...",
+        )
         if name == "convert":
             command.add_argument("out", type=Path, help="what to write; must not exist")
             command.add_argument("--to", required=True, choices=FORMS)
@@ -66,18 +74,19 @@ def _gigabytes(text: str) -> float:
     return size
 
 
-def _checkpoints(directory: Path) -> Iterator[Path]:
-    if os.path.lexists(directory / MANIFEST) or not directory.is_dir():
+def _checkpoints(directory: Location) -> Iterator[Location]:
+    if (directory / MANIFEST).exists() or not directory.is_dir():
         yield directory
         return
-    root = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
-    found = Store(root).directories()
+    inner = directory / "checkpoints"
+    listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
+    found = listing.directories()
     if not found:
         raise UserError(f"{printable(directory)} is no checkpoint (it has no {MANIFEST}) and holds none")
     yield from found
 
 
-def _report(directory: Path, in_full: bool) -> bool:
+def _report(directory: Location, in_full: bool) -> bool:
     """Print what there is to say about one checkpoint; True if it is whole."""
     try:
         source: Source | None = whole(directory)

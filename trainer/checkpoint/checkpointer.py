@@ -16,6 +16,7 @@ from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.layout import Plan, index_to_json, plan
+from trainer.checkpoint.listing import Listing, Retention, newest_of
 from trainer.checkpoint.matching import (
     begins_average,
     check_fits,
@@ -25,14 +26,17 @@ from trainer.checkpoint.matching import (
     saved_state,
     targets_for,
 )
+from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.source import MODEL_CONFIG, PLACES, STATE, Source, check_size, whole
-from trainer.checkpoint.store import Retention, Store
+from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.writing import write_tensors
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteLossError, UserError
+from trainer.faults.heartbeat import at_disk
+from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable
 from trainer.optim.train_state import Progress, TrainState, buffer_names
 
@@ -70,6 +74,15 @@ class Checkpointer:
         self._settings, self._dist = settings, dist
         self._num_samples, self._strategy, self._config = num_samples, strategy, dict(config)
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
+        best = settings.keep_best
+        self._retention = Retention(
+            last=settings.keep_last,
+            best=(best.metric, best.mode) if best is not None else None,
+            every=settings.keep_every,
+        )
+        self._remote = NoRemote()
+        if settings.remote is not None and dist.rank == 0:
+            self._remote = Remote(Address(settings.remote), self._store, self._retention)
         self._agreement = Agreement(dist, settings.timeout_s)
         dist.heartbeat.disk_may_take(settings.timeout_s)
         self._last_saved: int | None = None
@@ -104,6 +117,7 @@ class Checkpointer:
         """
         if not self._checked:
             self._agreement.everywhere(lambda: self._taken_apart(state))
+            self._remote.follow()
             self._checked = True
 
     def _taken_apart(self, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -265,6 +279,17 @@ class Checkpointer:
         """
         self._finish()
 
+    def figures(self) -> dict[str, float]:
+        """By name, for the log."""
+        return self._remote.figures()
+
+    def finish_remote(self) -> None:
+        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after `close`."""
+        self._dist.heartbeat.enter("checkpoint")
+        with at_disk():
+            # The other ranks wait as long, and begin earlier.
+            self._agreement.on_main(lambda: self._remote.finish(0.9 * self._settings.timeout_s))
+
     def _finish(self) -> None:
         if self._in_flight is None:
             return
@@ -298,13 +323,11 @@ class Checkpointer:
             if directory is not None and self._dist.local_rank == 0:
                 self._store.abandon(directory)
             raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error
-        best = self._settings.keep_best
-        retention = Retention(
-            last=self._settings.keep_last,
-            best=(best.metric, best.mode) if best is not None else None,
-            every=self._settings.keep_every,
-        )
-        self._agreement.on_main(lambda: self._store.prune(retention))
+        self._agreement.on_main(lambda: self._sealed(step))
+
+    def _sealed(self, step: int) -> None:
+        self._remote.follow(step)
+        self._store.prune(self._retention, spared=self._remote.in_hand)
 
     def _write_part(
         self, directory: Path, tensors: Mapping[str, Tensor], who: Plan, facts: dict[str, Any]
@@ -332,7 +355,9 @@ class Checkpointer:
     def _choose(self, resume: str) -> Source | None:
         """What ``resume`` means, found to be whole, each rank reading its share of the files; collective."""
         auto = resume == "auto"
-        found = self._agreement.on_main(lambda: self._store.newest_first() if auto else [_existing(resume)])
+        found = self._agreement.on_main(
+            lambda: newest_of(self._store, self._remote.listings) if auto else [_existing(resume)]
+        )
         reasons: list[str] = []
         for directory in found:
             try:
@@ -374,11 +399,12 @@ def _shown(key: str, value: Any) -> tuple[str, str]:
     return printable(key), printable(repr(value))
 
 
-def saved_seed(run_dir: Path, run_id: str, resume: str | None) -> int | None:
+def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | None = None) -> int | None:
     """The seed of the run that ``resume`` goes on with; None if there is none. Nothing is verified yet."""
-    candidates = (
-        Store(run_dir / "checkpoints", run_id).newest_first() if resume == "auto" else [Path(resume or "")]
-    )
+    candidates: list[Location] = [Path(resume or "")]
+    if resume == "auto":
+        others = (Listing(Address(remote) / "checkpoints", run_id),) if remote is not None else ()
+        candidates = newest_of(Listing(run_dir / "checkpoints", run_id), others)
     for directory in candidates:
         with contextlib.suppress(UserError):
             return Source.open(directory).seed

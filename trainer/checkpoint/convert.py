@@ -16,6 +16,7 @@ from trainer.checkpoint.safetensors_files import INDEX, NAMES, SINGLE, ToStore, 
 from trainer.checkpoint.source import MODEL_CONFIG, Source, whole
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
+from trainer.files.address import Location
 
 FORMS = ("safetensors", "torch", "hf", "dcp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,7 +24,7 @@ FILE_BYTES = 5 * 10**9  # as Hugging Face splits
 
 
 def convert(
-    directory: Path,
+    directory: Location,
     out: Path,
     to: str,
     averaged: bool = False,

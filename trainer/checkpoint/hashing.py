@@ -19,7 +19,6 @@ ALGORITHM = "sha256 of each 16 MiB"  # by this name in manifests
 _NUM_THREADS = min(4, os.cpu_count() or 1)
 _PUSH_BYTES = 1 << 26
 _SMALL_BYTES = 1 << 18
-_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,8 @@ def check_blocks(
     def check(number: int) -> bool:
         sha, begin = hashlib.sha256(), number * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, file.size)
-        memory = memoryview(bytearray(min(_PIECE_BYTES, end - begin)))  # stays in the core's cache
-        for offset in range(begin, end, _PIECE_BYTES):
+        memory = memoryview(bytearray(min(file.piece_bytes, end - begin)))
+        for offset in range(begin, end, file.piece_bytes):
             piece = memory[: end - offset]
             file.read_into(offset, piece)
             sha.update(piece)

@@ -2,19 +2,20 @@
 
 import logging
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from trainer.checkpoint.listing import Listing, best_checkpoint
 from trainer.checkpoint.matching import model_targets
 from trainer.checkpoint.source import Source, whole
-from trainer.checkpoint.store import Store, best_checkpoint
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
+from trainer.files.address import Location, location
 from trainer.optim.train_state import buffers_outside, load_model_state
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ _TRIES = 3  # a run that still trains may delete a checkpoint while it is being 
 
 def read_model(
     model: nn.Module,
-    run_dir: Path,
+    run_dir: Location,
     run_id: str | None,
     which: str,
     best: KeepBest | None,
@@ -55,11 +56,11 @@ def read_model(
     raise AssertionError("unreachable")
 
 
-def _are_there(found: list[Path]) -> bool:
+def _are_there(found: list[Location]) -> bool:
     return all(path.is_dir() for path in found)
 
 
-def _candidates(run_dir: Path, run_id: str | None, which: str, best: KeepBest | None) -> list[Path]:
+def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBest | None) -> list[Location]:
     if which == "best":
         if best is None:
             raise UserError(
@@ -68,11 +69,12 @@ def _candidates(run_dir: Path, run_id: str | None, which: str, best: KeepBest | 
             )
         return [best_checkpoint(run_dir, best.metric, best.mode, run_id)]
     if which == "newest":
-        found = Store(run_dir / "checkpoints", run_id).newest_first()
+        listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
+        found: list[Location] = listing.newest_first()
         if not found:
             raise UserError(f"{run_dir} has no checkpoint: {run_dir / 'checkpoints'} holds none of this run")
         return found
-    named = [path for path in (Path(which), run_dir / "checkpoints" / which) if path.is_dir()]
+    named = [path for path in (location(which), run_dir / "checkpoints" / which) if path.is_dir()]
     if not named:
         raise UserError(f"the checkpoint {which} is no directory; say newest, best or the path of one")
     if (named[0] / "checkpoints").is_dir():
@@ -80,7 +82,7 @@ def _candidates(run_dir: Path, run_id: str | None, which: str, best: KeepBest | 
     return named[:1]
 
 
-def _first_whole(found: list[Path], agreement: Agreement, which: str) -> Source:
+def _first_whole(found: list[Location], agreement: Agreement, which: str) -> Source:
     reasons: list[str] = []
     for directory in found:
         look = partial(whole, directory.resolve(), agreement.rank, agreement.world_size)

@@ -9,16 +9,22 @@ import errno
 import io
 import os
 import stat
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
+from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 
 _SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 16
+_FETCH_BYTES, _KEPT, _NUM_FETCHERS = 1 << 20, 32, 4
 
 
 class MissingFileError(UserError):
@@ -30,12 +36,17 @@ class PlainFile:
 
     Attributes:
         size: in bytes, when it was opened.
+        piece_bytes: so many are best read at a time, of many: they stay in the cache of a core.
 
     Raises:
         MissingFileError: there is none.
         UserError: a directory, a link (unless ``follow_links``), a FIFO, a device; unreadable; or a file of
             more than 1 GiB of which less than a sixteenth was ever written.
     """
+
+    piece_bytes = 1 << 20
+    path: Location
+    size: int
 
     def __init__(self, path: Path, follow_links: bool = False) -> None:
         self.path = path
@@ -71,13 +82,16 @@ class PlainFile:
                 f"{printable(self.path)} has no {len(buffer)} bytes from {offset} on, but {self.size} in all"
             )
         while buffer:
-            try:
-                count = os.preadv(self._file.fileno(), [buffer], end - len(buffer))
-            except OSError as error:
-                raise UserError(f"{printable(self.path)} is unreadable ({_cause(error)})") from error
+            count = self._read_some(end - len(buffer), buffer)
             if count == 0:
                 raise UserError(f"{printable(self.path)} became shorter while it was read")
             buffer = buffer[count:]
+
+    def _read_some(self, offset: int, buffer: memoryview) -> int:
+        try:
+            return os.preadv(self._file.fileno(), [buffer], offset)
+        except OSError as error:
+            raise UserError(f"{printable(self.path)} is unreadable ({_cause(error)})") from error
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Exactly ``count`` bytes from ``offset``. UserError if the file has no such part."""
@@ -93,8 +107,12 @@ class PlainFile:
             )
         return self.read_at(0, self.size)
 
-    def mapped(self) -> Tensor:
-        """Its bytes as a tensor, read when touched; to write there changes memory and not the file."""
+    def part(self, begin: int, end: int) -> Tensor:
+        """Bytes `begin` to `end` as a tensor, read when touched. To write there changes memory alone."""
+        return self._mapped[begin:end]
+
+    @cached_property
+    def _mapped(self) -> Tensor:
         return torch.from_file(self.descriptor_path, shared=False, size=self.size, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -107,6 +125,61 @@ class PlainFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class RemoteFile(PlainFile):
+    """A file at an address, read by ranges; small ones come from larger ones, which are kept for a while."""
+
+    piece_bytes = 1 << 24
+
+    def __init__(self, path: Address) -> None:
+        self.path = self._at = path
+        try:
+            self.size = path.size()
+        except FileNotFoundError as error:
+            raise MissingFileError(f"{printable(path)} does not exist") from error
+        self._lock, self._fetched = threading.Lock(), dict[int, Future[bytes]]()
+        self._threads = ThreadPoolExecutor(_NUM_FETCHERS, thread_name_prefix="remote")
+
+    def _read_some(self, offset: int, buffer: memoryview) -> int:
+        if len(buffer) >= _FETCH_BYTES:
+            data = self._fetch(offset, offset + len(buffer))
+        else:
+            number, skipped = divmod(offset, _FETCH_BYTES)
+            data = self._around(number)[skipped : skipped + len(buffer)]
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _around(self, number: int) -> bytes:
+        with self._lock:  # so that threads that want the same fetch it once
+            if number not in self._fetched:
+                begin = number * _FETCH_BYTES
+                end = min(begin + _FETCH_BYTES, self.size)
+                self._fetched[number] = self._threads.submit(self._fetch, begin, end)
+                while len(self._fetched) > _KEPT:
+                    del self._fetched[next(iter(self._fetched))]
+            coming = self._fetched[number]
+        return coming.result()
+
+    def _fetch(self, begin: int, end: int) -> bytes:
+        try:
+            return self._at.read(begin, end)
+        except FileNotFoundError as error:
+            raise UserError(f"{printable(self.path)} was deleted while it was read") from error
+
+    def part(self, begin: int, end: int) -> Tensor:
+        """Bytes `begin` to `end`, read now."""
+        data = torch.empty(end - begin, dtype=torch.uint8)
+        self.read_into(begin, as_bytes(data))
+        return data
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def opened(path: Location, follow_links: bool = False) -> PlainFile:
+    """The file at `path`, opened for reading. UserError as of PlainFile."""
+    return RemoteFile(path) if isinstance(path, Address) else PlainFile(path, follow_links)
 
 
 def _written_bytes(descriptor: int, size: int) -> int:

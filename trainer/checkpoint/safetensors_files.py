@@ -152,10 +152,9 @@ def _refusal(file: PlainFile, words: str) -> UserError:
 
 def tensors_in(file: PlainFile) -> dict[str, Tensor]:
     """The tensors of ``file`` by name, mapped from it and read when touched. UserError as of read_header."""
-    stored, data = read_header(file), file.mapped()
     return {
-        name: as_tensor(data[place.begin : place.end], place.dtype, place.shape)
-        for name, place in stored.items()
+        name: as_tensor(file.part(place.begin, place.end), place.dtype, place.shape)
+        for name, place in read_header(file).items()
     }
 
 

@@ -3,8 +3,8 @@
 import bisect
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch import Tensor
 from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.hashing import check_blocks
 from trainer.checkpoint.layout import Index, index_from_json, num_rows, own_rows
+from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, step_in_name, verify
 from trainer.checkpoint.matching import Shapes, first_five, of_modules_own
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
-from trainer.checkpoint.store import Manifest, open_listed, read_manifest, step_in_name, verify
 from trainer.checkpoint.tree import put_together, tensor_names
 from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
+from trainer.files.address import Location
 from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
 from trainer.local_shard import to_local
 from trainer.optim.train_state import Progress
@@ -42,14 +43,14 @@ class Source:
         index: where each tensor lies.
     """
 
-    directory: Path
+    directory: Location
     manifest: Manifest
     facts: dict[str, Any]
     index: Index
     _stored: Mapping[tuple[str, str], Stored]  # by file and key
 
     @classmethod
-    def open(cls, directory: Path) -> "Source":
+    def open(cls, directory: Location) -> "Source":
         """Read all but the tensors.
 
         Raises:
@@ -156,23 +157,24 @@ class Source:
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:
-        mapped: dict[str, Tensor] = {}
+        needed = sorted({chunk.file for name in names for chunk in self.index[name].chunks})
         read: dict[tuple[str, str], Tensor] = {}  # once, what several names are of
         found = {}
-        for name in names:
-            entry = self.index[name]
-            first = entry.chunks[0]
-            if (first.file, first.key) not in read:
-                parts = []
-                for chunk in entry.chunks:
-                    if chunk.file not in mapped:
-                        with open_listed(self.directory, self.manifest, chunk.file) as file:
-                            mapped[chunk.file] = file.mapped()
-                    place = self._stored[chunk.file, chunk.key]
-                    data = mapped[chunk.file][place.begin : place.end]
-                    parts.append(as_tensor(data, entry.dtype, chunk.shape))
-                read[first.file, first.key] = torch.cat(parts) if len(parts) > 1 else parts[0]
-            found[name] = read[first.file, first.key]
+        with ExitStack() as stack:
+            files = {
+                name: stack.enter_context(open_listed(self.directory, self.manifest, name)) for name in needed
+            }
+            for name in names:
+                entry = self.index[name]
+                first = entry.chunks[0]
+                if (first.file, first.key) not in read:
+                    places = [self._stored[chunk.file, chunk.key] for chunk in entry.chunks]
+                    parts = [
+                        as_tensor(files[chunk.file].part(place.begin, place.end), entry.dtype, chunk.shape)
+                        for chunk, place in zip(entry.chunks, places, strict=True)
+                    ]
+                    read[first.file, first.key] = torch.cat(parts) if len(parts) > 1 else parts[0]
+                found[name] = read[first.file, first.key]
         return found
 
     def weights(self, averaged: bool) -> dict[str, Tensor]:
@@ -201,7 +203,7 @@ def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> Non
         offset += memory.numel() * dtype.itemsize
 
 
-def whole(directory: Path, part: int = 0, parts: int = 1) -> Source:
+def whole(directory: Location, part: int = 0, parts: int = 1) -> Source:
     """The checkpoint in ``directory``, found to be complete, undamaged and sound.
 
     With ``parts``, every one of so many readers looks through a part of the files.
@@ -228,7 +230,7 @@ def check_size(state_bytes: int, num_bytes: int) -> None:
         )
 
 
-def _find(directory: Path, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:
+def _find(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:
     """Where the chunks lie. UserError unless the headers of the files say the same, and nothing more."""
     path, named = (
         printable(directory / STATE),
@@ -254,7 +256,7 @@ def _find(directory: Path, manifest: Manifest, index: Index) -> dict[tuple[str, 
     return found
 
 
-def _read_facts(directory: Path, manifest: Manifest) -> tuple[dict[str, Any], Fields]:
+def _read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any], Fields]:
     """What state.json says, each part of the type it has to be; and its index of tensors."""
     path = directory / STATE
     with open_listed(directory, manifest, STATE) as file:
@@ -292,7 +294,7 @@ def _read_facts(directory: Path, manifest: Manifest) -> tuple[dict[str, Any], Fi
     return values, facts.mapping("tensors")
 
 
-def _compare_names(path: Path, named: list[str], index: Index) -> None:
+def _compare_names(path: Location, named: list[str], index: Index) -> None:
     """UserError unless every tensor that the state names is there, once, and no other."""
     if missing := sorted(set(named) - set(index)):
         raise UserError(f"{printable(path)} names tensors that are not there: {first_five(missing)}")

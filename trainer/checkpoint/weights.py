@@ -2,21 +2,23 @@
 
 import itertools
 import logging
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.expected import unusual
+from trainer.checkpoint.listing import Listing
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.matching import first_five, of_modules_own
-from trainer.checkpoint.reading import PlainFile
+from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
 from trainer.checkpoint.source import Source, whole
-from trainer.checkpoint.store import MANIFEST, Store
 from trainer.errors import UserError
+from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json, reason
 
 log = logging.getLogger(__name__)
@@ -26,12 +28,14 @@ _CONTAINERS = ("model", "state_dict", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
-def load_weights(model: nn.Module, path: str | Path, ignore: str | Sequence[str] = ()) -> None:
+def load_weights(model: nn.Module, path: str | Location, ignore: str | Sequence[str] = ()) -> None:
     """Copy what ``weights_for`` finds into ``model``."""
     model.load_state_dict(weights_for(model, path, ignore), strict=False)
 
 
-def weights_for(model: nn.Module, path: str | Path, ignore: str | Sequence[str] = ()) -> dict[str, Tensor]:
+def weights_for(
+    model: nn.Module, path: str | Location, ignore: str | Sequence[str] = ()
+) -> dict[str, Tensor]:
     """The tensors in ``path`` for those of the same names in ``model``; never runs code from the file.
 
     Of ``model`` only names and shapes are looked at.
@@ -45,7 +49,7 @@ def weights_for(model: nn.Module, path: str | Path, ignore: str | Sequence[str] 
     Raises:
         UserError: unreadable; no name in common; or other shapes (the first five, both shapes each).
     """
-    path, ignore = Path(path), [ignore] if isinstance(ignore, str) else ignore
+    path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
     wanted = {n: tensor for n, tensor in state if isinstance(tensor, Tensor) and not of_modules_own(n)}
     found = _renamed(_read(path), wanted, getattr(model, "base_model_prefix", None))
@@ -84,27 +88,31 @@ def _lies_under(name: str, prefixes: Sequence[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    if not os.path.lexists(path):
+def _read(path: Location) -> dict[str, Tensor]:
+    if not path.exists():
         raise UserError(f"model.init_from={printable(path)} does not exist")
     try:
-        if os.path.lexists(path / SINGLE):
+        if (path / SINGLE).exists():
             return _file(path / SINGLE)
-        if os.path.lexists(path / INDEX):
+        if (path / INDEX).exists():
             return _split_files(path)
         return _checkpoint_in(path).read("model.") if path.is_dir() else _file(path)
     except UserError as error:
         raise UserError(f"model.init_from={printable(path)}: {error}") from error
 
 
-def _file(path: Path) -> dict[str, Tensor]:
-    with PlainFile(path, follow_links=True) as file:  # other programs link to their weights from a cache
-        return tensors_in(file) if path.suffix == ".safetensors" else _load(file)
+def _file(path: Location) -> dict[str, Tensor]:
+    with opened(path, follow_links=True) as file:  # other programs link to their weights from a cache
+        if path.name.endswith(".safetensors"):
+            return tensors_in(file)
+        if isinstance(path, Address):
+            raise UserError("of single files at an address only .safetensors are read")
+        return _load(file)
 
 
-def _split_files(folder: Path) -> dict[str, Tensor]:
+def _split_files(folder: Location) -> dict[str, Tensor]:
     """The tensors of the files that `INDEX` names, which lie beside it."""
-    with PlainFile(folder / INDEX, follow_links=True) as file:
+    with opened(folder / INDEX, follow_links=True) as file:
         index = Fields(str(folder / INDEX), read_json(folder / INDEX, file.read(MAX_JSON_BYTES)))
     places = index.mapping("weight_map")
     files: dict[str, dict[str, Tensor]] = {}
@@ -143,10 +151,11 @@ def _load(file: PlainFile) -> dict[str, Tensor]:
     return named
 
 
-def _checkpoint_in(directory: Path) -> Source:
+def _checkpoint_in(directory: Location) -> Source:
     """The checkpoint there; of a run, the newest that is whole."""
-    root = next((path for path in (directory / "checkpoints", directory) if path.is_dir()), directory)
-    found = [] if (directory / MANIFEST).exists() else Store(root).newest_first()
+    inner = directory / "checkpoints"
+    listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
+    found = [] if (directory / MANIFEST).exists() else listing.newest_first()
     if not found:
         return whole(directory.resolve())
     for candidate in found:

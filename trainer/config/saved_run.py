@@ -4,8 +4,9 @@ They say what the run is, not where it ran: launch, ranks and all-reduce are tho
 Never imports torch, so that a user error is reported before torch has loaded.
 """
 
+import io
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any, Protocol
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,7 +24,13 @@ MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint"
 _OF_THE_COMMAND = {"launch": "as_started", "fault": "none", "comm": "native"}
 
 
-def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+class Folder(Protocol):
+    """A local path or an address."""
+
+    def __truediv__(self, name: str, /) -> Any: ...
+
+
+def saved_settings(run_dir: Folder, overrides: Sequence[str] = ()) -> Config:
     """The settings of the run in `run_dir`, changed by `overrides`, which are written as for training.
 
     Raises:
@@ -50,10 +57,11 @@ def saved_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def _read(run_dir: Path) -> DictConfig:
+def _read(run_dir: Folder) -> DictConfig:
     path = run_dir / "config.yaml"
     try:
-        saved = OmegaConf.load(path)
+        with path.open("rb") as file:
+            saved = OmegaConf.load(io.TextIOWrapper(file))
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = ""
         if (run_dir / "manifest.json").exists():

@@ -107,6 +107,12 @@ class CheckpointConfig:
     keep_every: int | None = at_least(1)
     async_: bool = MISSING  # `async` for users, but reserved in Python
     timeout_s: float = seconds()
+    remote: str | None = like(
+        r"[a-z0-9+]+(::[a-z0-9+]+)*://(?![^/]*:[^/]*@)[^?\s]+",
+        "an address that fsspec knows, as s3://BUCKET/FOLDER or file:///FOLDER, without a password or a key: "
+        "those belong into the environment",
+        default=None,
+    )
 
 
 @dataclass

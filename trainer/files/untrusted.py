@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.errors import UserError, first_line
@@ -13,8 +12,8 @@ _MAX_JSON_DEPTH = 60
 _MAX_SHOWN = 300  # characters
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at ``path``.
+def load_json(path: Any) -> dict[str, Any]:
+    """The JSON object in the file at ``path``, a Path or an address.
 
     Raises:
         OSError: it does not exist, or cannot be read.
@@ -27,7 +26,7 @@ def load_json(path: Path) -> dict[str, Any]:
     return read_json(path, data)
 
 
-def read_json(path: Path, data: bytes) -> dict[str, Any]:
+def read_json(path: object, data: bytes) -> dict[str, Any]:
     """The JSON object in ``data``, of limited depth. NaN and Infinity are accepted: ``Fields`` checks them.
 
     Raises:

@@ -7,13 +7,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
 from trainer.config.saved_run import MAY_CHANGE, saved_settings
 from trainer.errors import UserError
 from trainer.faults.left_running import ends_in_time
+from trainer.files.address import location
 from trainer.launch import local
 from trainer.launch.exits import exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by
@@ -36,7 +36,7 @@ def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument("run", metavar="RUN", type=location, help="the directory of a run, or its address")
     parser.add_argument(
         "--checkpoint",
         default="newest",

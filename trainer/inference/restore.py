@@ -1,5 +1,6 @@
 """A trained model restored for use: built by its run's settings, with the weights of a checkpoint."""
 
+import contextlib
 import functools
 import logging
 import sys
@@ -23,6 +24,7 @@ from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
 from trainer.distributed.process_group import process_group
 from trainer.distributed.seeding import generators_kept, seed_everything
 from trainer.errors import UserError
+from trainer.files.address import location
 from trainer.inference.evaluation import ModelContext
 from trainer.meta_init.deferred import Deferred, deferred
 from trainer.optim.param_groups import freeze
@@ -75,6 +77,8 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         compare_across_ranks({**shared, "the checkpoint": checkpoint}, dist)
         strategy = build_strategy(config, dist)
         agreement = Agreement(dist, config.checkpoint.timeout_s)
+        if dist.is_main:
+            _tell_whose_classes(config)
         train_set = _training_data(config)
         model = _built(config, train_set)
         freeze(model.module, config.model)  # how strategies shard depends on it
@@ -106,11 +110,20 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
     Raises:
         UserError: see `restored_run`.
     """
+    _tell_whose_classes(config)
     with generators_kept():
         model = _built(config, _training_data(config))
         model.fill(model.module)
     _read(model.module, config, checkpoint, Alone())
     return model.module.eval()
+
+
+def _tell_whose_classes(config: Config) -> None:
+    path, owner = location(config.run_dir or "") / "config.yaml", "whoever writes there"
+    if isinstance(path, Path):
+        with contextlib.suppress(OSError, KeyError):  # a user without a name
+            owner = path.owner()
+    log.info("%s says which classes are called; it is from %s", path, owner)
 
 
 def _training_data(config: Config) -> Callable[[], Any]:
@@ -124,7 +137,7 @@ def _built(config: Config, train_set: Callable[[], Any]) -> Deferred:
 
 
 def _read(model: nn.Module, config: Config, checkpoint: str, agreement: Agreement) -> Source:
-    run_dir = Path(config.run_dir or "")
+    run_dir = location(config.run_dir or "")
     run_id = agreement.on_main(lambda: run_id_of(run_dir))
     best = config.checkpoint.keep_best
     source = read_model(model, run_dir, run_id, checkpoint, best, agreement)

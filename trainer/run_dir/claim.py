@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from trainer.checkpoint import is_run_id, newest_run_id, read_manifest
+from trainer.checkpoint import fetch_history, is_run_id, newest_run_id, read_manifest, run_at
 from trainer.errors import UserError, writing
+from trainer.files.address import Location
 from trainer.files.atomic_file import atomic_file
 from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import Fields, load_json, printable
@@ -38,25 +39,33 @@ class RunDir:
     """Whether the directory has files of a run; they do not change until this run resumes for certain."""
 
 
-def claim(wanted: str | None, resume: str | None, held: contextlib.ExitStack, wait_s: float) -> RunDir:
+def claim(
+    wanted: str | None,
+    resume: str | None,
+    held: contextlib.ExitStack,
+    wait_s: float,
+    remote: str | None = None,
+) -> RunDir:
     """Create the run directory, or take an existing one, and lock it until `held` closes; rank 0 only.
 
     Args:
         wanted: None chooses a new one under runs/.
         wait_s: the longest wait for the lock of an owner on another host, which may be dead.
+        remote: the address of `checkpoint.remote`. With resume=auto, a new run directory goes on with the run
+            that has its checkpoints there.
 
     Raises:
         UserError: another run lives in it, or left files that this one does not resume; or it is not
-            writable.
+            writable. Or `remote` holds another run, or cannot be reached.
     """
     with writing(wanted or "null"):
         path = new_run_dir() if wanted is None else Path(wanted)
         path.mkdir(parents=True, exist_ok=True)
         held.enter_context(_locked(path, min(wait_s, _LEASE_S)))
-        return _identified(path, resume)
+        return _identified(path, resume, remote)
 
 
-def _identified(path: Path, resume: str | None) -> RunDir:
+def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
     """The directory with the id of the run that resumes or begins here."""
     known = run_id_of(path)
     if used := _traces(path):
@@ -75,12 +84,32 @@ def _identified(path: Path, resume: str | None) -> RunDir:
                 f"run_dir={path} holds another run ({', '.join(used)}) than resume={resume}, and would "
                 f"mix the two; run_dir={_unused_beside(path)} resumes it in a new directory"
             )
+    there = _run_at(remote, may_fail=bool(used)) if remote is not None else None
+    adopts = resume == "auto" and not used and there is not None
     goes_on = resume is not None and (resume == "auto" or bool(used))
-    run_id = known if goes_on and known is not None else secrets.token_hex(8)
+    run_id = (there if adopts else known if goes_on else None) or secrets.token_hex(8)
+    if there not in (None, run_id):
+        raise UserError(
+            f"checkpoint.remote={remote} holds another run, {there}; take another address, or go on with "
+            "that run: resume=auto in a new run_dir"
+        )
     if run_id != known:
         with atomic_file(path / RUN) as file:
             file.write(json.dumps({"run_id": run_id}).encode() + b"\n")
+    if adopts and remote is not None:
+        log.info("going on with run %s of checkpoint.remote=%s", run_id, remote)
+        fetch_history(remote, path)
     return RunDir(path, run_id, bool(used))
+
+
+def _run_at(remote: str, may_fail: bool) -> str | None:
+    try:
+        return run_at(remote)
+    except UserError as error:
+        if not may_fail:
+            raise
+        log.warning("%s; going on with what is here", error)
+        return None
 
 
 def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
@@ -90,7 +119,7 @@ def _is_of(path: Path, run_id: str | None, resume: str) -> bool:
     return run_id is not None and read_manifest(Path(resume)).run_id == run_id
 
 
-def run_id_of(path: Path) -> str | None:
+def run_id_of(path: Location) -> str | None:
     """The recorded id, or else that of the newest checkpoint; None for runs older than ids."""
     with contextlib.suppress(OSError, UserError):
         run_id = Fields(str(path / RUN), load_json(path / RUN)).text("run_id")

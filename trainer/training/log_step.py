@@ -17,6 +17,7 @@ def log_step(context: TrainingContext, meter: Meter, window: Mark, grad_norm: Te
         "train/update_to_weight": context.weight_statistics.update_to_weight(),
         **{f"memory/peak_mib/{device}": size / 2**20 for device, size in peak_memory_bytes(devices).items()},
         **context.strategy.metrics(),
+        **context.checkpointer.figures(),
     }
     if grad_norm is not None:
         values["train/grad_norm"] = grad_norm.item()

@@ -1,0 +1,298 @@
+"""checkpoint.remote: what is sealed here is copied there, and there is enough to go on from."""
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import tiny
+from tests.ranks import run_ranks
+from tests.runs import settings
+from trainer.checkpoint import load_weights
+from trainer.checkpoint.__main__ import main
+from trainer.checkpoint.hashing import write_text
+from trainer.checkpoint.listing import Listing, Retention, newest_of
+from trainer.checkpoint.manifest import MANIFEST, verify
+from trainer.checkpoint.remote import Remote
+from trainer.checkpoint.source import whole
+from trainer.checkpoint.store import Store
+from trainer.errors import UserError
+from trainer.files.address import Address
+from trainer.run_dir.claim import RunDir, claim
+
+
+def _save(store: Store, step: int, **metrics: float) -> Path:
+    directory = store.begin(step)
+    files = {name: write_text(directory / name, f"{name} {step}") for name in ("a.txt", "b.txt")}
+    return store.commit(step, "full", files, metrics)
+
+
+def _run(root: Path, run_id: str = "one", retention: Retention | None = None) -> tuple[Store, Remote]:
+    store = Store(root / "run" / "checkpoints", run_id)
+    store.root.mkdir(parents=True, exist_ok=True)
+    return store, Remote(_address(root), store, retention or Retention(last=2))
+
+
+def _address(root: Path) -> Address:
+    return Address(f"file://{root / 'there'}")
+
+
+def _steps_there(root: Path) -> list[str]:
+    return sorted(path.parent.name for path in (root / "there").glob("checkpoints/*/manifest.json"))
+
+
+def _wait(until: Callable[[], Any]) -> None:
+    for _ in range(1000):
+        if until():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came")
+
+
+def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
+    store, remote = _run(tmp_path, retention=Retention(last=1, best=("loss", "min"), every=40))
+    (tmp_path / "run" / "config.yaml").write_text("seed: 3")
+    for step, loss in ((10, 1.0), (20, 3.0), (30, 2.0), (40, 2.0), (50, 2.0)):
+        _save(store, step, loss=loss)
+        remote.follow(step)
+        remote.finish(10)
+        assert remote.figures() == {"checkpoint/remote_behind": 0.0}
+    assert _steps_there(tmp_path) == ["step_00000010", "step_00000040", "step_00000050"]
+    there = Listing(_address(tmp_path) / "checkpoints", "one")
+    for directory in there.directories():
+        verify(directory)
+    assert (tmp_path / "there" / "config.yaml").read_text() == "seed: 3"
+    assert sorted(path.name for path in (tmp_path / "there" / "checkpoints").iterdir()) == _steps_there(
+        tmp_path
+    )
+
+
+def test_a_step_saved_again_takes_the_place_of_the_former(tmp_path: Path) -> None:
+    store, remote = _run(tmp_path, retention=Retention(last=1))
+    for _ in range(2):
+        _save(store, 10)
+        remote.follow(10)
+        remote.finish(10)
+    assert _steps_there(tmp_path) == ["step_00000010-2"]
+
+
+def test_a_store_that_fails_is_told_once_tried_again_and_never_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.01)
+    store, remote = _run(tmp_path)
+    put, tried = Address.put, []
+
+    def failing(address: Address, file: Path) -> None:
+        tried.append(address.name)
+        if len(tried) < 6 and address.name == "b.txt":
+            raise UserError(f"{address} cannot be reached: OSError: no space left")
+        put(address, file)
+
+    monkeypatch.setattr(Address, "put", failing)
+    with caplog.at_level(logging.INFO):
+        _save(store, 10)
+        begin = time.monotonic()
+        remote.follow(10)
+        assert time.monotonic() - begin < 1
+        _wait(lambda: _steps_there(tmp_path))
+        remote.finish(10)
+    assert tried == ["a.txt", *5 * ["b.txt"]], "what has arrived is not put twice"
+    told = [record.message for record in caplog.records if "no space left" in record.message]
+    assert len(told) == 1 and "training goes on. It holds step 0" in told[0]
+    assert "takes files again, and holds step 10" in caplog.text
+
+
+def test_a_file_that_arrives_cut_short_gets_no_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, remote = _run(tmp_path)
+    monkeypatch.setattr(Address, "put", lambda address, file: address.write(file.read_bytes()[:-1]))
+    _save(store, 10)
+    remote.follow(10)
+    _wait(lambda: "arrived with 7 of 8 bytes" in caplog.text)
+    assert not _steps_there(tmp_path)
+
+
+def test_the_end_waits_so_long_and_says_what_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, remote = _run(tmp_path)
+    _save(store, 10)
+    remote.follow(10)
+    remote.finish(10)
+    gate = threading.Event()
+    monkeypatch.setattr(Address, "put", lambda address, file: gate.wait(60))
+    path = _save(store, 20)
+    remote.follow(20)
+    _wait(lambda: remote.in_hand)
+    assert remote.figures() == {"checkpoint/remote_behind": 10.0}
+    for step in (30, 40):
+        _save(store, step)
+        store.prune(Retention(last=1), spared=remote.in_hand)
+    assert path.exists(), "what is being copied stays"
+    begin = time.monotonic()
+    with caplog.at_level(logging.INFO):
+        remote.finish(0.3)
+    assert 0.2 < time.monotonic() - begin < 5
+    assert "holds step 10; step 20 is in" in caplog.text
+    gate.set()
+
+
+def test_one_that_was_taken_for_dead_stops_when_another_goes_on_with_its_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, first = _run(tmp_path)
+    _save(store, 10)
+    first.follow(10)
+    first.finish(10)
+    half = tmp_path / "there" / "checkpoints" / "step_00000011"
+    half.mkdir()
+    (half / "a.txt").write_text("left by a kill")
+    second = Remote(_address(tmp_path), store, Retention(last=2))
+    second.follow()
+    second.finish(10)
+    assert not half.exists(), "it has no manifest"
+    _save(store, 20)
+    first.follow(20)
+    first.finish(10)
+    assert "nothing more of this run is put there" in caplog.text
+    assert _steps_there(tmp_path) == ["step_00000010"]
+    second.follow(20)
+    second.finish(10)
+    assert _steps_there(tmp_path) == ["step_00000010", "step_00000020"]
+
+
+def test_nothing_is_mixed_with_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store, remote = _run(tmp_path)
+    _save(store, 10)
+    remote.follow(10)
+    remote.finish(10)
+    other = Remote(_address(tmp_path), Store(tmp_path / "other" / "checkpoints", "two"), Retention())
+    _save(Store(tmp_path / "other" / "checkpoints", "two"), 15)
+    other.follow(15)
+    other.finish(10)
+    assert "belongs to another run, one" in caplog.text
+    assert _steps_there(tmp_path) == ["step_00000010"]
+
+
+def _claimed(path: Path, resume: str | None, remote: str) -> RunDir:
+    with ExitStack() as held:
+        return claim(str(path), resume, held, 1, remote)
+
+
+def test_a_new_run_dir_goes_on_with_the_run_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, remote = _run(tmp_path)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    _save(store, 10)
+    remote.follow(10)
+    remote.finish(10)
+    address = str(_address(tmp_path))
+    claimed = _claimed(tmp_path / "new", "auto", address)
+    assert claimed.run_id == "one" and not claimed.used
+    assert (tmp_path / "new" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert _claimed(tmp_path / "new", "auto", address).run_id == "one"
+    for run_dir, resume in ((tmp_path / "third", None), (tmp_path / "third", "auto")):
+        if resume:
+            _save(Store(run_dir / "checkpoints", "three"), 1)
+        with pytest.raises(UserError, match="holds another run, one; take another address"):
+            _claimed(run_dir, resume, address)
+    assert _claimed(tmp_path / "fourth", None, f"file://{tmp_path / 'elsewhere'}").run_id != "one"
+    monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.0)
+    with pytest.raises(UserError, match=r"nosuch://b/run\.json cannot be reached: ValueError"):
+        _claimed(tmp_path / "fifth", "auto", "nosuch://b")
+    assert _claimed(tmp_path / "third", "auto", "nosuch://b").run_id == "three", "it has a checkpoint here"
+
+
+def test_of_two_copies_the_one_here_comes_first(tmp_path: Path) -> None:
+    store, remote = _run(tmp_path)
+    for step in (10, 20):
+        _save(store, step)
+        remote.follow(step)
+        remote.finish(10)
+    found = newest_of(store, remote.listings)
+    assert [(type(path).__name__[-4:], path.name[-2:]) for path in found] == [
+        ("Path", "20"),
+        ("ress", "20"),
+        ("Path", "10"),
+        ("ress", "10"),
+    ]
+    assert [path.name for path in newest_of(Store(tmp_path / "none", "one"), remote.listings)] == [
+        "step_00000020",
+        "step_00000010",
+    ]
+
+
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://bucket/x?sig=1", "/a/path", "bucket"])
+def test_no_password_comes_into_the_settings(url: str) -> None:
+    with pytest.raises(
+        UserError, match=r"checkpoint\.remote is .*, but must be an address that fsspec knows"
+    ):
+        settings(f"checkpoint.remote='{url}'")
+    assert (
+        settings("checkpoint.remote=abfs://box@mine.example/x").checkpoint.remote
+        == "abfs://box@mine.example/x"
+    )
+
+
+def _resume_from_there(root: Path, format: str) -> None:
+    remote = str(_address(root))
+    state = tiny.train_state(sharded=True)
+    first = tiny.checkpointer(root / "first", format=format, remote=remote)
+    for _ in range(2):
+        tiny.train(state, 2)
+        first.save(state, {"eval/loss": 1.0})
+        first.finish_remote()
+    expected = tiny.everything(state)
+    other = tiny.train_state(sharded=True, seed=5)
+    if tiny.facts().rank == 0:
+        shutil.rmtree(root / "first")
+    second = tiny.checkpointer(root / "second", format=format, remote=remote)
+    assert tiny.restore(second, other, "auto")
+    tiny.assert_same(tiny.everything(other), expected)
+    if tiny.facts().rank == 0:  # a byte flips there: the one before is taken
+        path = next((root / "there" / "checkpoints" / "step_00000004").glob("optim-00000*"))
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    assert tiny.restore(second, other, "auto")
+    assert other.progress.step == 2
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_resumes_from_there_alone(tmp_path: Path, format: str) -> None:
+    run_ranks(_resume_from_there, 2, tmp_path, format)
+
+
+def _save_there(root: Path) -> None:
+    state = tiny.train_state()
+    tiny.train(state, 2)
+    checkpointer = tiny.checkpointer(root / "first", remote=str(_address(root)))
+    checkpointer.save(state)
+    checkpointer.finish_remote()
+
+
+def test_commands_take_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(_save_there, 1, tmp_path)
+    address = str(_address(tmp_path))
+    for run in (address, f"{address}/checkpoints/step_00000002"):
+        assert main(["show", run]) == main(["verify", run]) == 0
+        net = tiny.Net()
+        load_weights(net, run)
+        here = whole(tmp_path / "first" / "checkpoints" / "step_00000002").weights(False)
+        assert all(here[name].equal(value) for name, value in net.state_dict().items())
+    assert main(["convert", run, str(tmp_path / "w.safetensors"), "--to", "safetensors"]) == 0
+    (tmp_path / "there" / "checkpoints" / "step_00000002" / MANIFEST).unlink()
+    capsys.readouterr()
+    assert main(["verify", run]) == 2
+    assert "it has no manifest.json" in capsys.readouterr().err
+    assert main(["verify", "nosuch://bucket/x"]) == 2
+    assert "cannot be reached" in capsys.readouterr().err

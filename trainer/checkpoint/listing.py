@@ -1,0 +1,147 @@
+"""The checkpoints of a run in a directory or at an address: which there are, and which to go on from."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from trainer.checkpoint.manifest import STEP_NAME, Manifest, read_manifest
+from trainer.errors import UserError
+from trainer.files.address import Address, Location
+
+log = logging.getLogger(__name__)
+
+P = TypeVar("P", Path, Address)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run outlive its next save. ``best`` is (metric, "min" or "max")."""
+
+    last: int = 2
+    best: tuple[str, str] | None = None
+    every: int | None = None
+
+
+class Listing(Generic[P]):
+    """The checkpoints of the run ``run_id`` under ``root``; without ``run_id`` those of all runs."""
+
+    def __init__(self, root: P, run_id: str | None = None) -> None:
+        self.root: P = root
+        self.run_id = run_id
+
+    def directories(self) -> list[P]:
+        """Every real ``step_N`` directory (no link), lowest step first."""
+        if not self.root.is_dir():
+            return []
+        found = [
+            (int(match[1]), entry.name, entry)
+            for entry in self.root.iterdir()
+            if (match := STEP_NAME.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink()
+        ]
+        return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
+
+    def newest_first(self) -> list[P]:
+        """What this run may go on from, newest first: its own checkpoints.
+
+        The order of saving counts, not the step: a run sent back to step 5 makes its old step 10 an abandoned
+        future. A damaged one may be this run's, so it is among them.
+        """
+        return [path for _, path in sorted(self.dated(), key=lambda each: each[0], reverse=True)]
+
+    def dated(self) -> Iterator[tuple[float, P]]:
+        """What ``newest_first`` lists, in no order, with the time of each."""
+        for path in self.directories():
+            try:
+                manifest = read_manifest(path)
+            except UserError:
+                yield path.stat().st_mtime if isinstance(path, Path) else 0.0, path
+            else:
+                if self.run_id in (manifest.run_id, None):
+                    yield manifest.saved_at, path
+
+    def own(self) -> dict[P, Manifest]:
+        """Those that bear this run's id, newest first."""
+        manifests: dict[P, Manifest] = {}
+        for directory in self.newest_first():
+            with contextlib.suppress(UserError):
+                manifest = read_manifest(directory)
+                if manifest.run_id == self.run_id:
+                    manifests[directory] = manifest
+        return manifests
+
+    def of_others(self) -> list[P]:
+        """Checkpoints that bear another run's id."""
+        found = []
+        for path in self.directories():
+            with contextlib.suppress(UserError):
+                if read_manifest(path).run_id != self.run_id:
+                    found.append(path)
+        return found
+
+    def beyond(self, retention: Retention) -> list[P]:
+        """Those of this run that ``retention`` does not keep."""
+        manifests = self.own()
+        keep = set(list(manifests)[: retention.last])
+        if retention.every is not None:
+            keep |= {path for path, m in manifests.items() if m.step % retention.every == 0}
+        if retention.best is not None:
+            best = _best(manifests, *retention.best)
+            keep |= set() if best is None else {best}
+        return [path for path in manifests if path not in keep]
+
+
+def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[Location]:
+    """What all of them list, newest first; of two copies the one of ``own`` comes first.
+
+    Raises:
+        UserError: one of ``others`` cannot be reached, and ``own`` has none.
+    """
+    found: list[tuple[float, Location]] = list(own.dated())
+    for other in others:
+        try:
+            found += other.dated()
+        except UserError as error:
+            if not found:
+                raise
+            log.warning("%s; going by what is in %s", error, own.root)
+    return [path for _, path in sorted(found, key=lambda each: each[0], reverse=True)]
+
+
+def _best(manifests: Mapping[P, Manifest], metric: str, mode: str) -> P | None:
+    scored = [
+        (m.metrics[metric], path)
+        for path, m in manifests.items()
+        if math.isfinite(m.metrics.get(metric, math.nan))
+    ]
+    chosen = max if mode == "max" else min
+    return chosen(scored, key=lambda each: each[0])[1] if scored else None
+
+
+def best_checkpoint(run_dir: Location, metric: str, mode: str, run_id: str | None = None) -> Location:
+    """The checkpoint of a run with the best ``metric``; ``mode`` is min or max. Nothing is verified yet.
+
+    Raises:
+        UserError: none was saved with a finite ``metric``.
+    """
+    listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
+    manifests = {}
+    for directory in listing.newest_first():
+        with contextlib.suppress(UserError):
+            manifests[directory] = read_manifest(directory)
+    best: Location | None = _best(manifests, metric, mode)
+    if best is None:
+        raise UserError(f"{run_dir} has no checkpoint with a finite {metric}")
+    return best
+
+
+def newest_run_id(run_dir: Location) -> str | None:
+    """The run that saved last under ``run_dir``; None: there is none."""
+    listing: Listing[Any] = Listing(run_dir / "checkpoints")
+    for directory in listing.newest_first():
+        with contextlib.suppress(UserError):
+            return read_manifest(directory).run_id
+    return None

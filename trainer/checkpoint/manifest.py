@@ -1,0 +1,157 @@
+"""The manifest of a checkpoint: the size of each of its files and the sha256 of their blocks."""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
+
+from trainer.checkpoint.hashing import ALGORITHM, BLOCK_BYTES, FileDigest, check_blocks
+from trainer.checkpoint.reading import MissingFileError, PlainFile, opened
+from trainer.errors import UserError
+from trainer.files.address import Location
+from trainer.files.untrusted import Fields, printable, read_json
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+FORMATS = ("full", "sharded")  # who wrote the tensors: rank 0, or each rank its own
+STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside one that could not be replaced
+_RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+_MAX_MANIFEST_BYTES = 1 << 24  # of some 4 TB
+_YEAR_10000 = 253_402_300_800
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds: enough to list, rank and verify it without opening its tensors."""
+
+    format: str
+    step: int
+    saved_at: float  # seconds since 1970, by the clock of rank 0
+    files: dict[str, FileDigest]
+    metrics: dict[str, float] = field(default_factory=dict)
+    run_id: str = ""  # of the run that saved it
+    algorithm: str = ALGORITHM
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(digest.bytes for digest in self.files.values())
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The one way to write ``manifest`` down, its own sha256 included, so that no flipped bit goes unseen."""
+    content = {
+        **asdict(manifest),
+        "files": {name: asdict(manifest.files[name]) for name in sorted(manifest.files)},
+    }
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps(content, sort_keys=True, indent=1) + "\n"
+
+
+def read_manifest(directory: Location) -> Manifest:
+    """The manifest of the checkpoint in ``directory``; UserError if it is missing, damaged or climbs out."""
+    path = directory / MANIFEST
+    try:
+        with opened(path) as file:
+            text = file.read(_MAX_MANIFEST_BYTES)
+    except MissingFileError as error:
+        raise UserError(f"{printable(directory)} is no checkpoint: it has no {MANIFEST}") from error
+    fields = Fields(str(path), read_json(path, text))
+    if (version := fields.count("format_version")) != FORMAT_VERSION:
+        raise UserError(
+            f"{printable(directory)} has format version {version}; {FORMAT_VERSION} is read here: "
+            "go on with the version of this program that saved it, or start from weights that it exports"
+        )
+    files, metrics = fields.mapping("files"), fields.mapping("metrics")
+    manifest = Manifest(
+        format=fields.text("format"),
+        step=fields.count("step"),
+        saved_at=fields.number("saved_at"),
+        files={name: _digest(files.mapping(name)) for name in files.values},
+        metrics={name: metrics.number(name) for name in metrics.values},  # a NaN is one, too
+        run_id=fields.text("run_id"),
+        algorithm=fields.text("algorithm"),
+    )
+    if manifest.format not in FORMATS:
+        raise UserError(
+            f"{printable(path)} has the format {printable(manifest.format)}, not {' or '.join(FORMATS)}"
+        )
+    if manifest.algorithm != ALGORITHM:
+        raise UserError(f"{printable(path)} has the hash {printable(manifest.algorithm)}, not {ALGORITHM}")
+    if text.decode() != manifest_text(manifest):
+        raise UserError(f"{printable(path)} is damaged: it is not what was written")
+    if not 0 <= manifest.saved_at < _YEAR_10000:
+        raise UserError(f"{printable(path)} is damaged: saved_at is {manifest.saved_at}")
+    if not is_run_id(manifest.run_id):
+        raise UserError(f"{printable(path)} is damaged: its run_id is {printable(manifest.run_id)}")
+    for name in manifest.files:
+        if PurePosixPath(name).name != name or name in ("", "..", MANIFEST) or "\\" in name or "\0" in name:
+            raise UserError(
+                f"{printable(path)} names the file {printable(name)}: "
+                "only plain file names beside it are allowed"
+            )
+    return manifest
+
+
+def is_run_id(text: str) -> bool:
+    """Whether it may be one: it comes into the names of files."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
+def _digest(fields: Fields) -> FileDigest:
+    digest = FileDigest(fields.count("bytes"), tuple(fields.sequence("sha256", of=str)))
+    if len(digest.sha256) != -(-digest.bytes // BLOCK_BYTES):
+        fields.refuse("sha256", "one for each block")
+    return digest
+
+
+def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile:
+    """The file ``name`` of the checkpoint in ``directory``, as long as its manifest says, or UserError."""
+    try:
+        file = opened(directory / name)
+    except UserError as error:
+        raise UserError(f"{printable(directory)} is damaged: {error}") from error
+    if file.size != manifest.files[name].bytes:
+        file.close()
+        raise UserError(
+            f"{printable(directory)} is damaged: {printable(name)} has {file.size} bytes, the manifest says "
+            f"{manifest.files[name].bytes}"
+        )
+    return file
+
+
+Look = Callable[[str, int, memoryview], None]
+
+
+def verify(
+    directory: Location, part: int = 0, parts: int = 1, look: Look = lambda name, offset, block: None
+) -> Manifest:
+    """Compare the files with the manifest: all blocks, or every ``parts``-th from ``part`` on.
+
+    ``look`` is given each of these blocks: its file, its place there, and its bytes. Costs one read of the
+    files; four threads hash. That they are whole does not mean that they are all there have to be, or that
+    they make sense: `source.whole` asks for that too.
+
+    Raises:
+        UserError: naming the first file that differs.
+    """
+    manifest = read_manifest(directory)
+    for name in sorted(manifest.files):  # what costs nothing first
+        open_listed(directory, manifest, name).close()
+    first = part
+    for name, digest in sorted(manifest.files.items()):
+        blocks = range(first, len(digest.sha256), parts)
+        first = (first - len(digest.sha256)) % parts
+        if blocks:
+            with open_listed(directory, manifest, name) as file:
+                check_blocks(file, digest, blocks, functools.partial(look, name))
+    return manifest
+
+
+def step_in_name(directory: Location) -> int | None:
+    """The step that a directory's name promises; None for a name that promises none."""
+    match = STEP_NAME.fullmatch(directory.resolve().name)
+    return int(match[1]) if match else None

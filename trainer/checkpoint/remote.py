@@ -1,0 +1,272 @@
+"""A second place for checkpoints that outlives the machine: an address to which a thread copies them.
+
+What is at the address looks as the run directory does: config.yaml, metrics.jsonl, result.json, run.json, and
+checkpoints/step_N, whose manifest is put last: without that it is no checkpoint. run.json says whose run the
+address belongs to, and which process puts files there: the one that began last. A process looks there before
+each manifest, so one that was taken for dead, and is not, stops when another has gone on with its run.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.listing import Listing, Retention
+from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, read_manifest
+from trainer.errors import UserError
+from trainer.files.address import Address
+from trainer.files.atomic_file import atomic_file
+from trainer.files.untrusted import Fields, printable, read_json, reason
+
+log = logging.getLogger(__name__)
+
+OWNER = "run.json"
+METRICS = "metrics.jsonl"
+_SMALL_FILES = ("config.yaml", METRICS, "result.json")
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0, 5.0
+_TRIES_AT_START = 4
+
+
+class TakenError(UserError):
+    """The address is another run's, or another process goes on with this run there."""
+
+
+class NoRemote:
+    """What a `Remote` is to other ranks than 0, and without an address."""
+
+    listings: tuple[Listing[Address], ...] = ()
+    in_hand: Path | None = None
+
+    def follow(self, step: int = 0) -> None:
+        """The checkpoint of `step` was sealed in the run directory; or there is other news."""
+
+    def figures(self) -> dict[str, float]:
+        """How far the address is behind, for the log."""
+        return {}
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until all is at the address, at most so long, and say what is."""
+
+
+class Remote(NoRemote):
+    """Copies what `follow` is told of, always the newest, in a thread that training never waits for.
+
+    Attributes:
+        in_hand: the checkpoint that is being copied, which must stay.
+    """
+
+    def __init__(self, address: Address, here: Listing[Path], retention: Retention) -> None:
+        self._address, self._here, self._retention = address, here, retention
+        self._run_dir = here.root.parent
+        self._there = Listing(address / "checkpoints", here.run_id)
+        self.listings = (self._there,)
+        self._session = secrets.token_hex(8)
+        self._changed = threading.Condition()
+        self._asked = self._done = 0  # how often `follow` was called, and up to which call all is there
+        self._newest_step = self._safe_step = 0
+        self._longest_pause_s = _LONGEST_PAUSE_S
+        self._put: dict[str, Any] = {}  # what was put, as it was then
+        self._problem: str | None = None
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def follow(self, step: int = 0) -> None:
+        with self._changed:
+            self._newest_step = step or self._newest_step
+            self._asked += 1
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="remote", daemon=True)
+            self._thread.start()
+
+    def figures(self) -> dict[str, float]:
+        return {"checkpoint/remote_behind": float(max(0, self._newest_step - self._safe_step))}
+
+    def finish(self, timeout_s: float) -> None:
+        self._longest_pause_s = _LAST_PAUSE_S
+        self.follow()
+        with self._changed:
+            waits = self._safe_step < self._newest_step and not self._over
+            if waits:
+                log.info("%s: waiting up to %.0f s for step %d", self._address, timeout_s, self._newest_step)
+            self._changed.wait_for(lambda: self._over or self._done == self._asked, timeout_s)
+            if self._done == self._asked:
+                log.info("%s holds step %d", self._address, self._safe_step)
+            else:
+                log.warning(
+                    "%s holds step %d; step %d is in %s alone%s",
+                    self._address,
+                    self._safe_step,
+                    self._newest_step,
+                    self._run_dir,
+                    f": {self._problem}" if self._problem else "",
+                )
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        pause_s, begun = _FIRST_PAUSE_S, False
+        while not self._over:
+            with self._changed:
+                self._changed.wait_for(lambda: self._done < self._asked)
+                asked = self._asked
+            try:
+                path = self.in_hand = next(iter(self._here.own()), None)
+                if not begun:
+                    self._begin()
+                    begun = True
+                self._put_small_files()
+                if path is not None:
+                    self._put_checkpoint(path)
+            except TakenError as error:
+                log.warning("checkpoint.remote: %s; nothing more of this run is put there", error)
+                self._problem, self._over = str(error), True
+            except Exception as error:  # a store's library raises what it likes
+                self._tell(error)
+                with self._changed:
+                    self.in_hand = None
+                    self._changed.wait_for(partial(self._has_more, asked), pause_s)
+                pause_s = min(2 * pause_s, self._longest_pause_s)
+                continue
+            with self._changed:
+                self.in_hand = None
+                self._done = self._done if self._over else asked
+                self._changed.notify_all()
+            if self._problem is not None and not self._over:
+                log.info("%s takes files again, and holds step %d", self._address, self._safe_step)
+                self._problem = None
+            pause_s = _FIRST_PAUSE_S
+
+    def _has_more(self, asked: int) -> bool:
+        return self._asked > asked
+
+    def _tell(self, error: Exception) -> None:
+        words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
+        if self._problem is None:
+            more = "tried again, and training goes on"
+            log.warning("checkpoint.remote: %s; %s. It holds step %d", words, more, self._safe_step)
+        self._problem = words
+
+    def _begin(self) -> None:
+        """Become the process that puts files at the address, and remove what another left half put."""
+        assert self._there.run_id is not None
+        owner = _owner(self._address)
+        if owner is not None and owner["run_id"] != self._there.run_id:
+            raise TakenError(f"{self._address} belongs to another run, {owner['run_id']}")
+        own = {
+            "run_id": self._there.run_id,
+            "session": self._session,
+            "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
+        }
+        (self._address / OWNER).write(json.dumps(own).encode(), create=owner is None)
+        for directory in self._there.directories():
+            if not (directory / MANIFEST).exists():
+                directory.remove()
+        self._safe_step = max((m.step for m in list(self._there.own().values())[:1]), default=0)
+
+    def _check_owner(self) -> None:
+        owner = _owner(self._address)
+        if owner is None or owner["session"] != self._session:
+            by = "nobody any more" if owner is None else f"process {owner['process']}"
+            raise TakenError(f"{self._address} is now {by}'s")
+
+    def _put_small_files(self) -> None:
+        self._check_owner()
+        for name in _SMALL_FILES:
+            file = self._run_dir / name
+            if file.exists():
+                self._put_file(file, self._address / name)
+
+    def _put_checkpoint(self, path: Path) -> None:
+        manifest = read_manifest(path)
+        there = self._free_place(path.name, manifest)
+        if there is None:
+            return
+        there.make()
+        for name in sorted(manifest.files):
+            self._put_file(path / name, there / name)
+        sizes = there.sizes()
+        for name, file in manifest.files.items():
+            if sizes.get(name) != file.bytes:
+                self._put.clear()
+                raise UserError(f"{there / name} arrived with {sizes.get(name)} of {file.bytes} bytes")
+        self._check_owner()
+        (there / MANIFEST).write((path / MANIFEST).read_bytes(), create=True)
+        self._safe_step = manifest.step
+        self._put = {key: value for key, value in self._put.items() if "/checkpoints/" not in key}
+        for old in self._there.beyond(self._retention):
+            if old != there:
+                (old / MANIFEST).remove()  # first: without it, it is none
+                old.remove()
+
+    def _free_place(self, name: str, manifest: Manifest) -> Address | None:
+        """Where the checkpoint is to lie, beside an older one of the same step; None: it is there."""
+        number, there = 1, self._there.root / name
+        while (there / MANIFEST).exists():
+            try:
+                if read_manifest(there) == manifest:
+                    self._safe_step = manifest.step
+                    return None
+            except UserError as error:
+                log.debug("%s", error)
+            number += 1
+            there = self._there.root / f"{name}-{number}"
+        return there
+
+    def _put_file(self, file: Path, there: Address) -> None:
+        """Copy `file` unless it was copied as it is now: a failed attempt goes on where it stopped."""
+        status = file.stat()
+        now = (status.st_mtime_ns, status.st_size)
+        if self._put.get(str(there)) != now:
+            there.put(file)
+            self._put[str(there)] = now
+
+
+def _owner(address: Address) -> dict[str, str] | None:
+    """Who puts files at `address`; None if nobody does."""
+    file = address / OWNER
+    try:
+        fields = Fields(str(file), read_json(file, file.read(0, 1 << 16)))
+    except FileNotFoundError:
+        return None
+    if not is_run_id(fields.text("run_id")):
+        raise UserError(f"{printable(file)} is damaged: its run_id is {printable(fields.text('run_id'))}")
+    names = ("run_id", "session", "process")
+    return {name: printable(fields.text(name)) if name in fields.values else "" for name in names}
+
+
+def run_at(address: str) -> str | None:
+    """The id of the run to which `address` belongs; None if it is free.
+
+    Raises:
+        UserError: the address cannot be reached, in several tries.
+    """
+    for left in reversed(range(_TRIES_AT_START)):
+        try:
+            owner = _owner(Address(address))
+        except UserError as error:
+            if not left:
+                raise UserError(f"checkpoint.remote: {error}") from error
+            time.sleep(_FIRST_PAUSE_S)
+        else:
+            return None if owner is None else owner["run_id"]
+    raise AssertionError("unreachable")
+
+
+def fetch_history(address: str, run_dir: Path) -> None:
+    """Copy the metrics of the run at `address` to a new run directory, which goes on with it."""
+    with (
+        contextlib.suppress(FileNotFoundError),
+        (Address(address) / METRICS).open() as there,
+        atomic_file(run_dir / METRICS) as file,
+    ):
+        shutil.copyfileobj(there, file)
