@@ -1,6 +1,5 @@
 """The training loop: `fit` trains epochs and evaluates and saves between them, without callbacks."""
 
-import logging
 import time
 import warnings
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ from trainer.optim.schedules import after_evaluation
 from trainer.training.context import TrainingContext
 from trainer.training.log_step import log_step
 from trainer.training.meter import peak_memory_bytes
-
-log = logging.getLogger(__name__)
 
 # fp16 may skip the first update for an overflow; the schedule still counts the step.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -34,7 +31,7 @@ def fit(context: TrainingContext) -> dict[str, float]:
     steady = epoch_begin = meter.mark()
     evaluation = context.checkpointer.restored_metrics
     if context.first_step and not evaluation:
-        evaluation = evaluate_if_due(context)  # a signal came after the end of the epoch
+        evaluation = evaluate_if_due(context)  # a signal saved the checkpoint before its evaluation was made
 
     while not is_over(context):
         epoch_begin = meter.mark()

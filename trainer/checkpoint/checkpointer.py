@@ -42,7 +42,7 @@ from trainer.optim.train_state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("run_dir", "resume", "fault.")  # settings that say where and whence, not what
+_MAY_DIFFER = ("run_dir", "resume", "fault.")  # settings whose change no resume mentions
 
 
 class Checkpointer:
@@ -242,7 +242,9 @@ class Checkpointer:
         targets = self._agreement.everywhere(lambda: targets_for(state, shapes, plain))
         if self._dist.rank == 0 and (others := other_buffers(state, shapes)):
             log.warning(
-                "buffers that %s has not, or not of this size, stay as built: %s", source.directory, others
+                "%s lacks these buffers, or has them in another size; they keep their initial values: %s",
+                source.directory,
+                others,
             )
         if self._dist.rank == 0 and begins_average(state, shapes):
             log.warning(
@@ -263,7 +265,7 @@ class Checkpointer:
             raise UserError(
                 f"the training data holds {_number(now)} samples, but {_number(then)} when "
                 f"{printable(source.directory)} was saved: their "
-                "order is another, so some would be read twice or never; give the data of then, or start a "
+                "order is another, so some would be read twice or never; use the original data, or start a "
                 f"new run from these weights with model.init_from={source.directory}"
             )
 

@@ -132,8 +132,8 @@ def verify(
     """Compare the files with the manifest: all blocks, or every ``parts``-th from ``part`` on.
 
     ``look`` is given each of these blocks: its file, its place there, and its bytes. Costs one read of the
-    files; four threads hash. That they are whole does not mean that they are all there have to be, or that
-    they make sense: `source.whole` asks for that too.
+    files; four threads hash. This compares bytes only: `source.whole` also checks that every file that a
+    checkpoint needs is listed, and that the contents agree.
 
     Raises:
         UserError: naming the first file that differs.

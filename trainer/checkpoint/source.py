@@ -54,7 +54,7 @@ class Source:
         """Read all but the tensors.
 
         Raises:
-            UserError: ``directory`` is not seen from here, or is no such thing; a file or a tensor that has
+            UserError: ``directory`` cannot be read here, or is not a checkpoint; a file or a tensor that has
                 to be there is not; or what is there contradicts itself.
         """
         manifest = read_manifest(directory)

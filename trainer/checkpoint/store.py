@@ -154,7 +154,7 @@ class Store(Listing[Path]):
             if entry.name.startswith(_TEMPORARY):
                 self._delete(entry)
             elif entry != final and final.exists():
-                self._condemn(entry)
+                self._delete_checkpoint(entry)
             elif entry != final:
                 try:
                     entry.rename(final)
@@ -187,17 +187,17 @@ class Store(Listing[Path]):
 
         What has no manifest stays.
         """
-        return [path for path in self.beyond(retention) if path != spared and self._condemn(path)]
+        return [path for path in self.beyond(retention) if path != spared and self._delete_checkpoint(path)]
 
-    def _condemn(self, path: Path) -> bool:
-        """Delete a checkpoint; whether it is gone."""
-        condemned = _unused(self.root / f"{_TEMPORARY}{path.name}")
+    def _delete_checkpoint(self, path: Path) -> bool:
+        """Rename a checkpoint, then delete it; whether it is gone. A kill between leaves a temporary."""
+        temporary = _unused(self.root / f"{_TEMPORARY}{path.name}")
         try:
-            path.rename(condemned)  # so that a kill half-way leaves a temporary and not a damaged checkpoint
+            path.rename(temporary)
         except OSError as error:
             self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
             return False
-        return self._delete(condemned)
+        return self._delete(temporary)
 
 
 def _unused(path: Path) -> Path:

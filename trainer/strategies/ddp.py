@@ -42,7 +42,7 @@ class Ddp(Strategy):
         self.hook: CommHook | None = None
         self._sends_buffers_of: nn.Module | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
-        self._passes_missed = 0  # by the buckets of a resumed run, until they are rebuilt
+        self._passes_missed = 0  # passes to repeat in a resumed run, until DDP has rebuilt its buckets
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
         if isinstance(comm, ScheduleCommConfig) and comm.cuda_graph and dist.device.type != "cuda":
@@ -98,7 +98,7 @@ class Ddp(Strategy):
     def begin(self, state: TrainState) -> None:
         # DDP rebuilds its buckets in the order in which the first backward pass filled them (with a static
         # graph, the second). The place of an element decides the order in which an all-reduce adds the
-        # ranks' values, and so its last bit.
+        # ranks' values, and so its last bit: a resumed run repeats a pass's reduction in the rebuilt buckets.
         passes = 2 if self.settings.static_graph else 0 if self.settings.find_unused_parameters else 1
         self._passes_missed = min(state.progress.step, passes)
 

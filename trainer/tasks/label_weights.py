@@ -1,4 +1,4 @@
-"""The weight of each micro-batch in the loss of a step: its fraction of all counted labels."""
+"""How many labels of each micro-batch count, and the divisors of losses that follow from it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,8 @@ def divisors(weights: Sequence[float], total: float | Tensor) -> list[Divisor]:
 def divided(loss: Tensor, divisor: Divisor) -> Tensor:
     """The contribution of a mean loss to the loss of the step.
 
-    The mean over no label is NaN. It adds 0, and gradients of 0: ranks communicate in its backward pass, too.
+    The mean over no label is NaN. It adds 0 but is still differentiated, since other ranks wait for this
+    rank's backward pass.
     """
     if divisor is None:
         return loss.nan_to_num(0.0, 0.0, 0.0) * 0
