@@ -9,6 +9,7 @@ import threading
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.hosts import hosts
 from tests.ranks import RankFailure, run_ranks
 from trainer.checkpoint import store
 from trainer.comm.network.checks import CHECKS
+from trainer.faults.injection import injector
 
 
 def _sum(scale: float) -> tuple[torch.Tensor, int]:
@@ -102,6 +104,10 @@ def _leave(what: str) -> int:
             CHECKS["broadcast"] = lambda me: None  # type: ignore[assignment, return-value]
         case "a constant":
             store.MANIFEST = "other.json"  # type: ignore[misc]
+        case "a module":
+            injector.time = SimpleNamespace()  # type: ignore[assignment]
+        case "a stream":
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         case "a thread":
             threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
         case "a child":
@@ -137,7 +143,7 @@ def test_a_rank_that_is_as_good_as_new_takes_the_next_function() -> None:
     "what",
     [
         *("a method", "a function of Python's", "a method of torch's", "an entry", "a constant", "a thread"),
-        *("a child", "a group"),
+        *("a module", "a stream", "a child", "a group"),
     ],
 )
 def test_a_rank_in_which_something_is_left_takes_none(what: str) -> None:

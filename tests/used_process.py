@@ -38,7 +38,21 @@ _FUNCTIONS = (
     staticmethod,
     classmethod,
 )
-_VALUES = (*_FUNCTIONS, property, int, float, str, tuple, Path, type(None), dict, list, set)
+_VALUES = (
+    *_FUNCTIONS,
+    types.ModuleType,
+    logging.Logger,
+    property,
+    int,
+    float,
+    str,
+    tuple,
+    Path,
+    type(None),
+    dict,
+    list,
+    set,
+)
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 _HOOKS = ("excepthook", "unraisablehook")  # they are put back
 _GRACE_S = 1.0  # for threads and children that end at this moment
@@ -55,6 +69,7 @@ class UsedProcess:
         self._names: dict[types.ModuleType | type, dict[str, Any]] = {}
         self._modules = set(sys.modules)
         self._state = _state()
+        self._streams = _open_streams()
         self._limits = [resource.getrlimit(limit) for limit in _LIMITS]
 
     def lent(self) -> None:
@@ -91,11 +106,14 @@ class UsedProcess:
             yield "a process group"
         if [resource.getrlimit(limit) for limit in _LIMITS] != self._limits:
             yield "a limit"
+        if _open_streams() != self._streams:
+            yield "a stream that leads elsewhere"
         for owner, names in self._names.items():
             values = _values(owner)
             for name in names.keys() | values.keys():
                 old, new = names.get(name), values.get(name)
-                if old is new or not _differ(old, new):
+                loaded = old is None and isinstance(new, types.ModuleType)  # a part of a package
+                if loaded or old is new or not _differ(old, new):
                     continue
                 # torch replaces some of its own, as the step of an optimizer.
                 of_torch = old is None or _home(new).partition(".")[0] == "torch"
@@ -119,6 +137,10 @@ class UsedProcess:
 def _threads() -> list[threading.Thread]:
     """All but the one of tqdm's, which stays for good."""
     return [thread for thread in threading.enumerate()[1:] if thread.name != "tqdm_monitor"]
+
+
+def _open_streams() -> list[tuple[int, int]]:
+    return [(found.st_dev, found.st_ino) for found in map(os.fstat, (0, 1, 2))]
 
 
 def _children() -> list[str]:

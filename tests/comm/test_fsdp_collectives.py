@@ -171,7 +171,7 @@ def test_who_writes_to_gradients_that_have_not_come_is_refused() -> None:
 
 def out_of_step(hosts: list[int]) -> str:
     """Rank 1 skips a unit in its second pass, and continues with an equal one."""
-    model, comm = sharded(hosts, "ring", timeout_s=2.0)
+    model, comm = sharded(hosts, "ring", timeout_s=5.0)
     assert comm is not None
     try:
         for left_out in (False, dist.get_rank() == 1):
@@ -183,7 +183,7 @@ def out_of_step(hosts: list[int]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
+@pytest.mark.parametrize("hosts", [[0, 0], pytest.param([0, 1], marks=pytest.mark.slow)])
 def test_a_unit_that_one_rank_leaves_out_is_noticed_by_the_deadline(hosts: list[int]) -> None:
     first, second = run_ranks(out_of_step, 2, hosts)
     assert first.startswith("1: the all-gather of unit 0, ") and "stopped at rank 0" in first
