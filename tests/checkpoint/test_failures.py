@@ -16,8 +16,7 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import checkpointer as checkpointer_module
-from trainer.checkpoint import manifest, saved_seed, store, writing
+from trainer.checkpoint import Checkpointer, manifest, resuming, saved_seed, store, writing
 from trainer.config import KeepBest
 from trainer.errors import UserError
 
@@ -157,10 +156,10 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    checkpointer_module.log.addHandler(handler)
-    checkpointer_module.log.setLevel(logging.INFO)
+    resuming.log.addHandler(handler)
+    resuming.log.setLevel(logging.INFO)
     fresh = tiny.train_state(seed=4)
-    other = checkpointer_module.Checkpointer(
+    other = Checkpointer(
         tiny.settings(),
         run_dir,
         tiny.facts(),

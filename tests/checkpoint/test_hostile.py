@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint import hostile, tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import checkpointer, load_weights
+from trainer.checkpoint import load_weights, resuming
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.source import Source
 from trainer.errors import UserError
@@ -203,7 +203,7 @@ def _one_rank_sees_it(run_dir: Path) -> list[str]:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise UserError("this host sees another disk")
 
-    for module, name in ((checkpointer, "whole"), (checkpointer, "fitting"), (Source, "read_into")):
+    for module, name in ((resuming, "whole"), (resuming, "check_fits"), (Source, "read_into")):
         good = getattr(module, name)
         if rank == 1:
             setattr(module, name, fail)

@@ -14,7 +14,7 @@ from tests.checkpoint import tiny
 from tests.faults.test_ends import TINY
 from tests.programs import finish
 from tests.ranks import run_ranks
-from trainer.checkpoint import checkpointer as checkpointer_module
+from trainer.checkpoint import resuming
 from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.tree import take_apart
@@ -118,8 +118,8 @@ def _of_an_older_version(run_dir: Path, format: str) -> dict[str, list[str]]:
             _poison(state, poison, NAN)
         older.save(state)
     told: list[str] = []
-    checkpointer_module.log.setLevel(logging.INFO)
-    checkpointer_module.log.warning = lambda text, *args: told.append(text % args)  # type: ignore[method-assign]
+    resuming.log.setLevel(logging.INFO)
+    resuming.log.warning = lambda text, *args: told.append(text % args)  # type: ignore[method-assign]
     other = _state(sharded=True, seed=3, masked=False)
     newer = tiny.checkpointer(run_dir, format=format)
     newer.begin(other)

@@ -1,11 +1,10 @@
 """Saving and resuming a run, agreed among all ranks."""
 
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,13 @@ from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.layout import Plan, index_to_json, plan
-from trainer.checkpoint.listing import Listing, Retention, newest_of
+from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.matching import (
-    begins_average,
-    check_fits,
-    first_five,
     of_modules_own,
-    other_buffers,
-    saved_state,
-    targets_for,
 )
 from trainer.checkpoint.remote import NoRemote, Remote
-from trainer.checkpoint.source import MODEL_CONFIG, PLACES, STATE, Source, check_size, whole
+from trainer.checkpoint.resuming import Resuming
+from trainer.checkpoint.source import MODEL_CONFIG, PLACES, STATE, Source, check_size
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.writing import write_tensors
@@ -36,13 +30,10 @@ from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteLossError, UserError
 from trainer.faults.heartbeat import at_disk
-from trainer.files.address import Address, Location
-from trainer.files.untrusted import printable
+from trainer.files.address import Address
 from trainer.optim.train_state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
-
-_MAY_DIFFER = ("run_dir", "resume", "fault.")  # settings whose change no resume mentions
 
 
 class Checkpointer:
@@ -84,6 +75,9 @@ class Checkpointer:
         if settings.remote is not None and dist.rank == 0:
             self._remote = Remote(Address(settings.remote), self._store, self._retention)
         self._agreement = Agreement(dist, settings.timeout_s)
+        self._resuming = Resuming(
+            self._store, self._remote.listings, self._agreement, num_samples, self._config
+        )
         dist.heartbeat.disk_may_take(settings.timeout_s)
         self._last_saved: int | None = None
         self._expected: Expected | None = None
@@ -210,68 +204,15 @@ class Checkpointer:
             self._copied = None
 
     def find(self, resume: str | None) -> Source | None:
-        """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
-
-        Args:
-            resume: None; "auto" for the newest checkpoint of this run_dir that verifies; or the path of one.
-
-        Raises:
-            UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
-        """
-        self._agreement.on_main(self._store.clean)
-        if self._dist.rank == 0:
-            self._report_others()
-        if resume is None:
-            return None
-        source = self._choose(resume)
-        if source is None:
-            log.info("resume=auto: no checkpoint in %s, starting anew", self._store.root)
-            return None
-        self._agreement.everywhere(lambda: self._check_data(source))
-        return source
+        """As `Resuming.find`."""
+        return self._resuming.find(resume)
 
     def restore(self, state: TrainState, source: Source) -> None:
-        """Continue from ``source``.
-
-        Raises:
-            UserError: on every rank alike: it is of another model, or cannot be read.
-        """
-        plain = source.facts["state"]
-        # Nothing of the state is touched before all ranks have found that all of it fits.
-        shapes = source.shapes
-        targets = self._agreement.everywhere(lambda: targets_for(state, shapes, plain))
-        if self._dist.rank == 0 and (others := other_buffers(state, shapes)):
-            log.warning(
-                "%s lacks these buffers, or has them in another size; they keep their initial values: %s",
-                source.directory,
-                others,
-            )
-        if self._dist.rank == 0 and begins_average(state, shapes):
-            log.warning(
-                "ema: %s holds no averages of these weights; they begin with its weights", source.directory
-            )
-        self._agreement.everywhere(lambda: check_fits(state, plain, targets))
-        self.restored_places = self._agreement.everywhere(source.places)
-        self._agreement.everywhere(lambda: source.read_into(targets))
-        self._agreement.everywhere(lambda: state.load_state_dict(saved_state(plain, targets)))
-        self._report(source, state.progress)
+        """As `Resuming.restore`."""
+        self.restored_places = self._resuming.restore(state, source)
         self.restored_metrics = source.manifest.metrics
         if source.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
-
-    def _check_data(self, source: Source) -> None:
-        now, then = self._num_samples, source.facts.get("num_samples", self._num_samples)
-        if now != then:
-            raise UserError(
-                f"the training data holds {_number(now)} samples, but {_number(then)} when "
-                f"{printable(source.directory)} was saved: their "
-                "order is another, so some would be read twice or never; use the original data, or start a "
-                f"new run from these weights with model.init_from={source.directory}"
-            )
-
-    def _report_others(self) -> None:
-        if others := [path.name for path in self._store.of_others()]:
-            log.warning("left alone, as another run's: %s in %s", first_five(others), self._store.root)
 
     def close(self) -> None:
         """Wait for what is still being written. To be called when a run ends well, not after an exception.
@@ -351,74 +292,3 @@ class Checkpointer:
             "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
             MODEL_CONFIG: self._expected.model_config if self._expected is not None else None,
         }
-
-    # ---- reading
-
-    def _choose(self, resume: str) -> Source | None:
-        """What ``resume`` means, found to be whole, each rank reading its share of the files; collective."""
-        auto = resume == "auto"
-        found = self._agreement.on_main(
-            lambda: newest_of(self._store, self._remote.listings) if auto else [_existing(resume)]
-        )
-        reasons: list[str] = []
-        for directory in found:
-            try:
-                look = partial(whole, directory, self._dist.rank, self._dist.world_size)
-                return self._agreement.everywhere(look)
-            except UserError as error:
-                if not auto:
-                    raise
-                reasons.append(str(error))
-                if self._dist.rank == 0:
-                    log.warning("resume=auto passes over %s: %s", directory.name, error)
-        if found:
-            raise UserError(
-                f"none of the {len(found)} checkpoints in {self._store.root} is whole: {reasons[0]}; "
-                f"`python -m trainer.checkpoint verify {self._store.root}` shows all, "
-                "another run_dir starts anew"
-            )
-        return None
-
-    def _report(self, source: Source, progress: Progress) -> None:
-        if self._dist.rank != 0:
-            return
-        log.info("resumed from %s at step %d", source.directory, progress.step)
-        then, now = source.facts["config"], self._config
-        for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
-            if key not in now:
-                log.info("  %s was %s in the checkpoint, and is no setting now", *_shown(key, then[key]))
-            elif key not in then:
-                log.info("  %s is %r now, and was no setting in the checkpoint", key, now[key])
-            elif then[key] != now[key]:
-                log.info("  %s was %s in the checkpoint, is %r now", *_shown(key, then[key]), now[key])
-
-
-def _number(num_samples: int | None) -> str:
-    return "an unknown number of" if num_samples is None else str(num_samples)
-
-
-def _shown(key: str, value: Any) -> tuple[str, str]:
-    return printable(key), printable(repr(value))
-
-
-def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | None = None) -> int | None:
-    """The seed of the run that ``resume`` goes on with; None if there is none. Nothing is verified yet."""
-    candidates: list[Location] = [Path(resume or "")]
-    if resume == "auto":
-        others = (Listing(Address(remote) / "checkpoints", run_id),) if remote is not None else ()
-        candidates = newest_of(Listing(run_dir / "checkpoints", run_id), others)
-    for directory in candidates:
-        with contextlib.suppress(UserError):
-            return Source.open(directory).seed
-    return None
-
-
-def _existing(resume: str) -> Path:
-    directory = Path(resume).resolve()
-    if not directory.is_dir():
-        raise UserError(f"resume={resume} is no directory; take a checkpoint's, or resume=auto")
-    if (directory / "checkpoints").is_dir():
-        raise UserError(
-            f"resume={resume} is a run; take one of its checkpoints, or run_dir={resume} resume=auto"
-        )
-    return directory
