@@ -94,7 +94,7 @@ def test_a_folder_of_several_files_and_a_config(tmp_path: Path, capsys: pytest.C
         load_weights(model, out)
     index["weight_map"]["a.bias"] = "../elsewhere.safetensors"
     (out / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="no file beside it"):
+    with pytest.raises(UserError, match="not a file beside it"):
         load_weights(model, out)
     for size in ("0", "nan", "x"):
         with pytest.raises(SystemExit):
@@ -128,7 +128,7 @@ def test_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["show", str(tmp_path / "there")]) == 2
     assert "holds none" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
-    assert "no checkpoint" in capsys.readouterr().out
+    assert "not a checkpoint" in capsys.readouterr().out
 
 
 def test_a_tied_weight_stays_tied_for_torch_and_is_whole_for_others(tmp_path: Path) -> None:

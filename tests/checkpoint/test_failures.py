@@ -186,7 +186,7 @@ def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
     assert "passes over step_00000002" in text and f"sha256 of {TENSORS}" in text
     assert "resumed from" in text and "step_00000001 at step 1" in text
     assert "optim.lr was 0.1 in the checkpoint, is 0.5 now" in text
-    assert "new is 1 now, and was no setting in the checkpoint" in text
+    assert "new is 1 now, and was not a setting in the checkpoint" in text
 
 
 def _keep_best(run_dir: Path) -> list[str]:

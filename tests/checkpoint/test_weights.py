@@ -147,7 +147,7 @@ def test_reads_safetensors(tmp_path: Path) -> None:
     load_weights(ours, tmp_path / "w.safetensors")
     assert _same(theirs, ours)
     (tmp_path / "w.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(UserError, match="is no safetensors file: its header is to have"):
+    with pytest.raises(UserError, match="is not a safetensors file: its header is to have"):
         load_weights(ours, tmp_path / "w.safetensors")
 
 

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _gigabytes(text: str) -> float:
     size = float(text.lower().removesuffix("gb"))
     if not 0 < size < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is no size above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a size above 0")
     return size
 
 
@@ -82,7 +82,7 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
     listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
     found = listing.directories()
     if not found:
-        raise UserError(f"{printable(directory)} is no checkpoint (it has no {MANIFEST}) and holds none")
+        raise UserError(f"{printable(directory)} is not a checkpoint (it has no {MANIFEST}) and holds none")
     yield from found
 
 

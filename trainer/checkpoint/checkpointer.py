@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 class Checkpointer:
     """Saves a ``TrainState`` under ``run_dir/checkpoints`` and restores it.
 
-    Every method but ``due`` is collective. Ranks meet in a gloo group of their own with its own long timeout,
-    so that a slow disk is no failure of the network, and agree on how each action ended before anyone raises.
+    Every method but ``due`` is collective. It uses a separate gloo group with a long timeout, so that a slow
+    disk does not look like a failed network. All ranks know how each action ended before one of them raises.
 
     Attributes:
         restored_metrics: those saved with the checkpoint that ``restore`` went on from.

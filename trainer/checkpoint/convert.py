@@ -49,7 +49,7 @@ def convert(
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists already")
     if not out.parent.is_dir():
-        raise UserError(f"{out.parent} is no directory")
+        raise UserError(f"{out.parent} is not a directory")
     source = whole(directory)
     weights = source.weights(averaged)
     temporary = out.with_name(f".tmp_{out.name}")

@@ -58,7 +58,7 @@ def read_manifest(directory: Location) -> Manifest:
         with opened(path) as file:
             text = file.read(_MAX_MANIFEST_BYTES)
     except MissingFileError as error:
-        raise UserError(f"{printable(directory)} is no checkpoint: it has no {MANIFEST}") from error
+        raise UserError(f"{printable(directory)} is not a checkpoint: it has no {MANIFEST}") from error
     fields = Fields(str(path), read_json(path, text))
     if (version := fields.count("format_version")) != FORMAT_VERSION:
         raise UserError(

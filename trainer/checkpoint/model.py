@@ -76,7 +76,7 @@ def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBes
         return found
     named = [path for path in (location(which), run_dir / "checkpoints" / which) if path.is_dir()]
     if not named:
-        raise UserError(f"the checkpoint {which} is no directory; say newest, best or the path of one")
+        raise UserError(f"the checkpoint {which} is not a directory; say newest, best or the path of one")
     if (named[0] / "checkpoints").is_dir():
         raise UserError(f"the checkpoint {which} is a run; name one of {named[0] / 'checkpoints'}")
     return named[:1]

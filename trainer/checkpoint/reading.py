@@ -57,12 +57,12 @@ class PlainFile:
             raise MissingFileError(f"{printable(path)} does not exist") from error
         except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
             if isinstance(error, OSError) and error.errno == errno.ELOOP:
-                raise UserError(f"{printable(path)} is no plain file, but a link") from error
+                raise UserError(f"{printable(path)} is a link, not a plain file") from error
             raise UserError(f"{printable(path)} is unreadable ({_cause(error)})") from error
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
-            raise UserError(f"{printable(path)} is no plain file")
+            raise UserError(f"{printable(path)} is not a plain file")
         self._file = io.FileIO(descriptor)
         self.size = status.st_size
         if self.size > _SPARSE_BYTES and _written_bytes(descriptor, self.size) * _SPARSE_RATIO < self.size:
@@ -183,7 +183,7 @@ def opened(path: Location, follow_links: bool = False) -> PlainFile:
 
 
 def _written_bytes(descriptor: int, size: int) -> int:
-    """How much of a file is no hole; all of it where the file system cannot tell.
+    """How much of a file is not a hole; all of it where the file system cannot tell.
 
     Not from st_blocks, which compression makes small, and some file systems leave at 0.
     """

@@ -60,7 +60,7 @@ class Resuming:
             return None
         source = self._choose(resume)
         if source is None:
-            log.info("resume=auto: no checkpoint in %s, starting anew", self._store.root)
+            log.info("resume=auto: no checkpoint in %s, starting a new run", self._store.root)
             return None
         self._agreement.everywhere(lambda: self._check_data(source))
         return source
@@ -127,7 +127,7 @@ class Resuming:
             raise UserError(
                 f"none of the {len(found)} checkpoints in {self._store.root} is whole: {reasons[0]}; "
                 f"`python -m trainer.checkpoint verify {self._store.root}` shows all, "
-                "another run_dir starts anew"
+                "another run_dir starts a new run"
             )
         return None
 
@@ -138,9 +138,9 @@ class Resuming:
         then, now = source.facts["config"], self._config
         for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
             if key not in now:
-                log.info("  %s was %s in the checkpoint, and is no setting now", *_shown(key, then[key]))
+                log.info("  %s was %s in the checkpoint, and is not a setting now", *_shown(key, then[key]))
             elif key not in then:
-                log.info("  %s is %r now, and was no setting in the checkpoint", key, now[key])
+                log.info("  %s is %r now, and was not a setting in the checkpoint", key, now[key])
             elif then[key] != now[key]:
                 log.info("  %s was %s in the checkpoint, is %r now", *_shown(key, then[key]), now[key])
 
@@ -168,7 +168,7 @@ def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | Non
 def _existing(resume: str) -> Path:
     directory = Path(resume).resolve()
     if not directory.is_dir():
-        raise UserError(f"resume={resume} is no directory; take a checkpoint's, or resume=auto")
+        raise UserError(f"resume={resume} is not a directory; take a checkpoint's, or resume=auto")
     if (directory / "checkpoints").is_dir():
         raise UserError(
             f"resume={resume} is a run; take one of its checkpoints, or run_dir={resume} resume=auto"

@@ -147,7 +147,7 @@ def sizes_in(value: Any) -> tuple[int, ...] | None:
 
 
 def _refusal(file: PlainFile, words: str) -> UserError:
-    return UserError(f"{printable(file.path)} is no safetensors file: {words}")
+    return UserError(f"{printable(file.path)} is not a safetensors file: {words}")
 
 
 def tensors_in(file: PlainFile) -> dict[str, Tensor]:

@@ -123,7 +123,7 @@ class Store(Listing[Path]):
             if latest.is_dir() and not latest.is_symlink():
                 aside = _unused(latest)
                 log.warning(
-                    "%s is no link, as after a copy that followed links, and is now %s", latest, aside.name
+                    "%s is not a link, as after a copy that followed links, and is now %s", latest, aside.name
                 )
                 latest.rename(aside)
             link.replace(latest)
@@ -176,7 +176,7 @@ class Store(Listing[Path]):
         return True
 
     def _warn(self, path: Path, words: str) -> None:
-        """Say once what is in the way of what is no part of a checkpoint."""
+        """Say once what is in the way of what is not part of a checkpoint."""
         if path not in self._named:
             self._named.add(path)
             log.warning("%s %s", path, words)

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: torchvision, a DDP or Lightning script, a safetensors file, or a run of ours."""
+"""Weights from elsewhere: files of torch or safetensors, a folder of transformers, a checkpoint or a run."""
 
 import itertools
 import logging
@@ -119,7 +119,7 @@ def _split_files(folder: Location) -> dict[str, Tensor]:
     for name in {places.text(name) for name in places.values}:
         if Path(name).name != name:
             raise UserError(
-                f"{printable(folder / INDEX)} names {printable(name)}, which is no file beside it"
+                f"{printable(folder / INDEX)} names {printable(name)}, which is not a file beside it"
             )
         files[name] = _file(folder / name)
     if missing := sorted(name for name, file in places.values.items() if name not in files[file]):
