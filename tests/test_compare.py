@@ -13,6 +13,9 @@ from trainer.compare import compare, main, parts_at, read_runs
 from trainer.config import to_yaml
 from trainer.errors import UserError
 
+FIGURES = {"strategy": "ddp", "comm": "native", "world_size": 2, "steps": 40, "eval/loss": 0.5}
+FIGURES |= {"param_sha256": "aa", "samples_per_second": 1.0, "peak_memory_bytes": 2**28}
+
 
 def write(
     folder: Path, *overrides: str, ms: float = 4.0, gap: float = 0.0, sha: str = "aa", **result: Any
@@ -20,14 +23,9 @@ def write(
     """A run of four log windows; its loss is off by `gap` from step 30 on."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(settings(*overrides)))
-    figures = {"strategy": "ddp", "comm": "native", "world_size": 2, "steps": 40, "train/loss": 0.5 + gap}
-    figures |= {
-        "eval/loss": 0.5,
-        "samples_per_second": 64e3 / ms,
-        "ms_per_step": ms,
-        "param_sha256": sha * 32,
-    }
-    (folder / "result.json").write_text(json.dumps({**figures, "peak_memory_bytes": 2**28, **result}))
+    figures = FIGURES | {"train/loss": 0.5 + gap, "samples_per_second": 64e3 / ms}
+    figures |= {"ms_per_step": ms, "param_sha256": sha * 32, **result}
+    (folder / "result.json").write_text(json.dumps(figures))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in (10, 20, 30, 40):
             values = {"train/loss": 1 / step + gap * (step >= 30), "train/grad_norm": 1.0}
@@ -106,11 +104,25 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("result.json", "{}", "its result.json has no comm"),
         ("result.json", "7", "holds no JSON object"),
         ("result.json", "[" * 9000, "is not JSON"),
+        ("config.yaml", "[" * 9000, "cannot be read"),
+        ("config.yaml", "a: " + "[" * 900 + "]" * 900, "cannot be read"),
+        ("metrics.jsonl", "", "b cannot be read: .*Is a directory"),
+        ("result.json", json.dumps(FIGURES | {"ms_per_step": 0}), "ms_per_step is 0, but must be greater"),
+        (
+            "result.json",
+            json.dumps(FIGURES | {"ms_per_step": "1"}),
+            "ms_per_step is '1', but must be a number",
+        ),
     ],
 )
 def test_what_is_no_run_is_one_message(file: str, text: str, words: str, tmp_path: Path) -> None:
     runs = [write(tmp_path / "a"), write(tmp_path / "b")]
-    Path(runs[1], file).write_text(text)
+    at = Path(runs[1], file)
+    at.unlink(missing_ok=True)
+    if text:
+        at.write_text(text)
+    else:
+        at.mkdir()
     with pytest.raises(UserError, match=words):
         read_runs(runs)
 

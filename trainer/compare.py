@@ -45,7 +45,7 @@ class Run:
     @property
     def ms_per_step(self) -> list[float]:
         """Of each log window except the first, which is warm-up, unless it is the only one."""
-        windows = list(self.scalars.get(_MS, {}).values())
+        windows = [ms for ms in self.scalars.get(_MS, {}).values() if ms > 0]
         return windows[1:] or windows or [self.result["ms_per_step"]]
 
     def comm_ms(self) -> list[float]:
@@ -58,14 +58,15 @@ def read_run(folder: Path, name: str) -> Run:
     """Raises UserError if `folder` is not a finished run."""
     try:
         settings = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"), resolve=False)
-        result = load_json(folder / "result.json")
+        result, scalars = load_json(folder / "result.json"), read_metrics(folder)
+        flat = dict(leaves(settings)) if isinstance(settings, dict) else None
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(
             f"{folder} is not a finished run: it has no {Path(str(error.filename)).name}"
         ) from error
-    except (OSError, ValueError, YAMLError) as error:
-        raise UserError(f"{folder} cannot be read: {on_one_line(error)}") from error
-    if not isinstance(settings, dict):
+    except (OSError, ValueError, YAMLError, RecursionError) as error:
+        raise UserError(f"{folder} cannot be read: {printable(on_one_line(error))}") from error
+    if flat is None:
         raise UserError(f"{folder} is not a run: its config.yaml holds no settings")
     if missing := {*_TEXTS, *_NUMBERS} - result.keys():
         raise UserError(f"{folder} is not a run: its result.json has no {', '.join(sorted(missing))}")
@@ -74,7 +75,9 @@ def read_run(folder: Path, name: str) -> Run:
     numbers = {  # null: the run was too short
         figure: fields.number(figure) if fields.has(figure) else math.nan for figure in (*_NUMBERS, *_LOSSES)
     }
-    return Run(printable(name), dict(leaves(settings)), texts | numbers, read_metrics(folder))
+    if numbers["ms_per_step"] <= 0:
+        fields.refuse("ms_per_step", "greater than 0")
+    return Run(printable(name), flat, texts | numbers, scalars)
 
 
 def read_runs(named: Sequence[str]) -> list[Run]:

@@ -1,8 +1,9 @@
 """Pull and push: which rows go where; ranks with another layout are refused; the order is recorded and repeated."""
 
+import json
 import threading
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -113,9 +114,17 @@ def test_arrivals_of_other_roles_are_refused(tmp_path: Path) -> None:
     assert replay_file.read(file, {"servers": [0]}) == {0: (4, [["pull 2"]])}
     with pytest.raises(ValueError, match=r"of a run with servers \[0\], but this run has \[0, 1\]"):
         replay_file.read(file, {"servers": [0, 1]})
-    file.write_text("{}\n")
-    with pytest.raises(ValueError, match="line 1 is not a round"):
-        replay_file.read(file, {})
+    for line in ("{}", "7", "[" * 9000, _round(first_step=[]), _round(events=[7]), _round(events=[[7]])):
+        file.write_text(f"{line}\n")
+        with pytest.raises(ValueError, match="line 1 is not a round"):
+            replay_file.read(file, {"servers": [0]})
+    file.write_text(_round(roles={"servers": ["\x1b[2J"]}) + "\n")
+    with pytest.raises(ValueError, match=r"of a run with servers \['\\x1b\[2J'\]"):
+        replay_file.read(file, {"servers": [0]})
+
+
+def _round(**changed: Any) -> str:
+    return json.dumps({"roles": {"servers": [0]}, "first_step": 0, "steps": 1, "events": [[]]} | changed)
 
 
 def test_a_line_torn_by_a_kill_is_passed_over_and_written_again(tmp_path: Path) -> None:

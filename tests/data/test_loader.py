@@ -188,6 +188,33 @@ def test_none_is_no_sample(wrap: Callable[[Any], Any]) -> None:
     assert len(list(loader.epoch(0))) == 3 and loader.num_skipped == 1
 
 
+class Odd(Noisy):
+    """Sample 13 is of another kind or shape than all others."""
+
+    def __init__(self, odd: Any) -> None:
+        super().__init__()
+        self.odd = odd
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.zeros(3), 1) if index != 13 else self.odd
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ((torch.zeros(3), None), "NoneType"),
+        ((torch.zeros(4), 1), "stack expects each tensor to be equal size"),
+        ((torch.zeros(3),), "each element in list of batch should be of equal size"),
+        (torch.zeros(3), "have all samples be tensors"),
+    ],
+)
+def test_a_sample_unlike_the_others_is_named(odd: Any, reason: str) -> None:
+    for batches in (train_loader(Odd(odd), 8).epoch(0), iter(eval_loader(Odd(odd), 8))):
+        message = message_of(batches)
+        assert re.match(r"sample \d+ of Odd cannot be in a batch with sample \d+: ", message)
+        assert "13" in message.partition(":")[0] and reason in message and "\n" not in message
+
+
 def test_a_mistake_in_code_is_not_taken_for_a_broken_sample() -> None:
     class Mistaken(Noisy):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:

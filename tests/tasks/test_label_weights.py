@@ -22,7 +22,7 @@ from trainer.data.device import Mirrored
 from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
-from trainer.tasks import Classification, LanguageModelling, Regression
+from trainer.tasks import Classification, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.label_weights import divided, loss_of, weight_of
 
 STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in which no label counts
@@ -322,3 +322,14 @@ def test_the_weight_is_of_what_the_task_sees() -> None:
     assert weight_of(Classification(), batch) == 2
     assert weight_of(Classification(), Mirrored(batch, torch.zeros(3))) == 2
     assert weight_of(Regression(), batch) == 1
+
+
+def test_labels_of_text_are_refused() -> None:
+    batch: Any = (torch.ones(2, 6), ["a", "b"])
+    for look in (
+        Classification().weight,
+        MultiLabel().weight,
+        functools.partial(Regression().loss, nn.Linear(6, 1)),
+    ):
+        with pytest.raises(UserError, match="the labels are a list of str, but must be numbers, in a tensor"):
+            look(batch)

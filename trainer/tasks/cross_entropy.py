@@ -13,8 +13,16 @@ from trainer.errors import UserError
 IGNORED = -100  # torch's value for a label that does not count
 
 
-def num_counted(labels: Tensor) -> int:
+def check_labels(labels: Any) -> None:
+    """Raise UserError if labels are no tensor, as those of text are not."""
+    if not isinstance(labels, Tensor):
+        inner = f" of {type(labels[0]).__name__}" if isinstance(labels, list | tuple) and labels else ""
+        raise UserError(f"the labels are a {type(labels).__name__}{inner}, but must be numbers, in a tensor")
+
+
+def num_counted(labels: Any) -> int:
     """The number of counted labels of a batch on the host; for probabilities (B, classes), its rows."""
+    check_labels(labels)
     if labels.is_floating_point():
         return len(labels)
     return int(np.count_nonzero(labels.cpu().numpy() != IGNORED))  # 3 us; torch takes 9

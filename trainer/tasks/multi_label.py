@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.tasks.base import Evaluation, Shown
-from trainer.tasks.cross_entropy import logits_of
+from trainer.tasks.cross_entropy import check_labels, logits_of
 from trainer.tasks.ranking import auc, average_precision, f1
 
 
@@ -98,6 +98,7 @@ class MultiLabel:
 
 def _refuse_others(labels: Tensor) -> None:
     """Raise UserError if a label is not from 0 to 1; torch accepts any number."""
+    check_labels(labels)
     least, largest = (extreme.item() for extreme in labels.float().aminmax())
     if not 0 <= least <= largest <= 1:
         raise UserError(

@@ -51,12 +51,19 @@ def read(file: Path, roles: Mapping[str, Any]) -> dict[int, tuple[int, list[list
         try:
             own, first_step, steps, events = (json.loads(line)[field] for field in _FIELDS)
             num_servers = len(own["servers"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"line {number} is not a round of an asynchronous run") from error
-        if not (isinstance(steps, int) and isinstance(events, list) and len(events) == num_servers):
+        are_counts = isinstance(first_step, int) and isinstance(steps, int)
+        if not (are_counts and _are_events(events) and len(events) == num_servers):
             raise ValueError(f"line {number} is not a round of {num_servers} servers")
         for name, value in roles.items():
             if own.get(name) != value:
-                raise ValueError(f"it is of a run with {name} {own.get(name)}, but this run has {value}")
+                theirs = ascii(own.get(name))[:100]
+                raise ValueError(f"it is of a run with {name} {theirs}, but this run has {value}")
         found[first_step] = (steps, events)
     return found
+
+
+def _are_events(events: object) -> bool:
+    lists = events if isinstance(events, list) else [None]
+    return all(isinstance(own, list) and all(isinstance(word, str) for word in own) for own in lists)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
 from trainer.data.loading.worker import answer
-from trainer.errors import UserError
+from trainer.errors import UserError, on_one_line
 from trainer.faults.heartbeat import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class TrainReader(BatchReader):
                 fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
             return collate(fetched, self.dataset, indices)
         with generators_kept():
-            return default_collate([self._read_or_next(epoch, index) for index in indices])
+            return collated([self._read_or_next(epoch, index) for index in indices], self.dataset, indices)
 
 
 class EvalReader(BatchReader):
@@ -122,7 +122,7 @@ class EvalReader(BatchReader):
         with generators_kept():
             read = [(index, sample) for index in key if (sample := self._read(0, index)) is not None]
             samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
-            return default_collate(samples), [index for index, _ in read]
+            return collated(samples, self.dataset, key), [index for index, _ in read]
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:
@@ -152,7 +152,27 @@ def collate(fetched: Any, dataset: Any, indices: Sequence[int]) -> Any:
     for index, sample in zip(indices, given, strict=False):
         if sample is None:
             raise UserError(f"{name_of(dataset)} returns None for sample {index}; fix it")
-    return default_collate(fetched) if isinstance(fetched, list) else fetched
+    return collated(fetched, dataset, indices) if isinstance(fetched, list) else fetched
+
+
+def collated(samples: list[Any], dataset: Any, indices: Sequence[int]) -> Any:
+    """The batch of `samples`, as torch's default_collate makes it.
+
+    Raises:
+        UserError: it cannot; names the first sample for which it cannot with the first of the batch.
+    """
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        for index, sample in zip(indices, samples, strict=False):
+            try:
+                default_collate([samples[0], sample])
+            except Exception as of_pair:
+                raise UserError(
+                    f"sample {index} of {name_of(dataset)} cannot be in a batch with sample {indices[0]}: "
+                    f"{on_one_line(of_pair)}; have all samples be tensors, numbers or text of the same shape"
+                ) from error
+        raise
 
 
 def name_of(dataset: Any) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
-from trainer.data.loading.reader import BROKEN_DATA, generators_kept, seed_generators
+from trainer.data.loading.reader import BROKEN_DATA, collated, generators_kept, seed_generators
 from trainer.data.loading.worker import answer
 from trainer.data.stream import has_state
 from trainer.errors import UserError
@@ -90,7 +90,10 @@ class Cursor:
             stream.set_epoch(epoch)
         if has_state(stream):
             stream.load_state_dict(copy.deepcopy(state))
-        self._items = iter(stream)
+        self._items = stream.__iter__()
+        if not hasattr(self._items, "__next__"):
+            kind = type(self._items).__name__
+            raise UserError(f"{type(stream).__name__}.__iter__ gives a {kind}; have it yield the samples")
         self._next: list[Any] = []
 
     def drop_to(self, position: int) -> bool:
@@ -234,7 +237,8 @@ class TrainStreamReader(StreamReader):
         if len(samples) < len(request.numbers):
             return None
         read = {number % self.num_shards for number in request.numbers} if self.keeps_place else ()
-        return default_collate(samples), {shard: self._cursors[shard].place() for shard in read}
+        batch = collated(samples, self.stream, request.numbers)
+        return batch, {shard: self._cursors[shard].place() for shard in read}
 
     def _catch_up(self, request: Request) -> CaughtUp:
         until = time.monotonic() + _CATCH_UP_S
@@ -264,7 +268,7 @@ class EvalStreamReader(StreamReader):
         samples = self._read(request)
         with self._reading_alone():
             filled = samples or [self._decode(self._first)]
-        return default_collate(filled), list(request.numbers[: len(samples)])
+        return collated(filled, self.stream, request.numbers), list(request.numbers[: len(samples)])
 
 
 def _length(stream: Any) -> int | None:
