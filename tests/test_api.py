@@ -76,7 +76,7 @@ def loaded(run_dir: str, form: str) -> list[str]:
     return [made, *map(run_hash.parameters_sha256, models)]
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_a_model_is_loaded_from_its_run(form: str, tmp_path: Path) -> None:
     made, newest, best, first = run_ranks(loaded, 1, str(tmp_path), form, init=False)[0]
     assert newest == made

@@ -28,7 +28,15 @@ def quick(run_dir: Path, *overrides: str) -> dict[str, Any]:
     return train(*QUICK, f"run_dir={run_dir}", *overrides)
 
 
-@pytest.mark.parametrize(("world_size", "strategy"), [(1, "single"), (1, "dp"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        (1, "single"),
+        pytest.param(1, "dp", marks=pytest.mark.slow),
+        (2, "ddp"),
+        pytest.param(2, "fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     quickly = run_ranks(quick, world_size, tmp_path, f"strategy={strategy}", init=False)[0]
     result = json.loads((tmp_path / "result.json").read_text())

@@ -62,50 +62,81 @@ def test_groups_are_not_empty() -> None:
     ("override", "words"),
     [
         ("+foo=1", "foo is not a setting"),
-        ("+train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
+        pytest.param(
+            "+train.epoch=1",
+            "train.epoch is not a setting; did you mean train.epochs?",
+            marks=pytest.mark.slow,
+        ),
         (
             "+strategy.bucket_cap=1",
             "strategy.bucket_cap is not a setting; did you mean strategy.bucket_cap_mb?",
         ),
-        ("+data.root=x", "data.root is not a setting"),
+        pytest.param("+data.root=x", "data.root is not a setting", marks=pytest.mark.slow),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
-        ("train.compile=perhaps", "train.compile: Value 'perhaps' is not a valid bool"),
+        pytest.param(
+            "train.compile=perhaps",
+            "train.compile: Value 'perhaps' is not a valid bool",
+            marks=pytest.mark.slow,
+        ),
         ("train.epochs=0", "train.epochs is 0, but must be at least 1"),
-        ("train.max_steps=0", "train.max_steps is 0, but must be at least 1"),
+        pytest.param(
+            "train.max_steps=0", "train.max_steps is 0, but must be at least 1", marks=pytest.mark.slow
+        ),
         ("optim.lr=nan", "optim.lr is nan, but must be a finite number"),
-        ("optim.lr=-1", "optim.lr is -1, but must be at least 0"),
+        pytest.param("optim.lr=-1", "optim.lr is -1, but must be at least 0", marks=pytest.mark.slow),
         ("optim.lr=fast", "optim.lr is 'fast', but must be a number"),
-        ("schedule.final_fraction=inf", "schedule.final_fraction is inf, but must be a finite number"),
+        pytest.param(
+            "schedule.final_fraction=inf",
+            "schedule.final_fraction is inf, but must be a finite number",
+            marks=pytest.mark.slow,
+        ),
         ("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
         ("train.clip_grad_norm=0", "train.clip_grad_norm is 0.0, but must be greater than 0"),
         ("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
-        ("seed=18446744073709551616", "seed is 18446744073709551616, but must be from 0 to 2**64 - 1"),
+        pytest.param(
+            "seed=18446744073709551616",
+            "seed is 18446744073709551616, but must be from 0 to 2**64 - 1",
+            marks=pytest.mark.slow,
+        ),
         ("run_dir=", "run_dir is empty, but must be a path, or null"),
-        ("resume=", "resume is empty, but must be auto, the path of a checkpoint, or null"),
-        (
+        pytest.param(
+            "resume=",
+            "resume is empty, but must be auto, the path of a checkpoint, or null",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "strategy.bucket_cap_mb=1e300",
             "strategy.bucket_cap_mb is 1e+300, but must be greater than 0, and at",
+            marks=pytest.mark.slow,
         ),
         (
             "comm=ring comm.segment_mb=1e300",
             "comm.segment_mb is 1e+300, but must be at least 0.01, and at most",
         ),
         ("train=5", "train is 5, but must hold settings: train.NAME=VALUE"),
-        ("distributed=null", "distributed is None, but must hold settings"),
-        (
+        pytest.param(
+            "distributed=null", "distributed is None, but must hold settings", marks=pytest.mark.slow
+        ),
+        pytest.param(
             "distributed.timeout_s=1e300",
             "distributed.timeout_s is 1e+300, but must be greater than 0, and at",
+            marks=pytest.mark.slow,
         ),
-        ("distributed.timeout_s=0", "distributed.timeout_s is 0.0, but must be greater than 0"),
+        pytest.param(
+            "distributed.timeout_s=0",
+            "distributed.timeout_s is 0.0, but must be greater than 0",
+            marks=pytest.mark.slow,
+        ),
         ("train.epochs=???", "train.epochs has no value"),
         ("~model._target_", "model has no _target_"),
         (
             "strategy.first_bucket_mb=30",
             "strategy.first_bucket_mb is 30.0, but must be at most strategy.bucket_cap_mb, 25.0",
         ),
-        (
+        pytest.param(
             "checkpoint.keep_best={metric:eval/loss,mode:low}",
             "checkpoint.keep_best.mode is low, but must be one of min, max",
+            marks=pytest.mark.slow,
         ),
         (
             "strategy=fsdp strategy.shard_group=0",
@@ -131,16 +162,32 @@ def test_refuses(override: str, words: str) -> None:
         ("train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
         ("epochs=1", "epochs is not a setting; did you mean train.epochs?"),
         ("experimint=digits_mlp", "experimint is not a setting; did you mean experiment?"),
-        ("checkpoints=sharded", "checkpoints is not a setting; did you mean checkpoint?"),
-        ("qqq=1", "qqq is not a setting; `python train.py --cfg job` prints all settings"),
+        pytest.param(
+            "checkpoints=sharded",
+            "checkpoints is not a setting; did you mean checkpoint?",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "qqq=1",
+            "qqq is not a setting; `python train.py --cfg job` prints all settings",
+            marks=pytest.mark.slow,
+        ),
         (
             "experiment=digits_mpl",
             "experiment is digits_mpl, but must be one of digits_mlp, digits_multi_label",
         ),
-        ("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
-        ("strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single"),
+        pytest.param(
+            "experiment=digits_mpl", "; did you mean experiment=digits_mlp?", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "strategy=zero",
+            "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single",
+            marks=pytest.mark.slow,
+        ),
         ("strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
-        ("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
+        pytest.param(
+            "data={dataset:{colour:1}}", "data.dataset.colour is not a setting", marks=pytest.mark.slow
+        ),
         (
             "data.dataset.colour=1",
             "(+data.dataset.colour=VALUE passes it to data.dataset._target_",
@@ -148,7 +195,11 @@ def test_refuses(override: str, words: str) -> None:
         ("+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"),
         ("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
         ("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value"),
-        ("comm.segment=1", "comm.segment is not a setting; did you mean comm.segment_mb?"),
+        pytest.param(
+            "comm.segment=1",
+            "comm.segment is not a setting; did you mean comm.segment_mb?",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str, words: str) -> None:

@@ -223,7 +223,9 @@ def curves(run_dir: Path) -> dict[str, dict[int, float]]:
     return {name: values for name, values in read_metrics(run_dir).items() if not name.endswith("_rank")}
 
 
-@pytest.mark.parametrize("strategy", WAYS)
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(w, marks=pytest.mark.slow) for w in ("single", "fsdp"))]
+)
 def test_wandb_is_told_every_scalar_by_rank_0_alone(strategy: str, tmp_path: Path) -> None:
     run_ranks(with_played_wandb, WAYS[strategy], f"strategy={strategy}", f"run_dir={tmp_path}", init=False)
     (told,) = tmp_path.glob("wandb/*/files/told.jsonl")

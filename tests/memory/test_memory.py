@@ -67,11 +67,6 @@ def test_each_strategy_and_choice_takes_its_own() -> None:
     single = _footprint(dry_run, "strategy=single", ranks=1)
     ddp = _footprint(dry_run, "strategy=ddp")
     whole = _footprint(dry_run, fsdp, small)
-    never = _footprint(dry_run, fsdp, small, "strategy.reshard_after_forward=false")
-    ahead = _footprint(dry_run, fsdp, small, "strategy.prefetch_units=3")
-    twice = _footprint(dry_run, fsdp, small, accumulation=2)
-    sharded = _footprint(dry_run, fsdp, small, "strategy.reduce_every_micro_batch=true", accumulation=2)
-    offloaded = _footprint(dry_run, fsdp, small, "strategy.cpu_offload=true")
     hybrid = _footprint(dry_run, fsdp, small, "strategy.shard_group=2")
     num_bytes = 4 * NUM_PARAMETERS
     for found in (single, ddp):
@@ -81,10 +76,22 @@ def test_each_strategy_and_choice_takes_its_own() -> None:
     assert num_bytes / 4 <= whole.parts["parameters"] <= num_bytes / 4 * 1.1
     assert num_bytes / 2 <= hybrid.parts["parameters"] <= num_bytes / 2 * 1.1
     assert whole.peak < hybrid.peak < ddp.peak
+    assert whole.start < single.start, "sharded unit by unit, never whole"
+
+
+@pytest.mark.slow
+def test_each_choice_of_fsdp_takes_its_own() -> None:
+    dry_run = DryRun(settings(*MLP))
+    fsdp = ("strategy=fsdp", "strategy.unit_min_params=1000")
+    whole = _footprint(dry_run, *fsdp)
+    never = _footprint(dry_run, *fsdp, "strategy.reshard_after_forward=false")
+    ahead = _footprint(dry_run, *fsdp, "strategy.prefetch_units=3")
+    twice = _footprint(dry_run, *fsdp, accumulation=2)
+    sharded = _footprint(dry_run, *fsdp, "strategy.reduce_every_micro_batch=true", accumulation=2)
+    offloaded = _footprint(dry_run, *fsdp, "strategy.cpu_offload=true")
     assert never.peak > whole.peak < ahead.peak
     assert whole.peak < sharded.peak < twice.peak
     assert offloaded.peak + offloaded.host == whole.peak and offloaded.parts["parameters"] == 0
-    assert whole.start < single.start, "sharded unit by unit, never whole"
 
 
 def test_a_server_and_a_worker_take_their_own() -> None:
@@ -110,6 +117,7 @@ def test_a_server_and_a_worker_take_their_own() -> None:
     assert stale.host == pytest.approx(10 * num_bytes, rel=0.02), "a copy for each worker that pulls"
 
 
+@pytest.mark.slow
 def test_each_device_of_a_replica_and_the_gpus_of_dp_take_their_own() -> None:
     dry_run = DryRun(settings(*MLP))
 
