@@ -182,7 +182,7 @@ def test_a_fifo_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
     final = _save(store, 1)
     (final / "a.txt").unlink()
     os.mkfifo(final / "a.txt")
-    with pytest.raises(UserError, match="no plain file"):
+    with pytest.raises(UserError, match="not a plain file"):
         verify(final)
 
 
