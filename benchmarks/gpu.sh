@@ -11,6 +11,7 @@
 #   resnet      ResNet-50 from memory and from JPEG files beside a bare loop (0.97 x)
 #   memory      peaks beside what trainer.memory foretells (within 10 %)
 #   checkpoint  saving from a GPU's memory, and loading
+#   exact       train.exact: one hash under each strategy, and its cost (1.15 x)
 #   ranks       two ranks on one GPU, every all-reduce; needs NCCL 2.30, from --nccl if torch has an older one
 #   table       what DIR holds by now, as DIR/gpu.json and DIR/gpu.txt
 #
@@ -22,7 +23,7 @@ set -uo pipefail
 
 cd "$(dirname "$0")/.." || exit
 out=gpu_day wheels="" dry=() names=() python=${PYTHON:-python3}
-parts=(tests matrix compiled syncs gpt2 resnet memory checkpoint ranks)
+parts=(tests matrix compiled syncs gpt2 resnet memory checkpoint exact ranks)
 while [ $# -gt 0 ]; do
   case $1 in
     --out) out=$2; shift ;;

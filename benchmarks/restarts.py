@@ -4,9 +4,10 @@ Trains the MLP on the digits with a checkpoint every 20 steps, once undisturbed 
 three kills in a run, each of a random rank at a random step, from outside. Prints a row for each kill (the
 seconds until the next step) and for each run whether its hash is that of the undisturbed one and whether
 TensorBoard and metrics.jsonl have every step once. With --hosts 2, hosts are network namespaces, which needs
-root; --lose removes one of the hosts for good under --nnodes=1:2.
+root; --lose removes one of the hosts for good under --nnodes=1:2. With --elastic 5, that many runs with
+train.exact=8 are killed whole and started again, on other ranks and with another strategy each time.
 
-    python -m benchmarks.restarts [--kills 10] [--hosts 2] [--lose kill|cut]
+    python -m benchmarks.restarts [--kills 10] [--hosts 2] [--lose kill|cut] [--elastic 5]
 """
 
 import argparse
@@ -177,6 +178,41 @@ def lose(
     return run(start, folder, [SAVED + 15], random.Random(0), steps=steps, kill=take_away)
 
 
+def elastic(
+    start_on: Callable[[int], drilled_run.Start], folder: Path, num_runs: int, num_kills: int, seed: int
+) -> bool:
+    """Kill each run `num_kills` times; world and strategy are drawn for each start. Are all hashes equal?
+
+    Args:
+        start_on: starts so many ranks.
+    """
+    draw, hashes = random.Random(seed), []
+    for number in range(num_runs + 1):  # the first is undisturbed
+        here = folder / f"run{number}"
+        here.mkdir()
+        kills = steps_to_kill_at(draw, num_kills if number else 0)
+        for attempt, until in enumerate([*kills, STEPS]):
+            world, strategy = draw.choice((1, 2, 4, 8)), draw.choice(("ddp", "fsdp"))
+            mark = f"{os.getpid()}-{folder.name}-{number}-{attempt}"
+            environment = {drilled_run.MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            words = overrides(here / "run", STEPS, 30.0, "train.exact=8")
+            words[0] = f"strategy={strategy}"
+            launchers = start_on(world)(words, environment, here)
+            with drilled_run.ended(launchers):
+                if until == STEPS:
+                    done = here / "run" / "result.json"
+                    _wait(launchers, here, lambda done=done: done.exists(), may_end=True)  # type: ignore[misc]
+                    continue
+                _wait(launchers, here, lambda at=here, n=attempt, s=until: _step(at / "run", n) >= s)  # type: ignore[misc]
+                for pid in drilled_run.ranks_of(mark):
+                    os.kill(pid, signal.SIGKILL)
+            print(f"  {world} x {strategy} killed at step {until}", flush=True)
+        hashes.append(json.loads((here / "run" / "result.json").read_text())["param_sha256"])
+        same = "undisturbed" if not number else "hash equal" if hashes[-1] == hashes[0] else "hash NOT EQUAL"
+        print(f"finished on {world} x {strategy}: {same}", flush=True)
+    return len(set(hashes)) == 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,10 +220,22 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--lose", choices=("kill", "cut"), help="how the second host is lost")
+    parser.add_argument("--elastic", type=int, default=0, metavar="N", help="runs, each with --kills kills")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-")))
+        if arguments.elastic:
+            here = stack.enter_context(hosts(2)) if arguments.hosts == 2 else None
+
+            def start_on(world: int) -> drilled_run.Start:
+                if here is None or world == 1:
+                    return drilled_run.torchrun(world, "--max-restarts=0")
+                return on(here, world // 2, "--max-restarts=0")
+
+            sys.exit(
+                0 if elastic(start_on, folder, arguments.elastic, arguments.kills, arguments.seed) else 1
+            )
         if arguments.hosts == 1 and arguments.lose is None:
             start = drilled_run.torchrun(2, f"--max-restarts={RESTARTS}")
             sys.exit(0 if many(start, folder, arguments.kills, arguments.seed) else 1)

@@ -150,3 +150,20 @@ def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:
         read_runs([str(tmp_path / "000"), str(tmp_path / "001")])
     with pytest.raises(UserError, match="two are needed to compare"):
         read_runs([str(tmp_path / "000")])
+
+
+def test_exact_runs_that_had_to_be_equal(tmp_path: Path) -> None:
+    exact = {"leaves": 8, "ground": {"the CPU": "one"}, "since": 0}
+    one = write(tmp_path / "one", "train.exact=8", exact=exact)
+    other = write(tmp_path / "other", "train.exact=8", "strategy=fsdp", exact=exact, sha="bb")
+    broken = (
+        "; other had to be equal by train.exact (leaves, ground, settings): a defect of this program, or a"
+    )
+    assert broken in compare(read_runs([one, other]))
+    moved = {**exact, "ground": {"the CPU": "another"}}
+    elsewhere = write(tmp_path / "elsewhere", "train.exact=8", exact=moved, sha="bb")
+    late = write(tmp_path / "late", "train.exact=8", exact={**exact, "since": 4}, sha="bb")
+    wider = write(tmp_path / "wider", "train.exact=8", "model.hidden=[9]", exact=exact, sha="bb")
+    same = write(tmp_path / "same", "train.exact=8", exact=exact)
+    for run in (elsewhere, late, wider, same):
+        assert "had to be equal" not in compare(read_runs([one, run]))

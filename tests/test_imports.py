@@ -22,7 +22,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "nested": "",
     },
     {
-        "comm": "errors",
+        "comm": "errors local_shard",
         "config": "errors",
         "files": "errors",
         "gradient_norm": "local_shard",
@@ -40,6 +40,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "checkpoint": "config distributed errors faults files local_shard optim",
+        "exact": "comm distributed errors files gradient_norm local_shard",
         "meta_init": "distributed errors nested",
         "tasks": "data errors nested",
     },
@@ -49,8 +50,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "comm config distributed errors gradient_norm local_shard meta_init nested optim "
-        "step tasks",
+        "strategies": "comm config distributed errors exact local_shard meta_init nested optim step tasks",
         "sweep": "config errors files launch run_dir",
     },
     {
@@ -58,21 +58,21 @@ FLOORS: tuple[dict[str, str], ...] = (
         "compare": "config errors files run_dir sweep",
     },
     {
-        "inference": "build checkpoint config data distributed errors faults files launch loggers meta_init "
-        "optim run_dir strategies tasks",
+        "inference": "build checkpoint config data distributed errors exact faults files launch loggers "
+        "meta_init optim run_dir strategies tasks",
     },
     {
         "evaluate": "config distributed files inference",
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
-        "training": "checkpoint config data distributed errors faults inference launch local_shard "
+        "training": "checkpoint config data distributed errors exact faults inference launch local_shard "
         "loggers nested optim run_dir tasks",
     },
     {
         "loop": "errors inference optim training",
     },
     {
-        "run": "build checkpoint config data distributed errors faults files launch loggers loop "
+        "run": "build checkpoint config data distributed errors exact faults files launch loggers loop "
         "meta_init optim run_dir strategies tasks training",
     },
     {

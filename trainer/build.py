@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint import weights_for
-from trainer.config import Config, DataConfig, model_settings
+from trainer.config import Config, DataConfig, TrainConfig, model_settings
 from trainer.config.instantiate import instantiate
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.loading.base import EvalLoader, Share, TrainLoader
-from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.batch import BatchSplit, split_batch, split_leaves
 from trainer.data.loading.loaders import eval_loader, train_loader
 from trainer.data.transforms import Transformed, mirrored_at_random
 from trainer.distributed.agreement import Agreement
@@ -31,6 +31,18 @@ class Data(NamedTuple):
     train_set: Any
     train_loader: TrainLoader
     eval_loader: EvalLoader | None  # None: never evaluate
+
+
+def split(train: TrainConfig, strategy: Strategy) -> BatchSplit:
+    """How a global batch is split over the replicas of `strategy`.
+
+    Raises:
+        UserError: a size does not divide evenly.
+    """
+    size, micro, replicas = train.global_batch_size, train.micro_batch_size, strategy.num_replicas
+    if train.exact is None:
+        return split_batch(size, micro, replicas)
+    return split_leaves(size, micro, train.exact, replicas, train.own_leaves(replicas, strategy.replica))
 
 
 def load_data(config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist) -> Data:

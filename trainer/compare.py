@@ -25,6 +25,8 @@ from trainer.sweep.trial_log import DONE, read_trials
 # Settings that make losses incomparable, and settings that make a different run of the same task.
 _TASK = ("data.dataset", "data.task")
 _ALIKE = ("train.global_batch_size", "train.precision", "seed", "train.max_steps", "train.epochs")
+# These, and what `_ALIKE` has, decide the bits of an exact run.
+_DECIDE = ("model", "data", "optim", "schedule", "ema", "train.clip_grad_norm", "train.channels_last")
 # Figures of the parameters at each log step, and the relative difference that equal parameters may show:
 # strategies add a gradient's norm in different orders.
 _FIGURES = {"train/loss": 0.0, "train/grad_norm": 1e-5}
@@ -77,7 +79,8 @@ def read_run(folder: Path, name: str) -> Run:
     }
     if numbers["ms_per_step"] <= 0:
         fields.refuse("ms_per_step", "greater than 0")
-    return Run(printable(name), flat, texts | numbers, scalars)
+    exact = {"exact": dict(fields.mapping("exact").values) if fields.has("exact") else None}
+    return Run(printable(name), flat, texts | numbers | exact, scalars)
 
 
 def read_runs(named: Sequence[str]) -> list[Run]:
@@ -139,10 +142,23 @@ def verdict(runs: Sequence[Run], flagged: Mapping[str, Sequence[str]]) -> str:
         words += f"; equal to the last bit: the models of {', '.join([base.name, *same])}"
     else:
         words += f"; no other model equals that of {base.name} to the last bit"
+    if broken := [run.name for run in like if run.name not in same and _had_to_be_equal(base, run)]:
+        words += (
+            f"; {', '.join(broken)} had to be equal by train.exact (leaves, ground, settings): a defect of "
+            "this program, or a broken machine"
+        )
     gaps = [abs(gap) for run in like if run.name not in same for gap in loss_gaps(base, run).values()]
     if gaps:
         words += f"; loss of the others is at most {max(gaps):.2g} away"
     return words
+
+
+def _had_to_be_equal(base: Run, run: Run) -> bool:
+    """Whether both were exact from step 0 on, with the same leaves, ground and settings that decide bits."""
+    mine, theirs = run.result.get("exact"), base.result.get("exact")
+    if not mine or mine != theirs or mine.get("since") != 0:
+        return False
+    return not differing(base.settings, run.settings, _DECIDE)
 
 
 def loss_gaps(base: Run, run: Run) -> dict[int, float]:

@@ -74,7 +74,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
     while progress.epoch == epoch and not is_over(context):
         context.profile.before(progress.step + 1, meter)
         result = context.strategy.train_step(context, batches)
-        context.count_step(result.loss, result.data_left)
+        context.count_step(result.losses, result.data_left)
         context.checkpointer.check_once(context.state)
         context.unsaved_state.look()
         context.replica_check.check_if_due(context.state)

@@ -57,7 +57,7 @@ def _predict(config: Config, checkpoint: str, out: Path) -> int:
                 f"data.task: {config.data.task['_target_']} predicts nothing: it has no method predict (see "
                 "trainer.tasks.Task)"
             )
-        dataset, loader = held_out(at_work)
+        dataset, loader = held_out(at_work, by_leaves=False)
         name_of, num_rows = _names(dataset), 0
         file = kind(written.enter_context(output_file(out))) if at_work.dist.is_main else None
         for of_all in predict(at_work, loader):

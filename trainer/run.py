@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.build import Data, build_model, build_task, build_to_device, load_data, start_from
+from trainer.build import Data, build_model, build_task, build_to_device, load_data, split, start_from
 from trainer.checkpoint import Checkpointer, saved_seed
 from trainer.config import Config, TrainConfig, UnitsConfig, flatten, to_yaml
-from trainer.data.loading.batch import BatchSplit, split_batch
+from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.process_group import Dist, process_group
 from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError, writing
+from trainer.exact.ground import of_run
 from trainer.faults import exit_report
 from trainer.faults.injection.injector import FaultInjector
 from trainer.files.atomic_file import atomic_file
@@ -92,6 +93,7 @@ def run(config: Config) -> dict[str, Any]:
                 "world_size": dist.world_size,
                 **{name: None if math.isnan(value) else value for name, value in figures.items()},
                 **context.strategy.measured(),
+                **({"exact": context.checkpointer.exact} if context.checkpointer.exact else {}),
                 "param_sha256": run_hash.parameters_sha256(context.state.model),
             }
             context.checkpointer.close()
@@ -116,17 +118,21 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     injector = FaultInjector(config.fault, dist.rank, dist.hosts, run_dir)
     dist = dataclasses.replace(dist, heartbeat=injector.heartbeat(dist.heartbeat))
     strategy = build_strategy(config, dist)
-    batch = split_batch(train.global_batch_size, train.micro_batch_size, strategy.num_replicas)
+    batch = split(train, strategy)
     task = build_task(config)
     _check_keep_best(config, task)
     data = load_data(config, batch, strategy, dist)
     checkpointer = _checkpointer(config, run_dir, run_id, data.train_loader.num_samples, dist)
     source = checkpointer.find(config.resume)
+    if train.exact is not None:
+        saved, step = (source.facts.get("exact"), source.progress.step) if source else (None, 0)
+        checkpointer.exact = of_run(train.exact, dist, saved, step)
     total_steps = _last_step(source.progress if source else Progress(), train, data.train_loader.num_samples)
 
     wrapped, num_parameters, flops = _model(config, data, task, batch, strategy, dist)
     facts = ScheduleFacts(total_steps, data.train_loader.steps_per_epoch)
     state = _state(config, strategy.owned(wrapped), strategy.grad_scaler(), facts)
+    strategy.order.check(state.optimizer, strategy.gradients_differ)
     checkpointer.begin(state)
     if source is not None:
         checkpointer.restore(state, source)
@@ -161,9 +167,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
         unsaved_state=UnsavedState(strategy.unwrap(wrapped), task, strategy.trains and strategy.replica == 0),
         agreement=StepAgreement(dist),
-        gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame),
+        gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame, strategy.order.limit),
         frozen=Frozen(strategy.unwrap(wrapped)),
-        meter=Meter(dist, flops, strategy.num_replicas),
+        meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
     )

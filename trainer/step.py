@@ -5,6 +5,7 @@ Called by `Strategy.train_step`, so it imports none of its arguments' modules.
 
 import time
 from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 class StepResult(NamedTuple):
     """The result of a step for the loop."""
 
-    loss: Tensor
-    """This rank's mean, a detached scalar on the device."""
+    losses: Tensor
+    """This rank's, detached, as `SumOrder.in_rows` adds them."""
     grad_norm: Tensor | None
     """Over the whole model, if it was clipped or the step is logged."""
     stop: bool
@@ -42,15 +43,15 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     step = heartbeat.step = state.progress.step + 1
     if not context.agreement.knows_weights:
         context.agreement.weigh(weights_ahead(context, batches) if strategy.trains else ())
-    divisors = context.agreement.divisors(strategy.num_replicas)
+    divisors = context.agreement.divisors(context.batch.num_parts, strategy.num_replicas, strategy.order)
     strategy.begin_step()
     if strategy.trains:
-        loss = compute_gradients(context, batches, divisors, step, strategy.replica, tell_others=True)
+        losses = compute_gradients(context, batches, divisors, step, strategy.replica, tell_others=True)
     else:
-        loss = torch.zeros((), device=context.dist.device)
+        losses = torch.zeros((), device=context.dist.device)
         heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
         seed_part(context.seed, step, context.batch.num_parts + context.dist.rank, strategy.devices)
-        context.agreement.start(loss, context.stop_request.is_set, batches.more)
+        context.agreement.start(losses, context.stop_request.is_set, batches.more)
     heartbeat.enter("optimizer")
     stop, data_left = context.agreement.finish(f"step {step}")
     strategy.aggregate(context.model)
@@ -67,7 +68,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
         strategy.update(state)
     if log_now:
         context.weight_statistics.after_update()
-    return StepResult(loss, grad_norm, stop, data_left)
+    return StepResult(losses, grad_norm, stop, data_left)
 
 
 def weights_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
@@ -87,17 +88,21 @@ def compute_gradients(
     *,
     tell_others: bool,
 ) -> Tensor:
-    """Add the gradients of `context.batch.accumulation` micro-batches, and return their mean loss.
+    """Add the gradients of `context.batch.accumulation` micro-batches.
 
     Args:
         divisors: the divisor of each micro-batch's loss.
         step: the step, and
         replica: the part of it, whose micro-batches come next; random numbers follow from them.
         tell_others: whether to send the loss to the other ranks as soon as it is known (a collective).
+
+    Returns:
+        Their losses, as `SumOrder.in_rows` adds them.
     """
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
     goes_on = context.state.progress.step + 1 < context.total_steps
-    first_part, mean_loss = context.batch.first_part(replica), None
+    first_part, order = context.batch.first_part(replica), strategy.order
+    own_losses: list[Tensor] = []
     is_first = step == context.first_step + 1
     for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
@@ -111,13 +116,13 @@ def compute_gradients(
         with strategy.gradient_sync(context.model, enabled=last):
             with strategy.autocast():
                 loss = loss_of(context.task, context.model, batch, divisor, is_first=is_first)
-            own_loss, is_first = loss.detach().float(), False
-            mean_loss = own_loss if mean_loss is None else mean_loss + own_loss
-            meter.count_batch(context.task, batch, divisor)
+            is_first = False
+            own_losses.append(loss.detach().float())
+            meter.count_batch(context.task, batch, divisor, order.row(micro_step - 1))
             if last and tell_others:
-                context.agreement.start(mean_loss, context.stop_request.is_set, batches.more, weights)
+                own_loss = reduce(torch.add, own_losses)
+                context.agreement.start(own_loss, context.stop_request.is_set, batches.more, weights)
             heartbeat.enter("backward")
             context.state.scaler.scale(loss).backward()
             context.frozen.drop_gradients()
-    assert mean_loss is not None
-    return mean_loss
+    return order.in_rows(own_losses)

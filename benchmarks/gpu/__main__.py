@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu.day import Day, Row, table, write
 
-PARTS = ("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "ranks")
+PARTS = ("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks")
 
 
 def main() -> int:

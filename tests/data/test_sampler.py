@@ -1,12 +1,15 @@
 """Which samples a step sees, at any world size; evaluation counts each sample once."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from trainer.data.loading.batch import split_batch
+from trainer.data.loading.batch import split_batch, split_leaves
 from trainer.data.loading.sampler import EvalSampler, TrainSampler
 from trainer.errors import UserError
+from trainer.exact.order import ByLeaves
 
 
 def sampler(
@@ -109,3 +112,26 @@ def test_evaluation_takes_every_sample_once_and_as_many_batches_on_each_rank(
     seen = [index for batches in ranks for indices in batches for index in indices]
     assert sorted(seen) == list(range(num_samples))
     assert all(len(indices) <= batch for batches in ranks for indices in batches)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_leaves_are_the_same_consecutive_samples_at_any_world_size(replicas: int) -> None:
+    own = [range(rank * 8 // replicas, (rank + 1) * 8 // replicas) for rank in range(replicas)]
+    splits = [split_leaves(16, None, 8, replicas, leaves) for leaves in own]
+    trained = [
+        samples
+        for rank, split in enumerate(splits)
+        for _, samples in itertools.islice(split.micro_batches(32, rank), split.accumulation)
+    ]
+    assert trained == [range(begin, begin + 2) for begin in range(32, 48, 2)]
+    parts = [
+        split.first_part(rank) + micro for rank, split in enumerate(splits) for micro in range(len(own[rank]))
+    ]
+    assert parts == list(range(8)) and {split.num_parts for split in splits} == {8}
+    held_out = [list(EvalSampler(range(43), split, replica=rank)) for rank, split in enumerate(splits)]
+    assert len({len(batches) for batches in held_out}) == 1
+    assert sorted(index for batches in held_out for batch in batches for index in batch) == list(range(43))
+    for rank, batches in enumerate(held_out):
+        order = ByLeaves(8, replicas, own[rank], "here")
+        for number, batch in enumerate(batches):
+            assert all(index // 2 % 8 == order.row(number) for index in batch)

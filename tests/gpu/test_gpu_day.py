@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "ranks")
+PARTS = ("tests", "matrix", "compiled", "syncs", "gpt2", "resnet", "memory", "checkpoint", "exact", "ranks")
 
 
 @pytest.mark.slow

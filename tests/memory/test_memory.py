@@ -68,6 +68,13 @@ def test_each_strategy_and_choice_takes_its_own() -> None:
     ddp = _footprint(dry_run, "strategy=ddp")
     whole = _footprint(dry_run, fsdp, small)
     hybrid = _footprint(dry_run, fsdp, small, "strategy.shard_group=2")
+    leaves = _footprint(dry_run, "strategy=single", "train.exact=8", ranks=1, accumulation=2)
+    assert (
+        leaves.peak
+        == _footprint(dry_run, "strategy=single", ranks=1, accumulation=2).peak + 8 * NUM_PARAMETERS
+    )
+    leaves = _footprint(dry_run, "strategy=ddp", "train.exact=4")
+    assert leaves.peak == ddp.peak + 8 * NUM_PARAMETERS, "one leaf a rank: messages alone"
     num_bytes = 4 * NUM_PARAMETERS
     for found in (single, ddp):
         for kind in ("parameters", "optimizer"):

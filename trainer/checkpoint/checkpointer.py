@@ -45,6 +45,7 @@ class Checkpointer:
     Attributes:
         restored_metrics: those saved with the checkpoint that ``restore`` went on from.
         restored_places: where the data of each rank stood then.
+        exact: of an exact run, what decides its bits (plain values); kept.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Checkpointer:
         self._checked = False
         self.restored_metrics: dict[str, float] = {}
         self.restored_places: list[dict[str, Any]] = []
+        self.exact: dict[str, Any] | None = None
         self._in_flight: InBackground | None = None
         self._copied: Future[dict[str, Tensor]] | None = None
 
@@ -288,6 +290,7 @@ class Checkpointer:
             "torch_version": torch.__version__,
             "config": self._config,
             "state": plain,
+            "exact": self.exact,
             **places,
             "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
             MODEL_CONFIG: self._expected.model_config if self._expected is not None else None,

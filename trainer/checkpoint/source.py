@@ -278,6 +278,9 @@ def _read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any]
         facts.count("num_samples")
     if facts.has(MODEL_CONFIG):
         facts.mapping(MODEL_CONFIG)
+    if facts.has("exact"):
+        exact = facts.mapping("exact")
+        exact.count("leaves"), exact.count("since"), exact.mapping("ground")
     if facts.has("not_finite"):
         facts.sequence("not_finite", of=str)
     if facts.count("world_size") < 1:

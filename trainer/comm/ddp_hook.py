@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.comm import sparse
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.algorithms.schedule import Collective
+from trainer.comm.leaf_sums import LeafSums, Message
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.executor import CpuExecutor
@@ -25,7 +26,7 @@ from trainer.comm.transport.members import Members
 from trainer.comm.transport.transport import Transport
 from trainer.comm.transport.worker import Worker
 
-Reduce = Callable[[dist.GradBucket, BucketRecord], Future[torch.Tensor]]
+Reduce = Callable[[dist.GradBucket | Message, BucketRecord], Future[torch.Tensor]]
 Enter = Callable[[str, int], None]
 
 
@@ -36,8 +37,15 @@ class CommHook:
         timeline: what the all-reduce costs, and which ranks are waited for.
     """
 
-    def __init__(self, model: nn.Module, timeline: Timeline, reduce: Reduce | Worker, enter: Enter) -> None:
-        self.timeline = timeline
+    def __init__(
+        self,
+        model: nn.Module,
+        timeline: Timeline,
+        reduce: Reduce | Worker,
+        enter: Enter,
+        leaf_sums: LeafSums | None = None,
+    ) -> None:
+        self.timeline, self._leaf_sums = timeline, leaf_sums
         self._model, self._enter = model, enter
         self._worker = reduce if isinstance(reduce, Worker) else None
         self._reduce = reduce.submit if isinstance(reduce, Worker) else reduce
@@ -45,12 +53,15 @@ class CommHook:
     def reduce(self, state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         """Called by DDP when a bucket of gradients is complete."""
         self._enter("all_reduce", bucket.index())
-        gradients = bucket.buffer()
+        sent = bucket if self._leaf_sums is None else self._leaf_sums.message(bucket)
+        gradients = sent.buffer()
         record = self.timeline.arrive(
             bucket.index(), sparse.num_bytes(gradients), bucket.is_last(), gradients.is_sparse
         )
         with record_function(f"all-reduce {record.label}") as profiled:
-            future = self._reduce(bucket, record)
+            future = self._reduce(sent, record)
+            if isinstance(sent, Message):
+                future = future.then(partial(_decoded, sent))
             # The range must begin here, on a thread that the profiler watches, and end when the bucket is
             # done, on any thread; torch has no public call for it.
             return profiled._call_end_callbacks_on_future(future)
@@ -87,6 +98,7 @@ def attach(
     timeout_s: float = 600.0,
     powersgd: Mapping[str, Any] | None = None,
     enter: Enter = lambda phase, bucket: None,
+    leaf_sums: LeafSums | None = None,
 ) -> CommHook:
     """Make `algorithm` the gradient all-reduce of `model`; a collective of the ranks that share the model.
 
@@ -108,29 +120,34 @@ def attach(
         timeout_s: the longest wait for a neighbour.
         powersgd: keyword arguments of torch's PowerSGDState.
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
+        leaf_sums: what turns buckets into integers; gradients then become their sum over ranks. Not for
+            powersgd.
 
     Raises:
         ValueError: an unknown algorithm or wire dtype, hosts for another number of ranks, a model with
             sparse gradients under another algorithm than `native`, or a setting PowerSGD refuses.
     """
+    if leaf_sums is not None:
+        sparse.refuse_sparse(model.module, "train.exact", "train.exact=null")
     if algorithm != "native":
         sparse.refuse_sparse(model.module, algorithm, "native")
     device = next(model.parameters()).device
     transport = Transport(model.process_group, hosts, device, wire_dtype, segment_mb, timeout_s)
+    divisor = len(transport.hosts) if leaf_sums is None else 1
     reduce: Reduce | Worker
     if algorithm == "native":
-        reduce = _native(model.process_group, transport.wire, transport.clock)
+        reduce = _native(model.process_group, divisor, transport.wire, transport.clock)
     elif algorithm == "powersgd":
         reduce = _powersgd(powersgd or {}, model.process_group, transport.group, transport.clock)
     else:
         all_reduce = Collective.ALL_REDUCE
         schedules = {all_reduce: build(algorithm, transport.rank, transport.hosts)}
         if transport.clock is not None:
-            reduce = transport.on_gpu(schedules, len(transport.hosts), cuda_graph)[all_reduce].submit
+            reduce = transport.on_gpu(schedules, divisor, cuda_graph)[all_reduce].submit
         else:
             executor = transport.on_cpu(schedules)[all_reduce]
-            reduce = _scheduled(executor, algorithm, transport.group, transport.timeline)
-    hook = CommHook(model.module, transport.timeline, reduce, enter)
+            reduce = _scheduled(executor, divisor, algorithm, transport.group, transport.timeline)
+    hook = CommHook(model.module, transport.timeline, reduce, enter, leaf_sums)
     model.register_comm_hook(None, hook.reduce)
     model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
     return hook
@@ -149,15 +166,23 @@ def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
     return DistributedDataParallel.join_hook(model, **settings)
 
 
-def _native(group: dist.ProcessGroup, wire_dtype: torch.dtype | None, gpu_clock: GpuClock | None) -> Reduce:
-    divisor = dist.get_world_size(group)
+def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:
+    done.value()  # raises the error of the all-reduce
+    return message.decoded()
 
-    def reduce(bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+
+def _native(
+    group: dist.ProcessGroup,
+    divisor: int,
+    wire_dtype: torch.dtype | None,
+    gpu_clock: GpuClock | None,
+) -> Reduce:
+    def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
         sent = gradients if wire_dtype is None or gradients.is_sparse else gradients.to(wire_dtype)
         finish = _finisher(record, gpu_clock)
         # Divide first, or half precision would overflow in the sum.
-        work = dist.all_reduce(sent.div_(divisor), group=group, async_op=True)
+        work = dist.all_reduce(sent.div_(divisor) if divisor != 1 else sent, group=group, async_op=True)
 
         def take(done: Future[list[torch.Tensor]]) -> torch.Tensor:
             mean = done.value()[0]
@@ -184,7 +209,8 @@ def _powersgd(
         return Worker(lambda bucket, record: powerSGD_hook.powerSGD_hook(state, bucket).wait())
     state = powerSGD_hook.PowerSGDState(models_group, **settings)
 
-    def reduce(bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+    def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
+        assert isinstance(bucket, dist.GradBucket), "the all-reduce of integers is another"
         finish = _finisher(record, gpu_clock)
 
         def take(done: Future[torch.Tensor]) -> torch.Tensor:
@@ -213,13 +239,15 @@ def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], 
     return finish_gpu
 
 
-def _scheduled(executor: CpuExecutor, algorithm: str, group: dist.ProcessGroup, timeline: Timeline) -> Worker:
+def _scheduled(
+    executor: CpuExecutor, divisor: int, algorithm: str, group: dist.ProcessGroup, timeline: Timeline
+) -> Worker:
     members = Members(group)
 
-    def all_reduce(bucket: dist.GradBucket, record: BucketRecord) -> torch.Tensor:
+    def all_reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> torch.Tensor:
         what = f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes}"
         with members.named(what):
-            waited_s = executor.run(bucket.buffer(), divisor=len(members.ranks))
+            waited_s = executor.run(bucket.buffer(), divisor)
         record.waited_s = members.in_world(waited_s)
         return bucket.buffer()
 

@@ -12,7 +12,8 @@ backward pass unless they are read before.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
 from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.fsdp_movers import OnCpu, OnGpu, own_block
+from trainer.comm.leaf_sums import Encoder, ShardSums, native_reduce_scatter
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.transport import Transport
 
@@ -43,13 +45,12 @@ class ShardComm:
         self.timeline = timeline
         self._mover, self._defers, self._enter = mover, defers, enter
         self._in_pass = False
-        named = [(name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule)]
-        for number, (name, module) in enumerate(named):
-            assert isinstance(module, nn.Module)
-            unit = _Unit(self, number, f"unit {name}" if name else "the root", module)
+        self.units = [_Unit(self, *unit) for unit in units_of(model)]
+        for unit in self.units:
+            module: Any = unit.module
             # The base classes that torch annotates are not public; it calls only the methods in them.
-            module.set_custom_all_gather(_AllGather(unit))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(_ReduceScatter(unit))  # type: ignore[arg-type]
+            module.set_custom_all_gather(_AllGather(unit))
+            module.set_custom_reduce_scatter(_ReduceScatter(unit))
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
@@ -88,15 +89,8 @@ class _Unit:
     """A unit of `fully_shard`."""
 
     def __init__(self, comm: ShardComm, number: int, name: str, module: nn.Module) -> None:
-        self.comm, self.number, self.name = comm, number, name
-        within = [
-            m
-            for child in module.modules()
-            if child is not module and isinstance(child, FSDPModule)
-            for m in child.modules()
-        ]
-        own = set(module.modules()) - set(within)
-        self._places = [(part, name) for part in own for name, _ in part.named_parameters(recurse=False)]
+        self.comm, self.number, self.name, self.module = comm, number, name, module
+        self._places = own_parameters(module)
 
     def keeps(self, reduced: torch.Tensor) -> bool:
         """Whether `reduced` becomes the gradients unchanged, and is not read before the pass has ended.
@@ -115,10 +109,26 @@ class _Unit:
         )
 
 
-class _Comm:
-    def __init__(self, unit: _Unit) -> None:
-        self._unit = unit
+def units_of(model: nn.Module) -> list[tuple[int, str, nn.Module]]:
+    """The number, the name for users and the module of each unit."""
+    units = [(name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    named = [(f"unit {name}" if name else "the root", part) for name, part in units]
+    return [(number, name, cast(nn.Module, part)) for number, (name, part) in enumerate(named)]
 
+
+def own_parameters(unit: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The module and the name there of each parameter of a unit, without those of units within."""
+    within = [
+        m
+        for child in unit.modules()
+        if child is not unit and isinstance(child, FSDPModule)
+        for m in child.modules()
+    ]
+    own = set(unit.modules()) - set(within)
+    return [(part, name) for part in own for name, _ in part.named_parameters(recurse=False)]
+
+
+class _Comm:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for a collective; torch decides how long it lives."""
         return torch.empty(*size, dtype=dtype, device=device)
@@ -126,6 +136,9 @@ class _Comm:
 
 class _AllGather(_Comm):
     """The interface of torch's AllGather."""
+
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
 
     def __call__(
         self,
@@ -143,6 +156,9 @@ class _AllGather(_Comm):
 class _ReduceScatter(_Comm):
     """The interface of torch's ReduceScatter; torch does not wait for it, but reads in stream order."""
 
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -154,6 +170,50 @@ class _ReduceScatter(_Comm):
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"a reduce-scatter supports SUM and AVG, but not {op}")
         self._unit.comm.scatter(self._unit, output_tensor, input_tensor, op == dist.ReduceOp.AVG)
+
+
+class _LeafReduceScatter(_Comm):
+    """A reduce-scatter of leaves as integers, in place of torch's or _ReduceScatter."""
+
+    def __init__(self, sums: ShardSums) -> None:
+        self._sums = sums
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._sums.add(output_tensor, input_tensor, group)
+
+
+def add_by_leaves(model: nn.Module, comm: ShardComm | None, num_leaves: int) -> list[ShardSums]:
+    """Have the gradients of each unit of `model` added as integers, by `comm` or, without, by the backend.
+
+    Args:
+        model: as for `attach`, sharded over several ranks, and not hybrid.
+    """
+    encoder, all_sums = Encoder(num_leaves), []
+    units = {unit.number: unit for unit in comm.units} if comm is not None else {}
+    for number, name, unit in units_of(model):
+        parameters = {getattr(part, of) for part, of in own_parameters(unit)}
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        send = native_reduce_scatter if comm is None else partial(_sent_by, comm, units[number])
+        sums = ShardSums(name, trained, encoder, send)
+        module: Any = unit
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_reduce_scatter(_LeafReduceScatter(sums))
+        all_sums.append(sums)
+    return all_sums
+
+
+def _sent_by(
+    comm: ShardComm, unit: _Unit, block: torch.Tensor, message: torch.Tensor, group: dist.ProcessGroup
+) -> None:
+    comm.scatter(unit, block, message, mean=False)
 
 
 def attach(

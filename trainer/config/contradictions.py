@@ -82,6 +82,57 @@ def check_contradictions(config: Config) -> None:
             )
     if isinstance(config.fault, TimedFaultConfig):
         _check_phase_comes(config, config.fault)
+    if train.exact is not None:
+        _check_exact(config)
+
+
+def _check_exact(config: Config) -> None:
+    """Refuse what cannot have the same bits everywhere."""
+    strategy, comm, train = config.strategy, config.comm, config.train
+    wire_dtype = getattr(comm, "wire_dtype", "fp32")
+    refused = {
+        f"strategy={strategy.name}": (
+            strategy.name not in ("single", "ddp", "fsdp"),
+            "whose sums depend on the ranks; take strategy=single, ddp or fsdp",
+        ),
+        f"comm={comm.algorithm}": (
+            comm.algorithm not in ("native", *SCHEDULES),
+            f"which is not a sum; take comm=native, {', '.join(SCHEDULES)}",
+        ),
+        f"comm.wire_dtype={wire_dtype}": (
+            wire_dtype != "fp32",
+            "but sends gradients as integers; set comm.wire_dtype=fp32",
+        ),
+        "train.precision=fp16": (
+            train.precision == "fp16",
+            "whose scale follows the ranks; take bf16 or fp32",
+        ),
+        "train.compile=true": (
+            train.compile,
+            "which fuses a model differently in each strategy; set train.compile=false",
+        ),
+    }
+    if isinstance(strategy, DdpConfig):
+        refused["strategy.sync_batchnorm=true"] = (
+            strategy.sync_batchnorm,
+            "which depends on the ranks; set it to false: leaves' statistics are averaged",
+        )
+        refused["strategy.static_graph=true"] = (
+            strategy.static_graph,
+            "with which DDP cannot add leaves; set it to false",
+        )
+    if isinstance(strategy, FsdpConfig):
+        refused[f"strategy.shard_group={strategy.shard_group}"] = (
+            strategy.shard_group != "world",
+            "whose replicas add sums of their own; take strategy.shard_group=world",
+        )
+        refused[f"strategy.reduce_dtype={strategy.reduce_dtype}"] = (
+            strategy.reduce_dtype != "fp32",
+            "but adds integers; set strategy.reduce_dtype=fp32",
+        )
+    for setting, (is_refused, way_out) in refused.items():
+        if is_refused:
+            raise UserError(f"train.exact={train.exact} does not go with {setting}, {way_out}")
 
 
 def _check_parameter_server(config: Config, strategy: ParameterServerConfig) -> None:

@@ -24,6 +24,7 @@ class TrainConfig:
     max_steps: int | None = at_least(1)
     global_batch_size: int = at_least(1)
     micro_batch_size: int | None = at_least(1)
+    exact: int | None = limited(lambda value: 1 <= value <= 1024, "from 1 to 1024 leaves, or null")
     precision: str = one_of(*PRECISIONS)
     matmul_precision: str = one_of("highest", "high")
     cudnn_benchmark: bool = MISSING
@@ -41,6 +42,11 @@ class TrainConfig:
 
     def logs(self, step: int) -> bool:
         return step % self.log_every_steps == 0
+
+    def own_leaves(self, num_replicas: int, replica: int) -> range:
+        """The leaves of each step that `replica` computes; there is `exact`."""
+        assert self.exact is not None
+        return range(replica * self.exact // num_replicas, (replica + 1) * self.exact // num_replicas)
 
     @property
     def evaluates(self) -> bool:

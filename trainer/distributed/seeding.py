@@ -33,7 +33,7 @@ def seed_part(seed: int, step: int, part: int, devices: Sequence[torch.device] =
     """
     drawn = hashlib.blake2b(f"{seed} {step} {part}".encode(), digest_size=20).digest()
     for_torch = int.from_bytes(drawn[:8], "little")
-    random.seed(drawn[8:16])
+    random.seed(drawn[8:16])  # an int takes longer
     np.random.seed(int.from_bytes(drawn[16:], "little"))
     torch.default_generator.manual_seed(for_torch)  # torch.manual_seed takes 30 times as long
     for number, device in enumerate(devices):

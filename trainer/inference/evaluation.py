@@ -11,9 +11,10 @@ from trainer.data.device import ToDevice
 from trainer.data.loading.base import EvalLoader
 from trainer.distributed.agreement import on_main
 from trainer.distributed.gather_samples import Rows, SampleGather
-from trainer.distributed.process_group import Dist, sum_over_ranks
+from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import seed_part
 from trainer.errors import UserError
+from trainer.exact.order import in_order
 from trainer.loggers import RunLog
 from trainer.strategies import Strategy
 from trainer.tasks import Evaluation, Task, offers
@@ -45,8 +46,9 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
     task, model = context.task, context.strategy.unwrap(context.model).eval()
     gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
     gather = SampleGather(context.dist, loader.batch_size, f"{type(task).__name__}.rows")
-    totals: Tensor | None = None
-    gathered: list[Rows] = []
+    order = context.strategy.order
+    table: Tensor | None = None
+    gathered: list[tuple[list[int], Rows]] = []
     first: Any = None
     parts, part = context.strategy.evaluators(context.dist.rank)
     for number, (host_batch, indices) in enumerate(loader):
@@ -57,20 +59,25 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
         if gives_sums:
             with context.strategy.autocast():
                 sums = task.eval_sums(model, batch).double()
-            counted = sums if indices else torch.zeros_like(sums)
-            totals = counted if totals is None else totals + counted
+            if table is None:
+                table = sums.new_zeros(order.num_rows, *sums.shape)
+            if indices:
+                table[order.row(number)] += sums
         if gives_rows:
             with context.strategy.autocast():
                 own = task.rows(model, batch)
             if (of_all := gather(own, indices)) is not None:
-                gathered.append(of_all[1])
+                gathered.append(of_all)
     figures: dict[str, float] = {}
     rows: Rows | None = None
+    totals = in_order(table) if table is not None else None
     if totals is not None:
-        figures |= _floats(task.summarise(sum_over_ranks(totals)), f"{type(task).__name__}.summarise")
+        figures |= _floats(task.summarise(totals), f"{type(task).__name__}.summarise")
     if gives_rows:
         if context.dist.is_main:
-            rows = {name: torch.cat([part[name] for part in gathered]) for name in gathered[0]}
+            by_sample = torch.tensor([index for indices, _ in gathered for index in indices]).argsort()
+            columns = {name: [part[name] for _, part in gathered] for name in gathered[0][1]}
+            rows = {name: torch.cat(parts)[by_sample] for name, parts in columns.items()}
         by = f"{type(task).__name__}.summarise_rows"
         figures |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), context.dist)
     return Evaluation(figures, totals, rows, first)

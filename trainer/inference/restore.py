@@ -1,6 +1,7 @@
 """A trained model restored for use: built by its run's settings, with the weights of a checkpoint."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import sys
@@ -14,12 +15,12 @@ from typing import Any, cast
 from torch import nn
 from tqdm import tqdm
 
-from trainer.build import build_dataset, build_model, build_task, build_to_device, load_held_out
+from trainer.build import build_dataset, build_model, build_task, build_to_device, load_held_out, split
 from trainer.checkpoint import Source, read_averages, read_model
-from trainer.config import Config, flatten
+from trainer.config import Config, TrainConfig, flatten
 from trainer.config.overrides import leaves
 from trainer.data.loading.base import EvalLoader
-from trainer.data.loading.batch import BatchSplit, split_batch
+from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.agreement import Agreement, Alone, compare_across_ranks
 from trainer.distributed.process_group import process_group
 from trainer.distributed.seeding import generators_kept, seed_everything
@@ -153,23 +154,27 @@ def evaluates_ema(config: Config) -> bool:
     return config.ema.decay is not None and config.ema.evaluate == "instead"
 
 
-def held_out(at_work: RestoredRun) -> tuple[Any, EvalLoader]:
+def held_out(at_work: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLoader]:
     """The held-out data and the loader of this process's part.
+
+    Args:
+        by_leaves: as an exact run evaluates; otherwise the k-th batches of all ranks are consecutive.
 
     Raises:
         UserError: the run has no held-out data.
     """
     config, dist, strategy = at_work.config, at_work.dist, at_work.strategy
-    dataset, loader = load_held_out(config, _batch(config, strategy), strategy, dist)
+    train = config.train if by_leaves else dataclasses.replace(config.train, exact=None)
+    dataset, loader = load_held_out(config, _batch(train, strategy), strategy, dist)
     compare_across_ranks({"the length of the evaluation data": loader.num_samples}, dist)
     return dataset, cast(EvalLoader, _WithProgress(loader, strategy.num_replicas, dist.is_main))
 
 
-def _batch(config: Config, strategy: Strategy) -> BatchSplit:
+def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     """The batch split of training, for bit-identical sums; if it does not divide, a similar one."""
-    size, micro = config.train.global_batch_size, config.train.micro_batch_size
+    size, micro = train.global_batch_size, train.micro_batch_size
     try:
-        return split_batch(size, micro, strategy.num_replicas)
+        return split(train, strategy)
     except UserError:
         micro = micro or max(1, size // strategy.num_replicas)
         return BatchSplit(micro * strategy.num_replicas, strategy.num_replicas, micro, 1)

@@ -164,6 +164,9 @@ def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSp
     size, replicas = config.train.global_batch_size, stage.num_replicas
     among = options.world if _is_one_process(config) else replicas
     gpus = options.per_host if config.strategy.name == "dp" else 1
+    if config.train.exact is not None:
+        leaves = config.train.exact
+        return BatchSplit(size, replicas, max(1, size // leaves), -(-leaves // replicas))
     micro = config.train.micro_batch_size or max(1, size // among) * gpus
     return BatchSplit(size, replicas, micro, max(1, size // replicas // micro))
 

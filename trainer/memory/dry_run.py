@@ -22,12 +22,14 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 
 from trainer.build import build_dataset, build_model, build_task, build_to_device
+from trainer.comm.fsdp_collectives import own_parameters, units_of
 from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_line
+from trainer.local_shard import to_local
 from trainer.memory.ledger import MemoryLedger, parts
 from trainer.memory.simulated import CPU, SimulatedStrategy, simulated_strategy
 from trainer.meta_init.deferred import Deferred, deferred
@@ -104,6 +106,8 @@ class DryRun:
         """
         train = dataclasses.replace(config.train, compile=False)
         config = dataclasses.replace(config, train=train, comm=NativeCommConfig("native", "fp32", False))
+        if train.exact is not None and isinstance(config.strategy, FsdpConfig):
+            config.strategy = dataclasses.replace(config.strategy, reduce_every_micro_batch=True)
         model = self._model(config)
         with _as_rank_of(world) as dist:
             simulated = simulated_strategy(config, dist, world.per_host)
@@ -171,11 +175,26 @@ class Stage:
             self._ledger.forget_peaks()
             self._step(batch, min(accumulation, 2))
             self._has_state = True
-        return {name: self._on(name, device) for name, device in self._devices.items()}
+        return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
-    def _on(self, name: str, device: torch.device) -> Footprint:
+    def _integers(self, device: torch.device, accumulation: int) -> int:
+        """The bytes of train.exact: sums of leaves, where a rank has several, and messages."""
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        own = sum(to_local(p).numel() for p in trained if to_local(p).device == device)
+        sums, messages = own * (accumulation > 1), 0
+        if self.num_replicas > 1 and isinstance(self._config.strategy, FsdpConfig):
+            units = [own_parameters(unit) for _, _, unit in units_of(self._module)]
+            sums = own
+            messages = max(sum(getattr(part, name).numel() for part, name in unit) for unit in units)
+        elif self.num_replicas > 1:
+            messages = own
+        return torch.int64.itemsize * (sums + messages)
+
+    def _on(self, name: str, device: torch.device, accumulation: int) -> Footprint:
         account = self._ledger.accounts[device]
         parts, host = account.peak(), 0
+        if self._config.train.exact is not None:
+            parts["communication"] += self._integers(device, accumulation)
         if self._offloads:  # these exist all the time, so they are part of any peak
             host = sum(parts[kind] for kind in _OFFLOADED)
             parts |= dict.fromkeys(_OFFLOADED, 0)

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
+from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.backend_flags import set_backend_flags
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
+from trainer.exact.ground import ground, prepare
+from trainer.exact.order import ByLeaves
 from trainer.strategies.base import Computing, Strategy, devices_of_replica
 
 __all__ = ["Strategy", "build_strategy"]
@@ -16,9 +19,38 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
 
     Raises:
         UserError: more processes than the strategy can use, or an option that this machine does not support.
+            With train.exact, fewer leaves than ranks, or ranks on different ground.
     """
     set_backend_flags(config.train, dist.device)
-    return _named(config, dist)
+    strategy = _named(config, dist)
+    if config.train.exact is not None:
+        _check_leaves(config.train.exact, config.strategy.name, strategy.num_replicas)
+        prepare(dist.device)
+        compare_across_ranks(ground(dist.device), dist, _ALIKE)
+        own = config.train.own_leaves(strategy.num_replicas, strategy.replica)
+        if config.train.precision == "bf16":
+            strategy.notes.append("train.exact: in bf16, single and ddp have equal bits, and fsdp others")
+        strategy.order = ByLeaves(config.train.exact, strategy.num_replicas, own, dist.place(dist.rank))
+    return strategy
+
+
+def _check_leaves(num_leaves: int, strategy: str, num_replicas: int) -> None:
+    above = -(-num_leaves // num_replicas) * num_replicas
+    if num_leaves < num_replicas:
+        raise UserError(
+            f"train.exact={num_leaves} has fewer leaves than the {num_replicas} ranks; set "
+            f"train.exact={above}, or start at most {num_leaves} ranks"
+        )
+    if strategy == "fsdp" and num_leaves % num_replicas:
+        raise UserError(
+            f"train.exact={num_leaves} does not divide over {num_replicas} ranks, and strategy=fsdp needs as "
+            f"many leaves on each; set train.exact={above}, or take strategy=ddp"
+        )
+
+
+_ALIKE = (
+    "train.exact needs the same machine, build of torch and switches under each rank, or train.exact=null"
+)
 
 
 def _named(config: Config, dist: Dist) -> Strategy:

@@ -17,7 +17,7 @@ from trainer.comm.timeline.summary import draw, table
 from trainer.config import DdpConfig, SingleConfig
 from trainer.distributed.process_group import broadcast_tensors
 from trainer.errors import UserError, first_line
-from trainer.gradient_norm import gradient_norm
+from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.optim.train_state import TrainState
 from trainer.step import StepResult
 from trainer.strategies.shardable import refuse_shared_memory
@@ -53,12 +53,14 @@ class Strategy:
         devices: the devices that this process uses.
         gradients_differ: whether ranks update different parameters, or different parts of them.
         notes: messages for the user about how the settings were applied.
+        order: in which order micro-batches are added, set before `wrap`.
     """
 
     num_replicas = 1
     replica = 0
     trains = True
     gradients_differ = False
+    order: SumOrder = AS_THEY_COME
 
     def __init__(
         self, device: torch.device, computing: Computing, split_over: Sequence[torch.device] = ()
@@ -84,6 +86,7 @@ class Strategy:
         """
         fill(model)
         model = self.place(model)
+        self.order.attach(model)
         if self.computing.compile:
             model.compile(mode=self.computing.compile_mode)
         return model
@@ -142,17 +145,19 @@ class Strategy:
 
     def begin_step(self) -> None:
         """Called when a step begins: next come the gradients of this process, if it `trains`."""
+        self.order.begin_step()
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         """The context of one forward and backward; gradients are reduced across ranks only if `enabled`."""
-        return nullcontext()
+        return self.order.leaf(enabled)
 
     def aggregate(self, model: nn.Module) -> None:
         """Wait until the parameters that this process updates hold the mean of all replicas' gradients."""
+        self.order.finish()
 
     def grad_norm(self, model: nn.Module) -> Tensor:
         """The norm of all gradients, a scalar, the same on every rank (a collective)."""
-        return gradient_norm(model.parameters())
+        return self.order.norm(model.parameters())
 
     def is_to_blame(self) -> bool:
         """Whether this rank is known to have made a gradient that is not finite; called once there is one."""

@@ -67,8 +67,10 @@ class Ddp(Strategy):
             model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # a single rank has no peers
             refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
+            self.order.attach(model, reduces=True)
             self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            sends: dict[str, Any] = _FORWARD_SENDS_NO_BUFFERS if are_statistics(model) else {}
+            keeps = are_statistics(model) or self.order.sums is not None
+            sends: dict[str, Any] = _FORWARD_SENDS_NO_BUFFERS if keeps else {}
             tensors = [*model.parameters(), *model.buffers()]
             if any(t.dtype in _NOT_SENT or "float8" in str(t.dtype) for t in tensors):
                 broadcast_tensors(tensors, src=0)
@@ -83,13 +85,17 @@ class Ddp(Strategy):
                 **sends,
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
-            if (options := _options(self.comm)) is not None:
+            options = _options(self.comm, hooks=self.order.sums is not None)
+            if options is not None:
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
+                options["leaf_sums"] = self.order.sums
                 try:
                     self.hook = attach(model, self.comm.algorithm, **options)
                     self.timeline = self.hook.timeline
                 except ValueError as error:
                     raise UserError(f"comm={self.comm.algorithm}: {error}") from error
+        else:
+            self.order.attach(model)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -100,21 +106,28 @@ class Ddp(Strategy):
         # graph, the second). The place of an element decides the order in which an all-reduce adds the
         # ranks' values, and so its last bit: a resumed run repeats a pass's reduction in the rebuilt buckets.
         passes = 2 if self.settings.static_graph else 0 if self.settings.find_unused_parameters else 1
-        self._passes_missed = min(state.progress.step, passes)
+        if self.order.sums is None:  # integers have the same sum in any order
+            self._passes_missed = min(state.progress.step, passes)
 
     def begin_step(self) -> None:
+        super().begin_step()
         if self._sends_buffers_of is not None:
             self.sync_buffers(self._sends_buffers_of)
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         if not isinstance(model, DistributedDataParallel):
-            return nullcontext()
+            return self.order.leaf(enabled)
         if self.settings.static_graph and not enabled:
             raise UserError(
                 "strategy.static_graph=true, but a step has several micro-batches, which DDP then cannot add "
                 "up; set strategy.static_graph=false, or train.micro_batch_size=null"
             )
-        return self._reduced(model) if enabled else model.no_sync()
+        return self._leaf(model, enabled)
+
+    @contextmanager
+    def _leaf(self, model: DistributedDataParallel, last: bool) -> Iterator[None]:
+        with self.order.leaf(last), self._reduced(model) if last else model.no_sync():
+            yield
 
     @contextmanager
     def _reduced(self, model: DistributedDataParallel) -> Iterator[None]:
@@ -215,8 +228,8 @@ class _StandIn(nn.Module):
         return value
 
 
-def _options(comm: CommConfig) -> dict[str, Any] | None:
-    """The arguments of `attach` that the algorithm takes; None to leave DDP without a hook."""
+def _options(comm: CommConfig, hooks: bool = False) -> dict[str, Any] | None:
+    """The arguments of `attach` that the algorithm takes; None: no hook is needed, unless `hooks` says so."""
     match comm:
         case ScheduleCommConfig():
             names = ("wire_dtype", "segment_mb", "cuda_graph")
@@ -230,7 +243,7 @@ def _options(comm: CommConfig) -> dict[str, Any] | None:
                 "warm_start": comm.warm_start,
             }
             return {"powersgd": state}
-        case NativeCommConfig() if comm.timeline or comm.wire_dtype != "fp32":
+        case NativeCommConfig() if hooks or comm.timeline or comm.wire_dtype != "fp32":
             return {"wire_dtype": comm.wire_dtype}
     return None
 

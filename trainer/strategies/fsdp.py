@@ -21,10 +21,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from trainer.comm.fsdp_collectives import ShardComm, attach
+from trainer.comm.fsdp_collectives import ShardComm, add_by_leaves, attach
 from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
+from trainer.exact.order import AS_THEY_COME
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import DTYPES, Computing, Fill, Strategy
 from trainer.strategies.buffers import ChangedBuffers, any_of
@@ -109,6 +110,9 @@ class Fsdp(Strategy):
             _prefetch(model, self.settings.prefetch_units)
             model.register_forward_hook(self._note_call)
         self._attach(model)
+        by_leaves = self.order is not AS_THEY_COME and self.num_replicas > 1  # one rank reduces nothing
+        shards = add_by_leaves(model, self.shard_comm, self.order.num_rows) if by_leaves else ()
+        self.order.attach(model, shards)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
             + (f"; {len(norms)} batch norms are separate units, in fp32" if norms else "")
@@ -132,15 +136,17 @@ class Fsdp(Strategy):
         wire = self.comm.wire_dtype if isinstance(self.comm, ScheduleCommConfig) else "fp32"
         self._gathered = GatheredParameters(state.model, DTYPES[wire] if wire != "fp32" else None)
         self._used = UsedParameters(state.model, self._gathered, self.dist, self.timeout_s)
-        if self.num_replicas > 1:
+        if self.num_replicas > 1 and self.order is AS_THEY_COME:
             sync = functools.partial(self.sync_buffers, state.model)
             on_any = functools.partial(any_of, device=self.device)
             self._buffers = ChangedBuffers(state.model, sync, on_any)
 
     def begin_step(self) -> None:
+        super().begin_step()
         self.collect(None)
 
     def aggregate(self, model: nn.Module) -> None:
+        super().aggregate(model)
         if not self._has_reduced:
             _refuse_no_gradients(model)
             self._has_reduced = True
@@ -229,15 +235,17 @@ class Fsdp(Strategy):
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
         sharded = cast(FSDPModule, model)
         self._accumulates |= not enabled
+        each = self.settings.reduce_every_micro_batch or self.order is not AS_THEY_COME
         if self._used is not None:
-            self._used.reduces = enabled or self.settings.reduce_every_micro_batch
+            self._used.reduces = enabled or each
         if self._buffers is not None:
             self._buffers.before_forward()
-        if self.settings.reduce_every_micro_batch:
+        if each:
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
         else:
             sharded.set_requires_gradient_sync(enabled)
-        with self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext(), _once_through():
+        one_pass = self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext()
+        with self.order.leaf(enabled), one_pass, _once_through():
             yield
 
     def _note_call(self, *_: object) -> None:

@@ -47,8 +47,8 @@ class TrainingContext(ModelContext):
     profile: Profile
     stop_request: StopRequest
 
-    def count_step(self, loss: Tensor, data_left: bool) -> None:
-        """Count a step, with this rank's `loss`; without `data_left` the epoch ends with it."""
+    def count_step(self, losses: Tensor, data_left: bool) -> None:
+        """Count a step, with this rank's `losses`; without `data_left` the epoch ends with it."""
         self.state.progress.advance(self.settings.global_batch_size, data_left)
-        self.meter.count_step(loss)
+        self.meter.count_step(losses)
         self.run_log.advance()

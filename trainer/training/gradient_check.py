@@ -26,10 +26,13 @@ class GradientCheck:
     Args:
         differ: whether ranks hold different gradients: shards, or none.
         is_to_blame: whether this rank made such a gradient; called on every rank when there is one.
+        limit: of a gradient, beyond which it became NaN; for the message.
     """
 
-    def __init__(self, dist_: Dist, differ: bool, is_to_blame: Callable[[], bool]) -> None:
-        self._dist, self._differ, self._is_to_blame = dist_, differ, is_to_blame
+    def __init__(
+        self, dist_: Dist, differ: bool, is_to_blame: Callable[[], bool], limit: float = math.inf
+    ) -> None:
+        self._dist, self._differ, self._is_to_blame, self._limit = dist_, differ, is_to_blame, limit
         self._on_cuda = dist_.device.type == "cuda"
         if self._on_cuda:
             self._stream, self._done = torch.cuda.Stream(dist_.device), torch.cuda.Event()
@@ -112,10 +115,14 @@ class GradientCheck:
         blamed = tuple(rank for rank, (_, is_to_blame) in enumerate(everyones) if found and is_to_blame)
         what = f"the gradient of {found[0]}" if found else "the norm of the gradients, each of them finite,"
         more = f" (and of {len(found) - 1} more)" if found[1:] else ""
+        beyond = (
+            f", or beyond +-{self._limit:g}, as far as train.exact counts," if self._limit < math.inf else ""
+        )
         where = " and ".join(map(self._dist.place, blamed)) or "some rank"
         raise NonFiniteLossError(
-            f"{what}{more} is NaN or Inf in step {step} on {where}; no rank applied that step. Look for a "
-            "root or a logarithm of 0, or a division by 0, in the model and the loss; or lower optim.lr",
+            f"{what}{more} is NaN or Inf{beyond} in step {step} on {where}; no rank applied that step. "
+            "Look for a root or a logarithm of 0, or a division by 0, in the model and the loss; or lower "
+            "optim.lr",
             blamed,
         )
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.distributed.process_group import Dist, sum_over_ranks
+from trainer.distributed.process_group import Dist
+from trainer.exact.order import AS_THEY_COME, SumOrder, in_order
 from trainer.tasks import Task
 from trainer.tasks.label_weights import Divisor, divided
 from trainer.training.mfu import ModelFlops
@@ -33,16 +34,22 @@ class Meter:
     whose loss was read at its end.
     """
 
-    def __init__(self, dist: Dist, flops: ModelFlops | None = None, num_replicas: int | None = None) -> None:
+    def __init__(
+        self,
+        dist: Dist,
+        flops: ModelFlops | None = None,
+        order: SumOrder = AS_THEY_COME,
+        num_replicas: int | None = None,
+    ) -> None:
         """`num_replicas` ranks compute losses; None: all."""
         self._dist, self._flops = dist, flops
-        self._num_replicas = num_replicas or dist.world_size
+        self._mean_over = order.mean_over(num_replicas or dist.world_size)
         self.steps = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
-        self._sums = torch.zeros(3, device=dist.device, dtype=torch.float64)  # of this rank
+        self._sums = torch.zeros(3, order.num_rows, device=dist.device, dtype=torch.float64)  # of this rank
         # plain: as evaluation computes it
-        self._loss, self._plain_loss, self._tokens = self._sums.unbind()
+        self._losses, self._plain_losses, self._tokens = self._sums.unbind()
         self._has_plain = False
         self._total_s = 0.0
         self._running_since: float | None = None
@@ -56,20 +63,20 @@ class Meter:
         self._total_s = self._now_s()
         self._running_since = None
 
-    def count_batch(self, task: Task, batch: Any, divisor: Divisor) -> None:
-        """Add the task's figures of a micro-batch, after its loss, over `divisor`, was computed."""
+    def count_batch(self, task: Task, batch: Any, divisor: Divisor, row: int = 0) -> None:
+        """Add the task's figures of a micro-batch to `row`, after its loss, over `divisor`, was computed."""
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
-            self._plain_loss += divided(plain, divisor)
+            self._plain_losses[row] += divided(plain, divisor)
         if (num_tokens := getattr(task, "num_tokens", None)) is not None:
-            self._tokens += num_tokens(batch)
+            self._tokens[row] += num_tokens(batch)
         if self._flops is not None:
             self._flops.see(batch)
 
-    def count_step(self, loss: Tensor) -> None:
-        """Add a step of `loss`, a detached scalar on the device: this rank's mean."""
-        self._loss += loss
+    def count_step(self, losses: Tensor) -> None:
+        """Add a step of `losses`, detached and on the device, as `SumOrder.in_rows` gives them."""
+        self._losses += losses
         self.steps += 1
 
     def mark(self) -> Mark:
@@ -78,17 +85,17 @@ class Meter:
 
     def mean_loss(self, since: Mark) -> float:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""
-        return self._per_step(since)[0] / self._num_replicas
+        return self._per_step(since)[0] / self._mean_over
 
     def figures(self, since: Mark, global_batch_size: int) -> dict[str, float]:
         """Losses and speed since a mark, by their names in the log (a collective)."""
         loss, plain, tokens = self._per_step(since)  # waits for the device, so that the times are complete
         ms = self.ms_per_step(since)
         step_s = ms["step"] / 1e3
-        values = {"train/loss": loss / self._num_replicas}
+        values = {"train/loss": loss / self._mean_over}
         values["speed/samples_per_second"] = global_batch_size / step_s
         if self._has_plain:
-            values["train/plain_loss"] = plain / self._num_replicas
+            values["train/plain_loss"] = plain / self._mean_over
         if tokens > 0:
             values["speed/tokens_per_second"] = tokens / step_s
         if self._flops is not None and (mfu := self._flops.utilisation(step_s)) is not None:
@@ -97,7 +104,7 @@ class Meter:
 
     def _per_step(self, since: Mark) -> list[float]:
         """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
-        total, steps = sum_over_ranks(self._sums - since.sums).tolist(), self.steps - since.steps
+        total, steps = in_order((self._sums - since.sums).T).tolist(), self.steps - since.steps
         return [value / steps if steps else float("nan") for value in total]
 
     def ms_per_step(self, since: Mark) -> dict[str, float]:

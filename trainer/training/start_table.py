@@ -25,6 +25,7 @@ def start_table(config: Config, context: TrainingContext) -> str:
             "optim": _optimizer_words(config, context),
             **described(context.state.optimizer),
             "batch": str(context.batch),
+            **_leaves(context),
             "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.first_step:,}",
             "seed": str(config.seed),
             "run": str(config.run_dir),
@@ -37,6 +38,15 @@ def layout(hosts: Sequence[int]) -> str:
     sizes = list(Counter(hosts).values())
     alike = len(set(sizes)) == 1
     return f"{len(sizes)} x {sizes[0]}" if alike else " + ".join(map(str, sizes))
+
+
+def _leaves(context: TrainingContext) -> dict[str, str]:
+    exact = context.checkpointer.exact
+    if exact is None:
+        return {}
+    each, more = divmod(exact["leaves"], context.batch.num_replicas)
+    words = f"{exact['leaves']} leaves, {each}{f' or {each + 1}' if more else ''} a rank"
+    return {"exact": words + (f", since step {exact['since']:,}" if exact["since"] else "")}
 
 
 def _optimizer_words(config: Config, context: TrainingContext) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteLossError
+from trainer.exact.order import SumOrder
 from trainer.tasks.label_weights import Divisor, divisors
 
 
@@ -109,20 +110,23 @@ class StepAgreement:
         most, minus_least = extremes.tolist()
         self._weights, self._even = weights, most == -minus_least
 
-    def divisors(self, num_replicas: int) -> list[Divisor]:
+    def divisors(self, num_parts: int, num_replicas: int, order: SumOrder) -> list[Divisor]:
         """The divisor of each micro-batch's mean loss in the next step, so that the losses add up.
 
-        The mean over ranks is then the mean over all counted labels, and 0 without any. A collective if
-        micro-batches differ in how many labels count, and free otherwise.
+        The mean over ranks, or with `train.exact` their sum, is then the mean over all counted labels, and 0
+        without any. A collective if micro-batches differ in how many labels count, and free otherwise.
+
+        Args:
+            num_parts: micro-batches of the step, over all replicas.
         """
         assert self._weights is not None
         if self._even:
-            return [len(self._weights) if weight else None for weight in self._weights]
+            return [
+                num_parts // order.mean_over(num_replicas) if weight else None for weight in self._weights
+            ]
         self._dist.heartbeat.enter("data")
-        total = torch.full((), math.fsum(self._weights), dtype=torch.float64, device=self._dist.device)
-        if self._dist.world_size > 1:
-            dist.all_reduce(total)
-        return divisors(self._weights, total / num_replicas)
+        total = order.total(self._weights, self._dist.device)
+        return divisors(self._weights, total / order.mean_over(num_replicas))
 
     def _write(self, loss: Tensor, stop_requested: bool, data_left: bool, weights: Sequence[float]) -> None:
         torch.where(torch.isfinite(loss), self._good, self._bad, out=self._not_finite)

@@ -10,7 +10,7 @@ from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.transport.blame import PeerError
 from trainer.comm.transport.gloo import RECEIVED, SENT, GlooLink
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
 _HALF = (torch.float16, torch.bfloat16)
 _HEADER_TAG = 0
 
@@ -44,12 +44,12 @@ class Layout:
             ValueError: a dtype that cannot be averaged.
         """
         adds = collective is not Collective.ALL_GATHER
-        if bucket.dtype not in DTYPES or (adds and not bucket.is_floating_point()):
+        if bucket.dtype not in DTYPES or (adds and bucket.dtype == torch.uint8):
             raise ValueError(
-                f"no {collective.value} of {bucket.dtype}: gradients must be fp32, fp64, fp16 or bf16; "
-                "other dtypes are gathered as bytes"
+                f"no {collective.value} of {bucket.dtype}: gradients must be fp32, fp64, fp16, bf16 or "
+                "int64; other dtypes are gathered as bytes"
             )
-        as_it_is = wire_dtype is None or bucket.dtype in (*_HALF, torch.uint8)
+        as_it_is = wire_dtype is None or bucket.dtype in (*_HALF, torch.uint8, torch.int64)
         wire = bucket.dtype if as_it_is or wire_dtype is None else wire_dtype
         return cls(bucket.numel(), bucket.dtype, wire, collective, number)
 

@@ -9,6 +9,7 @@ from torch.futures import Future
 
 from trainer.comm.algorithms.program import Move, Visit, lay_out
 from trainer.comm.algorithms.schedule import Collective, Kind, Schedule
+from trainer.comm.leaf_sums import Message
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord
 from trainer.comm.transport.bucket_layout import Layout, agree
@@ -71,7 +72,7 @@ class NcclReducer:
         # The first call on an NCCL group must come from all its ranks; a batch may involve only some.
         dist.all_reduce(torch.zeros(1, device=clock.device), group=group)
 
-    def submit(self, bucket: dist.GradBucket, record: BucketRecord) -> Future[torch.Tensor]:
+    def submit(self, bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
         """Launch the all-reduce of `bucket` to its mean over all ranks; the Future's value waits on streams.
 
         Raises:

@@ -1,5 +1,7 @@
 """How a global batch is split over replicas and micro-batches."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.errors import UserError
@@ -28,9 +30,90 @@ class BatchSplit:
         """The number within the step of the first micro-batch of `replica`."""
         return replica * self.accumulation
 
+    def micro_batches(self, first: int, replica: int) -> Iterator[tuple[int, range]]:
+        """For each micro-batch from sample `first` on: the first number of all replicas, and this one's.
+
+        Of each, replica r takes the items r::R, as torch's DistributedSampler does.
+        """
+        micro = self.micro_size * self.num_replicas
+        for begin in itertools.count(first, micro):
+            yield begin, range(begin + replica, begin + micro, self.num_replicas)
+
+    def of_shards(self, first: int, replica: int, num_shards: int) -> range:
+        """Numbers from `first` on, one of each shard of a stream that this replica reads."""
+        return range(first + replica, first + replica + self.num_replicas * num_shards, self.num_replicas)
+
+    def held_out(self, replica: int) -> Iterator[tuple[int, range]]:
+        """`micro_batches` for evaluation; each replica yields as many for each first number."""
+        return self.micro_batches(0, replica)
+
     def __str__(self) -> str:
         parts = f"{self.num_replicas} replicas x {self.micro_size} x {self.accumulation} accumulated"
         return f"{self.global_size} = {parts}"
+
+
+@dataclass(frozen=True)
+class LeafSplit(BatchSplit):
+    """A global batch of `num_leaves` leaves of `micro_size` consecutive samples, one micro-batch each.
+
+    `accumulation` and `first_leaf` are those of this process: another may have one leaf more or less.
+    """
+
+    num_leaves: int = 1
+    first_leaf: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        return self.num_leaves
+
+    def first_part(self, replica: int) -> int:
+        return self.first_leaf
+
+    def micro_batches(self, first: int, replica: int) -> Iterator[tuple[int, range]]:
+        for begin in itertools.count(first, self.global_size):
+            for leaf in range(self.first_leaf, self.first_leaf + self.accumulation):
+                yield begin, self._samples(begin, leaf)
+
+    def of_shards(self, first: int, replica: int, num_shards: int) -> range:
+        return range(first, first + num_shards)
+
+    def held_out(self, replica: int) -> Iterator[tuple[int, range]]:
+        most = -(-self.num_leaves // self.num_replicas)
+        for begin in itertools.count(0, self.global_size):
+            for number in range(most):
+                own = number < self.accumulation
+                yield begin, self._samples(begin, self.first_leaf + number) if own else range(0)
+
+    def _samples(self, begin: int, leaf: int) -> range:
+        return range(begin + leaf * self.micro_size, begin + (leaf + 1) * self.micro_size)
+
+    def __str__(self) -> str:
+        return f"{self.global_size} = {self.num_leaves} leaves x {self.micro_size}"
+
+
+def split_leaves(
+    global_size: int, micro_size: int | None, num_leaves: int, num_replicas: int, own: range
+) -> LeafSplit:
+    """Split into leaves, of which this process computes `own`.
+
+    Raises:
+        UserError: a size does not divide evenly; the message names the nearest that does.
+    """
+    size = global_size // num_leaves
+    if global_size % num_leaves:
+        divisors = [leaves for leaves in range(1, min(global_size, 1024) + 1) if global_size % leaves == 0]
+        leaves = min(divisors, key=lambda leaves: abs(leaves - num_leaves))
+        nearest = max(1, round(global_size / num_leaves)) * num_leaves
+        raise UserError(
+            f"train.exact is {num_leaves}, which does not divide train.global_batch_size={global_size}; "
+            f"nearest that does: train.exact={leaves}, or train.global_batch_size={nearest}"
+        )
+    if micro_size not in (None, size):
+        raise UserError(
+            f"train.micro_batch_size is {micro_size}, but train.exact={num_leaves} computes leaves of {size} "
+            f"samples; set it to {size}, or null"
+        )
+    return LeafSplit(global_size, num_replicas, size, len(own), num_leaves, own.start)
 
 
 def split_batch(global_size: int, micro_size: int | None, num_replicas: int) -> BatchSplit:

@@ -21,9 +21,8 @@ from trainer.errors import UserError
 class TrainSampler(Sampler[tuple[int, list[int]]]):
     """Yields (epoch, indices) for each micro-batch of this replica, from ``first_sample`` of ``epoch`` on.
 
-    Of each batch, replica r takes the items r::R, as torch's DistributedSampler does. The epoch is yielded
-    with the indices because worker processes, which live for the whole run, need it to draw each sample's
-    random numbers.
+    The epoch is yielded with the indices because worker processes, which live for the whole run, need it to
+    draw each sample's random numbers.
 
     Raises:
         UserError: the dataset is smaller than one global batch.
@@ -60,7 +59,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         order = torch.randperm(self.num_samples, generator=generator)
         epoch, batch = self.epoch, self.batch
         for step, replica in self._parts():
-            numbers = _numbers(self.first_sample + step * batch.global_size, batch, replica)
+            numbers = batch.micro_batches(self.first_sample + step * batch.global_size, replica)
             for _, of_micro_batch in itertools.islice(numbers, batch.accumulation):
                 yield epoch, order[of_micro_batch.start : of_micro_batch.stop : of_micro_batch.step].tolist()
 
@@ -83,40 +82,33 @@ class TrainRequests(Sampler[Request]):
         self.caught_up = False
 
     def __iter__(self) -> Iterator[Request]:
-        reading, epoch, first, step = self.reading, self.epoch, self.first_sample, self.batch.num_replicas
-        in_each_shard = range(first + self.replica, first + self.replica + step * self.num_shards, step)
+        reading, epoch, first = self.reading, self.epoch, self.first_sample
+        in_each_shard = self.batch.of_shards(first, self.replica, self.num_shards)
         while not self.caught_up:
             yield Request(reading, epoch, first, in_each_shard, catch_up=True)
-        for begin, numbers in _numbers(first, self.batch, self.replica):
+        for begin, numbers in self.batch.micro_batches(first, self.replica):
             yield Request(reading, epoch, begin, numbers)
 
 
-def _numbers(first: int, batch: BatchSplit, replica: int) -> Iterator[tuple[int, range]]:
-    """For each micro-batch from sample ``first`` on: the first number of all replicas, and this one's."""
-    micro = batch.micro_size * batch.num_replicas
-    for begin in itertools.count(first, micro):
-        yield begin, range(begin + replica, begin + micro, batch.num_replicas)
-
-
 class EvalSampler(Sampler[list[int]]):
-    """Yields batches of the samples r::R in order; a rank without samples left yields empty lists.
+    """Yields batches of this replica's samples in order; a rank without samples left yields empty lists.
 
     Every rank yields the same number of batches, so that a model whose forward pass is collective (FSDP)
     stays in step; no sample is padded or repeated.
     """
 
     def __init__(self, dataset: Sized, batch: BatchSplit, *, replica: int) -> None:
+        self.batch, self.replica, self.num_samples = batch, replica, len(dataset)
         self.batch_size = batch.micro_size
-        self.indices = range(replica, len(dataset), batch.num_replicas)
-        longest = len(range(0, len(dataset), batch.num_replicas))
-        self.num_batches = -(-longest // self.batch_size)
 
     def __len__(self) -> int:
-        return self.num_batches
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, self.num_batches * self.batch_size, self.batch_size):
-            yield list(self.indices[start : start + self.batch_size])
+        for begin, numbers in self.batch.held_out(self.replica):
+            if begin >= self.num_samples:
+                return
+            yield list(range(numbers.start, min(numbers.stop, self.num_samples), numbers.step))
 
 
 class EvalRequests(Sampler[Request]):
@@ -128,5 +120,5 @@ class EvalRequests(Sampler[Request]):
     def __iter__(self) -> Iterator[Request]:
         self.reading += 1
         reading = self.reading
-        for begin, numbers in _numbers(0, self.batch, self.replica):
+        for begin, numbers in self.batch.held_out(self.replica):
             yield Request(reading, 0, begin, numbers)

@@ -263,7 +263,7 @@ class EvalStreamReader(StreamReader):
             cursor = self._cursor(request, 0)
             if cursor.position == 0 and cursor.reach(0):
                 self._first = cursor.peek()
-            if not cursor.reach(request.first):
+            if cursor.position <= request.first and not cursor.reach(request.first):
                 return None
         samples = self._read(request)
         with self._reading_alone():

@@ -1,0 +1,36 @@
+"""train.exact: the same bits twice, and under each strategy of one GPU; and its cost."""
+
+import tempfile
+from collections.abc import Iterator
+
+from benchmarks.gpu.day import Day, Row, contexts, in_turns, quietly, ratio, settings, steps
+
+MODELS = {
+    "gpt": ("experiment=text_gpt", "data.dataset.block_size=64", "schedule.warmup_steps=0"),
+    "resnet": ("experiment=digits_resnet", "schedule.warmup_steps=0"),
+}
+STRATEGIES = ("single", "single", "ddp", "fsdp")  # the first twice: kernels may have other bits each time
+COMMON = ("train.global_batch_size=64", "train.log_every_steps=5", "train.clip_grad_norm=1")
+
+
+def measure(day: Day) -> Iterator[Row]:
+    from trainer.run import run
+
+    for model in day.size(list(MODELS), ["gpt"]):
+        hashes = []
+        for strategy in STRATEGIES:
+            with tempfile.TemporaryDirectory() as run_dir:
+                options = (*MODELS[model], *COMMON, f"strategy={strategy}", "train.exact=8")
+                config = settings(*options, f"train.max_steps={day.size(20, 2)}", f"run_dir={run_dir}")
+                hashes.append(quietly(lambda config=config: run(config))["param_sha256"])
+        found = f"{len(set(hashes))} hash(es) of {', '.join(STRATEGIES)}"
+        yield Row(f"{model} exact", float(len(set(hashes))), "", "one hash", len(set(hashes)) == 1, found)
+    with contexts() as context:
+        words = (*MODELS["gpt"], *COMMON, "train.max_steps=100000")
+        ways = {
+            "exact": steps(context(*words, "train.exact=8")),
+            "without": steps(context(*words, "train.micro_batch_size=8")),
+        }
+        found = in_turns(day, ways, *day.size((5, 20), (1, 1)))
+    cost = 1 / ratio(found["exact"], found["without"])
+    yield Row("gpt exact over the same micro-batches", cost, "x", "<= 1.15", cost <= 1.15 or not day.on_gpu)

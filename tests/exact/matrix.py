@@ -1,0 +1,49 @@
+"""Runs with `train.exact=8` under any strategy, and the hashes that they end with."""
+
+from pathlib import Path
+from typing import Any
+
+from tests import runs
+from tests.ranks import run_ranks
+
+COMMON = (
+    *("train.exact=8", "train.max_steps=20", "train.log_every_steps=5", "train.clip_grad_norm=0.5"),
+    "train.eval_every_epochs=100",  # at the end
+    *("checkpoint.every_epochs=null", "distributed.timeout_s=100", "schedule=constant"),
+)
+NOISY = (
+    *("data.dataset._target_=tests.checkpoint.noisy.Noisy", "~model.input_shape", "~model.hidden"),
+    *("model._target_=tests.checkpoint.noisy.DropoutNet", "train.global_batch_size=24", "train.epochs=30"),
+)
+MODELS = {
+    # dropout, a buffer that forward changes; with batch norm
+    "mlp": (*NOISY, "+model.norm=false"),
+    "norm": NOISY,
+    "resnet": (
+        *("model._target_=tests.exact.small_resnet.SmallResNet", "~model.input_shape", "~model.hidden"),
+        *("train.global_batch_size=64", "train.channels_last=true"),
+    ),
+    "gpt": (
+        *("data=text", "model=gpt", "data.dataset.block_size=16", "model.width=32", "model.depth=2"),
+        *(
+            "model.num_heads=2",
+            "model.dropout=0.1",
+            "train.global_batch_size=16",
+            "train.eval_every_epochs=0",
+        ),
+    ),
+}
+OPTIMIZERS = {"adamw": ("optim=adamw", "optim.lr=0.01"), "sgd": ("optim=sgd", "optim.lr=0.1")}
+FIGURES = ("param_sha256", "train/loss", "eval/loss", "eval/accuracy")
+
+
+def trained_each(*all_overrides: tuple[str, ...]) -> list[tuple[Any, ...]]:
+    """The figures that must be equal, of one run after another in these ranks."""
+    results = [runs.train(*overrides) for overrides in all_overrides]
+    return [tuple(result.get(name) for name in FIGURES) for result in results]
+
+
+def figures(root: Path, world: int, *cases: tuple[str, ...], **options: Any) -> list[tuple[Any, ...]]:
+    """Those of `cases`, each a run of `world` ranks with these settings beside COMMON."""
+    each = [(*COMMON, f"run_dir={root / str(number)}", *case) for number, case in enumerate(cases)]
+    return run_ranks(trained_each, world, *each, init=False, **options)[0]

@@ -1,0 +1,194 @@
+"""What train.exact refuses, tells and notices."""
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import runs
+from tests.exact.matrix import COMMON, MODELS, OPTIMIZERS, figures, trained_each
+from tests.ranks import run_ranks
+from trainer import step
+from trainer.comm.leaf_sums import LeafSums
+from trainer.data.loading.batch import split_leaves
+from trainer.errors import NonFiniteLossError, UserError
+from trainer.exact.ground import of_run
+from trainer.loop import fit
+from trainer.training import run_hash
+
+MLP = (*MODELS["mlp"], *OPTIMIZERS["sgd"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "strategy=dp",
+        "strategy=parameter_server",
+        "strategy=ddp comm=powersgd",
+        "strategy=ddp comm=ring comm.wire_dtype=bf16",
+        "strategy=ddp strategy.sync_batchnorm=true",
+        "strategy=ddp strategy.static_graph=true",
+        "strategy=fsdp strategy.shard_group=2",
+        "strategy=fsdp strategy.reduce_dtype=bf16",
+        "train.precision=fp16",
+        "train.compile=true",
+    ],
+)
+def test_settings_that_cannot_be_exact_are_refused_in_one_line(words: str) -> None:
+    with pytest.raises(UserError, match=r"^train.exact=8 does not go with \S+, [^\n]*(take|set) [^\n]*$"):
+        runs.settings("train.exact=8", *words.split())
+
+
+def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:
+    with pytest.raises(UserError, match=r"nearest that does: train.exact=8, or train.global_batch_size=63"):
+        split_leaves(64, None, 7, 1, range(7))
+    with pytest.raises(
+        UserError, match=r"train.micro_batch_size is 4, but train.exact=8 .* set it to 8, or null"
+    ):
+        split_leaves(64, 4, 8, 1, range(8))
+
+
+def _refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as refused:
+        runs.train(*COMMON, *overrides)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_ranks_and_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    def words(*overrides: str) -> str:
+        return run_ranks(_refused, 3, *MLP, f"run_dir={tmp_path}", *overrides, init=False)[0]
+
+    assert "does not divide over 3 ranks" in words("strategy=fsdp")
+    assert "fewer leaves than the 3 ranks; set train.exact=3" in words("strategy=ddp", "train.exact=2")
+    assert "optim.fused=true rounds differently" in words("strategy=ddp", "+optim.fused=true")
+    other = ("optim._target_=torch.optim.Adagrad", "~optim.momentum")
+    adagrad = words("strategy=fsdp", "train.exact=6", *other)
+    assert "Adagrad is not known to update each number by itself" in adagrad
+
+
+def _with_a_flipped_bit(bit: int, *overrides: str) -> Any:
+    """As `trained_each`; in a bucket of rank 1 one bit of one number is flipped, once."""
+    taken, calls = LeafSums.message, 0
+
+    def message(self: LeafSums, bucket: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5 and dist.get_rank() == 1:
+            bucket.buffer().view(torch.int32)[3] ^= 1 << bit
+        return taken(self, bucket)
+
+    LeafSums.message = message  # type: ignore[method-assign]
+    return trained_each(overrides)
+
+
+@pytest.mark.slow
+def test_one_flipped_bit_in_the_gradient_of_one_rank_changes_the_hash(tmp_path: Path) -> None:
+    words = (*COMMON, *MLP, "strategy=ddp")
+    whole = figures(tmp_path / "whole", 2, (*MLP, "strategy=ddp"))
+    [flipped] = run_ranks(_with_a_flipped_bit, 2, 12, *words, f"run_dir={tmp_path}", init=False)[0]
+    assert whole[0][0] != flipped[0]
+
+
+def _with_other_threads(*overrides: str) -> str:
+    seeded = step.seed_part
+
+    def seed_part(seed: int, step_: int, *rest: Any) -> None:
+        torch.set_num_threads(1 + (step_ == 3))
+        seeded(seed, step_, *rest)
+
+    step.seed_part = seed_part
+    return _refused(*overrides)
+
+
+def test_threads_changed_after_the_start_are_named(tmp_path: Path) -> None:
+    words = run_ranks(_with_other_threads, 1, *MLP, f"run_dir={tmp_path}", init=False)[0]
+    assert "rank 0" in words and "computes with 2 threads, though the run set 1" in words
+
+
+class _Scaled:
+    """A task whose 3rd loss on rank 1 has a factor."""
+
+    def __init__(self, task: Any, factor: float) -> None:
+        self._task, self._factor, self._calls = task, factor, 0
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        self._calls += 1
+        loss = self._task.loss(model, batch)
+        return loss * self._factor if self._calls == 3 and dist.get_rank() == 1 else loss
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+def _not_applied(factor: float, *overrides: str) -> tuple[str, bool]:
+    """How the run ends, and whether its parameters are as they were."""
+    with runs.context_of(*COMMON, *overrides) as context:
+        before = run_hash.parameters_sha256(context.state.model)
+        with pytest.raises(NonFiniteLossError) as error:
+            fit(dataclasses.replace(context, task=_Scaled(context.task, factor)))
+        return str(error.value), run_hash.parameters_sha256(context.state.model) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("clip", ["0.5", "null"])
+def test_a_gradient_beyond_the_range_ends_the_run_before_its_step(
+    tmp_path: Path, strategy: str, clip: str
+) -> None:
+    for factor, words in ((1e7, "or beyond +-512"), (math.nan, "is NaN or Inf")):
+        options = (
+            f"strategy={strategy}",
+            f"run_dir={tmp_path / str(factor)}",
+            f"train.clip_grad_norm={clip}",
+        )
+        for told, is_unchanged in run_ranks(_not_applied, 2, factor, *MLP, *options, init=False):
+            assert words in told and is_unchanged
+
+
+def test_other_ground_is_told_once_and_counts_anew(caplog: pytest.LogCaptureFixture) -> None:
+    here: Any = SimpleNamespace(device=torch.device("cpu"), is_main=True)
+    saved = of_run(8, here, None, 0)
+    assert saved["leaves"] == 8 and saved["since"] == 0 and saved["ground"]["torch"] == torch.__version__
+    with caplog.at_level(logging.WARNING):
+        assert of_run(8, here, saved, 7) == saved
+        assert not caplog.records
+        moved = saved | {"ground": saved["ground"] | {"the CPU": "an abacus"}}
+        assert of_run(8, here, moved, 7)["since"] == 7
+        assert of_run(4, here, saved, 9)["since"] == 9
+    assert ["the CPU was an abacus, is " in record.getMessage() for record in caplog.records] == [True, False]
+    assert "train.exact was 8, is 4" in caplog.records[1].getMessage()
+
+
+STREAM = ("data.dataset._target_=tests.data.streams.Stateful", "+data.dataset.num_samples=77")
+
+
+def _resumed(root: Path, data: tuple[str, ...], strategy: str, stop: int, resume: str) -> Any:
+    words = (*COMMON, *MODELS["norm"], *OPTIMIZERS["adamw"], f"strategy={strategy}", "train.max_steps=12")
+    return runs.train(
+        *(*words, f"run_dir={root / str(stop)}", "checkpoint.every_steps=3", "checkpoint.keep_last=9"),
+        *("ema.decay=0.9", f"resume={resume}", *data),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [(), (*STREAM, "data.sharded=true"), (*STREAM, "data.num_workers=2")])
+def test_other_ranks_and_strategies_on_the_way_end_with_the_same_hash(
+    tmp_path: Path, data: tuple[str, ...]
+) -> None:
+    whole = run_ranks(_resumed, 1, tmp_path, data, "single", 0, "null", init=False)[0]
+    places = {3: (2, "fsdp"), 6: (3, "ddp"), 9: (4, "fsdp")}
+    before = 0
+    for stop, (world, strategy) in places.items():
+        resume = str(tmp_path / str(before) / "checkpoints" / f"step_{stop:08d}")
+        result = run_ranks(_resumed, world, tmp_path, data, strategy, stop, resume, init=False)[0]
+        assert result["param_sha256"] == whole["param_sha256"]
+        assert result["eval/ema/loss"] == whole["eval/ema/loss"]
+        assert result["exact"] == whole["exact"] and whole["exact"]["since"] == 0
+        before = stop

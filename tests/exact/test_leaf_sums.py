@@ -1,0 +1,86 @@
+"""Sums of gradients as integers."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.comm.leaf_sums import Encoder, LeafSums, decode
+from trainer.errors import UserError
+
+
+def _sum(*gradients: Tensor, num_leaves: int = 9) -> Tensor:
+    sums, count = torch.zeros(len(gradients[0]), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    encoder = Encoder(num_leaves)
+    for gradient in gradients:
+        encoder.add(sums, count, gradient)
+    decode(sums, count, out := torch.empty_like(gradients[0]))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_any_order_and_cut_gives_the_same_bits(dtype: torch.dtype) -> None:
+    gradients = [(torch.randn(70_001) * 10.0 ** torch.randint(-9, 2, (70_001,))).to(dtype) for _ in range(9)]
+    whole = _sum(*gradients)
+    assert _sum(*gradients[::-1]).equal(whole)
+    cut = [_sum(*(g[begin:end] for g in gradients)) for begin, end in ((0, 7), (7, 65_540), (65_540, 70_001))]
+    assert torch.cat(cut).equal(whole)
+    exact = torch.stack([gradient.double() for gradient in gradients]).sum(0)
+    assert (whole.double() - exact).abs().max() <= 9 * 2.0**-50 + torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 512.0, -513.0, 1e38])
+@pytest.mark.parametrize("place", [0, 5, 70_000])
+def test_what_has_no_such_form_becomes_nan(value: float, place: int) -> None:
+    gradient = torch.ones(70_001)
+    gradient[place] = value
+    assert _sum(torch.ones(70_001), gradient).isnan().all()
+    assert _sum(torch.ones(70_001), torch.full((70_001,), 511.9)).isfinite().all()
+
+
+@pytest.mark.parametrize("num_leaves", [8, 16, 17, 64, 1024])
+def test_no_sum_overflows(num_leaves: int) -> None:
+    largest = torch.tensor([math.nextafter(min(512, 8192 / num_leaves), 0)], dtype=torch.float64)
+    total = _sum(*[largest] * num_leaves, num_leaves=num_leaves)
+    torch.testing.assert_close(total, largest * num_leaves)
+    assert _sum(*[-largest] * num_leaves, num_leaves=num_leaves).equal(-total)
+    assert _sum(*[largest * 1.01] * num_leaves, num_leaves=num_leaves).isnan().all()
+
+
+def test_parameters_with_and_without_gradients_and_of_any_layout() -> None:
+    torch.manual_seed(0)
+    shapes = [(3, 4), (300, 300), (5, 2, 3, 3), (7,), (2,)]
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    parameters[2].data = parameters[2].data.contiguous(memory_format=torch.channels_last)
+    sums = LeafSums({str(number): parameter for number, parameter in enumerate(parameters)}, 3)
+    for _ in range(2):
+        leaves = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+        sums.begin()
+        for number, leaf in enumerate(leaves):
+            for at, (parameter, gradient) in enumerate(zip(parameters, leaf, strict=True)):
+                # One has none in the first leaf, one in none.
+                parameter.grad = None if at == 4 or (at == 0 and number == 0) else gradient.clone()
+            sums.take()
+            assert all(parameter.grad is None for parameter in parameters)
+        sums.give()
+        leaves[0][0] = torch.zeros(3, 4)
+        for at, parameter in enumerate(parameters[:4]):
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, leaves[0][at] + leaves[1][at] + leaves[2][at])
+        assert parameters[4].grad is None
+
+
+def test_what_cannot_be_added_is_refused() -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UserError, match="a gradient is sparse; build the embedding with sparse=False"):
+        LeafSums(dict(table.named_parameters()), 2).take()
+    layer = nn.Linear(2, 2)
+    sums = LeafSums(dict(layer.named_parameters()), 2)
+    layer(torch.ones(2)).sum().backward()
+    sums.take()  # and as if DDP had then set no gradient
+    with pytest.raises(
+        UserError, match="weight was used in a part of the batch, but in the last part of no rank"
+    ):
+        sums.check()

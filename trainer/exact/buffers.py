@@ -1,0 +1,125 @@
+"""Buffers that a forward pass changes, such as running statistics: the mean over leaves, in their order."""
+
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+from trainer.distributed.process_group import sum_over_ranks
+from trainer.errors import UserError
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+class LeafBuffers:
+    """Each leaf starts from the buffers at the step's beginning; afterwards they are the mean over leaves.
+
+    Which buffers change is learned in the first step.
+
+    Args:
+        model: unwrapped; buffers may be assigned anew, of the same size.
+        num_leaves: of a step, over all ranks.
+        first: the number of this rank's first leaf.
+    """
+
+    def __init__(self, model: nn.Module, num_leaves: int, first: int) -> None:
+        self._num_leaves, self._first = num_leaves, first
+        self._places = [
+            (f"{prefix}.{name}".lstrip("."), module, name)
+            for prefix, module in model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._changing: list[int] | None = None  # numbers of places
+        self._begin: dict[int, Tensor] = {}
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+        self._changed: set[int] = set()
+        self._made: list[list[Tensor]] = []  # by this rank's leaves
+
+    def begin_leaf(self) -> None:
+        """Called before each leaf's forward pass."""
+        if not self._made:
+            self._begin = {place: self._buffer(place).clone() for place in self._followed()}
+        else:
+            self._restore()
+        self._seen = {place: (now := self._buffer(place), now._version) for place in range(len(self._places))}
+
+    def end_leaf(self) -> None:
+        """Called after each leaf's backward pass, which may compute the forward pass again."""
+        for place, (before, version) in self._seen.items():
+            now = self._buffer(place)
+            if now is not before or now._version != version or self._writes_unseen(place):
+                self._changed.add(place)
+        self._made.append([self._buffer(place).clone() for place in self._followed()])
+
+    def finish(self) -> None:
+        """Called after the last leaf of a step (a collective, if any buffer changes).
+
+        Raises:
+            UserError: leaves disagree in a buffer of integers, or a buffer changed that did not before.
+        """
+        followed, made = self._followed(), self._made
+        self._made = []
+        if self._changing is None:
+            flags = torch.zeros(len(self._places), device=self._device())
+            flags[sorted(self._changed)] = 1
+            self._changing = sum_over_ranks(flags).nonzero().flatten().tolist() if self._places else []
+        elif new := self._changed - set(self._changing):
+            raise UserError(
+                f"train.exact: the buffer {self._places[min(new)][0]} changed in this step, but not in the "
+                "first of this start, so it was not averaged; change it in each forward pass, or never"
+            )
+        if not self._changing:
+            return
+        for name in (self._places[place][0] for place in self._changing if self._buffer(place).is_complex()):
+            raise UserError(
+                f"train.exact: {name}, a buffer of complex numbers, changes; keep it in two real ones"
+            )
+        row = torch.cat(
+            [torch.stack([_flat(leaf[followed.index(place)]) for leaf in made]) for place in self._changing],
+            1,
+        )
+        table = row.new_zeros(self._num_leaves, row.shape[1])
+        table[self._first : self._first + len(made)] = row
+        rows = sum_over_ranks(table).unbind()  # each is of one rank, the others add zeros
+        mean, begin = reduce(torch.add, rows) / self._num_leaves, 0
+        for place in self._changing:
+            buffer = self._buffer(place)
+            end = begin + buffer.numel()
+            if not buffer.is_floating_point() and any(
+                not row[begin:end].equal(rows[0][begin:end]) for row in rows
+            ):
+                raise UserError(
+                    f"train.exact: leaves leave {self._places[place][0]}, a buffer of {buffer.dtype}, with "
+                    "other values, and whole numbers have no mean; set train.exact=null"
+                )
+            chosen = mean[begin:end] if buffer.is_floating_point() else rows[0][begin:end]
+            with torch.no_grad():
+                buffer.copy_(chosen.view(buffer.shape))
+            begin = end
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for place, value in self._begin.items():
+                self._buffer(place).copy_(value)
+
+    def _writes_unseen(self, place: int) -> bool:
+        """Whether torch writes the buffer without counting a version of it."""
+        module = self._places[place][1]
+        return isinstance(module, _NORMS) and module.training
+
+    def _followed(self) -> list[int]:
+        return list(range(len(self._places))) if self._changing is None else self._changing
+
+    def _buffer(self, place: int) -> Tensor:
+        _, module, name = self._places[place]
+        return module.get_buffer(name)
+
+    def _device(self) -> torch.device:
+        return self._buffer(0).device if self._places else torch.device("cpu")
+
+
+def _flat(buffer: Tensor) -> Tensor:
+    return buffer.detach().reshape(-1).double()

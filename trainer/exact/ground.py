@@ -1,0 +1,81 @@
+"""The ground of a run's bits: what decides them beside the settings and the data."""
+
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.distributed.process_group import Dist
+from trainer.files.untrusted import printable
+
+log = logging.getLogger("trainer")
+
+NUM_THREADS = 1
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def prepare(device: torch.device) -> None:
+    """Choose kernels with the same bits each time, for the whole process; before cuBLAS is first used."""
+    torch.set_num_threads(NUM_THREADS)
+    if device.type == "cuda":
+        os.environ.setdefault(_CUBLAS, ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+def ground(device: torch.device) -> dict[str, str]:
+    """The facts by name; equal facts, data and settings give equal bits."""
+    facts = {
+        "torch": torch.__version__,
+        "how torch was built": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
+        "the CPU's instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "oneDNN": str(torch.backends.mkldnn.enabled),
+    }
+    if device.type != "cuda":
+        return facts | {"the CPU": _cpu()}
+    gpu = torch.cuda.get_device_properties(device)
+    return facts | {
+        "the GPU": f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.multi_processor_count} multiprocessors",
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "TF32 in convolutions": str(torch.backends.cudnn.allow_tf32),
+        _CUBLAS: os.environ.get(_CUBLAS, ""),
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def of_run(num_leaves: int, dist: Dist, saved: Mapping[str, Any] | None, step: int) -> dict[str, Any]:
+    """What checkpoints and result.json say of an exact run: its `leaves` and `ground`, and `since` which step
+    its bits have had them.
+
+    Args:
+        saved: the same of the checkpoint of `step` that the run goes on from; None without one, or if its run
+            was not exact. A difference is told once.
+    """
+    here = {"leaves": num_leaves, "ground": ground(dist.device), "since": step}
+    if saved is None:
+        return here
+    then = saved["ground"] | {"train.exact": str(saved["leaves"])}
+    now = ground(dist.device) | {"train.exact": str(num_leaves)}
+    differ = [name for name in sorted(then.keys() | now) if then.get(name) != now.get(name)]
+    if not differ:
+        return here | {"since": saved["since"]}
+    if dist.is_main:
+        words = "; ".join(printable(f"{name} was {then.get(name)}, is {now.get(name)}") for name in differ)
+        log.warning("train.exact: from step %d on, bits may differ from an unbroken run's: %s", step, words)
+    return here

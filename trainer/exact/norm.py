@@ -1,0 +1,50 @@
+"""The norm of all gradients with the same bits, however rows of parameters are shared among ranks."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trainer.local_shard import to_local
+
+
+@torch.no_grad()
+def exact_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The norm, a scalar (a collective if parameters are sharded).
+
+    Only elementwise operations add: a reduction's order would depend on the shape.
+    """
+    held = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
+    if not held:
+        return torch.zeros(())
+    num_rows, device = sum(_num_rows(parameter) for parameter, _ in held), to_local(held[0][1]).device
+    sums = torch.zeros(num_rows, device=device)
+    begin = 0
+    for parameter, gradient in held:
+        local, num_rows, first = to_local(gradient), _num_rows(parameter), 0
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            first = min(num_rows, mesh.get_local_rank() * -(-num_rows // mesh.size()))
+        if local.numel():
+            squares = local.float().square().reshape(_num_rows(local), -1)
+            sums[begin + first : begin + first + len(squares)] = _folded(squares)
+        begin += num_rows
+    if isinstance(held[0][1], DTensor):
+        dist.all_reduce(sums, group=held[0][1].device_mesh.get_group())  # in each place one number, and zeros
+    return _folded(sums[None])[0].sqrt()
+
+
+def _folded(rows: Tensor) -> Tensor:
+    """The sum of each row, overwriting `rows`."""
+    length = rows.shape[1]
+    while length > 1:
+        half = (length + 1) // 2
+        rows[:, : length - half] += rows[:, half:length]
+        length = half
+    return rows[:, 0]
+
+
+def _num_rows(tensor: Tensor) -> int:
+    return len(tensor) if tensor.ndim else 1
