@@ -32,10 +32,11 @@ from trainer.optim.train_state import Progress, TrainState
 WIDTH, BATCH = 2048, 256
 
 
-def build_state(gigabytes: float) -> TrainState:
+def build_state(gigabytes: float, shard: Callable[[nn.Module], object] = lambda model: None) -> TrainState:
     """A model of square layers with AdamW's two moments: a third of ``gigabytes`` each."""
     num_layers = max(1, round(gigabytes * 1e9 / 3 / (WIDTH * WIDTH * 4)))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
+    shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.rand_like(parameter)

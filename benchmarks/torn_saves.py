@@ -1,0 +1,127 @@
+"""Saves killed at random moments: is the newest checkpoint whole, and not older than the last that was saved?
+
+Two ranks save without a pause; every number of the state is that of the step. At a random moment both get
+SIGKILL. Then the newest checkpoint that resume=auto takes must verify, be of one step in all its tensors, and
+not be older than the last whose save had returned. Prints a line for each way of saving. The exit status is 1
+if a kill tore or lost one.
+
+    python -m benchmarks.torn_saves [--kills 60] [--gigabytes 0.05] [--directory DIR]
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.checkpoint import build_state
+from tests.checkpoint import tiny
+from trainer.checkpoint.source import Source, whole
+from trainer.checkpoint.store import Store
+from trainer.checkpoint.tree import take_apart
+from trainer.errors import UserError
+from trainer.local_shard import to_local
+
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {"format": "full"},
+    "sharded": {"format": "sharded"},
+    "sharded async": {"format": "sharded", "async_": True},
+}
+_RANKS = 2
+
+
+def save_forever(rank: int, root: Path, way: str, gigabytes: float, done: Any) -> None:
+    store = torch_dist.FileStore(str(root / "store"), _RANKS)
+    torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS)
+    mesh = init_device_mesh("cpu", (_RANKS,))
+    state = build_state(gigabytes, lambda model: fully_shard(model, mesh=mesh))
+    checkpointer = tiny.checkpointer(root, keep_last=1, **WAYS[way])
+    for step in itertools.count(1):
+        checkpointer.wait_until_copied()
+        with torch.no_grad():
+            for tensor in take_apart(state.state_dict())[0].values():
+                to_local(tensor).fill_(step)
+        state.progress.step = step
+        checkpointer.save(state)
+        if rank == 0:
+            done.value = step - 1 if "async" in way else step  # this save waited for the one before
+
+
+def found_by_auto(root: Path) -> Source | None:
+    store = Store(root / "checkpoints", "tiny")
+    store.clean()
+    for directory in store.newest_first():
+        try:
+            return whole(directory)
+        except UserError as error:
+            print(f"  passed over: {error}")
+    return None
+
+
+def problem_after_a_kill(root: Path, way: str, gigabytes: float, draw: random.Random) -> str | None:
+    done = multiprocessing.Value("q", 0)
+    ranks = [
+        multiprocessing.Process(target=save_forever, args=(rank, root, way, gigabytes, done))
+        for rank in range(_RANKS)
+    ]
+    for rank in ranks:
+        rank.start()
+    while done.value < 2:
+        time.sleep(0.01)
+        assert all(rank.is_alive() for rank in ranks), "a rank ended by itself"
+    time.sleep(draw.uniform(0, 1))
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.join()
+    source = found_by_auto(root)
+    if source is None:
+        return "none is whole"
+    step = source.progress.step
+    if step < done.value:
+        return f"step {done.value} was saved, and step {step} is the newest"
+    mixed = [name for name, tensor in source.read().items() if not bool((tensor == step).all())]
+    return f"step {step} holds another step's {mixed[0]}" if mixed else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--gigabytes", type=float, default=0.05)
+    parser.add_argument("--directory", type=Path, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # a forked process has no others
+    draw, problems = random.Random(options.seed), 0
+    for way in WAYS:
+        found = []
+        for _ in range(options.kills // len(WAYS)):
+            root = Path(tempfile.mkdtemp(dir=options.directory))
+            found.append(problem_after_a_kill(root, way, options.gigabytes, draw))
+            shutil.rmtree(root)
+        bad = [each for each in found if each is not None]
+        problems += len(bad)
+        print(
+            f"{way:14} {len(found) - len(bad)} of {len(found)} old or new, whole",
+            *bad,
+            sep="\n  ",
+            flush=True,
+        )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")  # torch is loaded once
+    sys.exit(main())
