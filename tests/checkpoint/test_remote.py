@@ -1,10 +1,15 @@
 """checkpoint.remote: what is sealed here is copied there, and there is enough to go on from."""
 
+import contextlib
+import json
 import logging
+import re
 import shutil
+import signal
 import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import tiny
+from tests.programs import finish_ranks, started_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings
 from trainer.checkpoint import load_weights
@@ -47,8 +53,8 @@ def _steps_there(root: Path) -> list[str]:
     return sorted(path.parent.name for path in (root / "there").glob("checkpoints/*/manifest.json"))
 
 
-def _wait(until: Callable[[], Any]) -> None:
-    for _ in range(1000):
+def _wait(until: Callable[[], Any], timeout_s: float = 10) -> None:
+    for _ in range(int(timeout_s * 100)):
         if until():
             return
         time.sleep(0.01)
@@ -296,3 +302,62 @@ def test_commands_take_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "it has no manifest.json" in capsys.readouterr().err
     assert main(["verify", "nosuch://bucket/x"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def _bucket(root: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An address of this kind, which programs that are started within reach."""
+    if kind == "file":
+        yield str(_address(root))
+        return
+    pytest.importorskip("s3fs", reason="pip install s3fs")
+    moto: Any = pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "mockkeyid",
+        "AWS_SECRET_ACCESS_KEY": "mocksecret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT"))
+    yield "s3://bucket/run"
+    server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_a_run_whose_machine_is_lost_goes_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """All ranks get SIGKILL and the run directory is deleted; the end is the undisturbed run's."""
+    train = ("train.py", "strategy=fsdp", "checkpoint=sharded", "logger=jsonl", "train.log_every_steps=10")
+    train += ("train.eval_every_epochs=0", "checkpoint.every_steps=20", "checkpoint.every_epochs=null")
+    train += ("train.max_steps=100", "checkpoint.timeout_s=100")
+    calm = finish_ranks(2, *train, f"run_dir={tmp_path / 'calm'}")
+    with _bucket(tmp_path, kind, monkeypatch) as address:
+        remote = f"checkpoint.remote={address}"
+        slow = ("fault=slow", "fault.step=45", "fault.seconds=30")
+        with started_ranks(2, *train, remote, *slow, f"run_dir={tmp_path / 'lost'}") as ranks:
+            _wait(lambda: (Address(address) / "checkpoints/step_00000040/manifest.json").exists(), 60)
+            for rank in ranks:
+                rank.send_signal(signal.SIGKILL)
+        shutil.rmtree(tmp_path / "lost")
+        ended = finish_ranks(2, *train, remote, "resume=auto", f"run_dir={tmp_path / 'found'}")
+        assert [each.code for each in (*calm, *ended)] == [0, 0, 0, 0], ended[0].output
+        resumed = re.search(rf"resumed from {address}/checkpoints/step_000000(\d\d)", ended[0].output)
+        assert resumed and int(resumed[1]) < 100
+    shas = [
+        json.loads((tmp_path / name / "result.json").read_text())["param_sha256"]
+        for name in ("calm", "found")
+    ]
+    assert shas[0] == shas[1]
+    steps = [
+        json.loads(line)["step"] for line in (tmp_path / "found" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert sorted(set(steps)) == list(range(10, 101, 10)), "the metrics of the lost part, too"
+    assert not any(
+        "mocksecret" in path.read_text(errors="replace") for path in tmp_path.rglob("*.*") if path.is_file()
+    )
