@@ -175,6 +175,21 @@ def test_one_that_was_taken_for_dead_stops_when_another_goes_on_with_its_run(
     assert _steps_there(tmp_path) == ["step_00000010", "step_00000020"]
 
 
+def test_a_restart_copies_what_the_process_before_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, remote = _run(tmp_path)
+    _save(store, 10)
+    put, gate = Address.put, threading.Event()
+    monkeypatch.setattr(Address, "put", lambda address, file: (gate.wait(60), put(address, file)))
+    remote.follow()
+    _wait(lambda: remote.figures() == {"checkpoint/remote_behind": 10.0})
+    gate.set()
+    remote.finish(10)
+    assert _steps_there(tmp_path) == ["step_00000010"]
+    assert remote.figures() == {"checkpoint/remote_behind": 0.0}
+
+
 def test_nothing_is_mixed_with_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, remote = _run(tmp_path)
     _save(store, 10)

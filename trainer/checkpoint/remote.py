@@ -188,6 +188,7 @@ class Remote(NoRemote):
 
     def _put_checkpoint(self, path: Path) -> None:
         manifest = read_manifest(path)
+        self._newest_step = self._newest_step or manifest.step  # of the process before
         there = self._free_place(path.name, manifest)
         if there is None:
             return
