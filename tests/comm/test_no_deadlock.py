@@ -48,7 +48,7 @@ class Room:
                     slots.popleft()
                     slots.append(copies.setdefault((visit.owned,), []))
                 for move in visit.sends:
-                    channel, chunk = (rank, move.peer), move.pieces
+                    channel, chunk = (rank, move.peer), move.ranges
                     if chunk not in copies:
                         while not all(self.read[channel] >= number for channel, number in slots[0]):
                             yield

@@ -36,7 +36,7 @@ def test_all_rows_come_from_somewhere_once(servers: int) -> None:
     pulled = {name: torch.full_like(value, torch.nan) for name, value in parameters.items()}
     for bucket in buckets:
         for server in range(servers):
-            rows = [parameters[p.name][p.begin : p.end].reshape(-1) for p in bucket.pieces[server]]
+            rows = [parameters[p.name][p.begin : p.end].reshape(-1) for p in bucket.row_ranges[server]]
             unpack(bucket, server, torch.cat(rows).detach(), pulled)
     assert all(torch.equal(pulled[name], value) for name, value in parameters.items())
 

@@ -42,9 +42,9 @@ def gather_shards_to_rank0(
         if holder == 0:
             yield local.cpu()
         elif shape.numel():
-            piece = torch.empty(shape, dtype=tensor.dtype, device=device)
-            dist.recv(piece, src=holder, group=group)
-            yield piece.cpu()
+            shard = torch.empty(shape, dtype=tensor.dtype, device=device)
+            dist.recv(shard, src=holder, group=group)
+            yield shard.cpu()
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -51,9 +51,9 @@ def parameters_sha256(model: nn.Module) -> str:
         if rank == 0:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         # CPU offload leaves shards where the mesh's backend cannot send.
-        for piece in gather_shards_to_rank0(
+        for part in gather_shards_to_rank0(
             tensor, tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
         ):
-            digest.update(as_bytes(piece))
+            digest.update(as_bytes(part))
             progress()
     return digest.hexdigest()

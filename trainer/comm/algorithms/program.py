@@ -18,19 +18,19 @@ class Move:
 
     kind: Kind
     peer: int
-    pieces: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
     numel: int
 
     def take(self, sums: "Tensor", received: "Tensor") -> None:
         """Add the received elements to `sums`, or copy them there."""
         taken = 0
-        for begin, end in self.pieces:
-            chunk, piece = sums[begin:end], received[taken : taken + end - begin]
+        for begin, end in self.ranges:
+            chunk, arrived = sums[begin:end], received[taken : taken + end - begin]
             taken += end - begin
             if self.kind is Kind.ADD:
-                chunk.add_(piece)
+                chunk.add_(arrived)
             else:
-                chunk.copy_(piece)
+                chunk.copy_(arrived)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def lay_out(
         receives = tuple(move for move in arriving if move.kind is not Kind.SEND)
         sending = _messages(schedule, rounds[k], bounds[segment], numel)
         sends = tuple(move for move in sending if move.kind is Kind.SEND)
-        owned = _pieces(schedule, *schedule.owned, bounds[segment], numel)
+        owned = _ranges(schedule, *schedule.owned, bounds[segment], numel)
         assert len(owned) <= 1, "a rank owns one contiguous stretch"
         return Visit(receives, owned[0] if owned and k == schedule.num_reduce_rounds else None, sends)
 
@@ -71,7 +71,7 @@ def lay_out(
     ]
 
 
-def _pieces(
+def _ranges(
     schedule: Schedule, begin: int, end: int, segment: tuple[int, int], numel: int
 ) -> tuple[tuple[int, int], ...]:
     """The elements of the parts [begin, end) within a segment, of the bucket or of each block."""
@@ -81,19 +81,19 @@ def _pieces(
         return ((low, high),) if low < high else ()
     if first == last:
         return ()
-    block, pieces = numel // schedule.parts, list[tuple[int, int]]()
+    block, ranges = numel // schedule.parts, list[tuple[int, int]]()
     for rank in sorted(schedule.blocks[begin:end]):  # the same order on both sides of a message
         low, high = rank * block + first, rank * block + last
-        if pieces and pieces[-1][1] == low:
-            low = pieces.pop()[0]
-        pieces.append((low, high))
-    return tuple(pieces)
+        if ranges and ranges[-1][1] == low:
+            low = ranges.pop()[0]
+        ranges.append((low, high))
+    return tuple(ranges)
 
 
 def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int], numel: int) -> Iterator[Move]:
     for op in ops:
-        if pieces := _pieces(schedule, op.begin, op.end, segment, numel):
-            yield Move(op.kind, op.peer, pieces, sum(end - begin for begin, end in pieces))
+        if ranges := _ranges(schedule, op.begin, op.end, segment, numel):
+            yield Move(op.kind, op.peer, ranges, sum(end - begin for begin, end in ranges))
 
 
 def chunks_in_flight(schedule: Schedule, width: int) -> int:

@@ -122,13 +122,13 @@ class Client:
         """Send the gradients of a bucket; zeros for a parameter that has none."""
         bucket, transfers = self._buckets[index], []
         for server, message in enumerate(self._outgoing[index]):
-            for piece in bucket.pieces[server]:
-                gradient = self._parameters[piece.name].grad
-                part = message[piece.at : piece.at + piece.numel]
+            for span in bucket.row_ranges[server]:
+                gradient = self._parameters[span.name].grad
+                part = message[span.at : span.at + span.numel]
                 if gradient is None:
                     part.zero_()
-                elif piece.numel:
-                    rows = gradient[piece.begin : piece.end]
+                elif span.numel:
+                    rows = gradient[span.begin : span.end]
                     part.view(rows.shape).copy_(rows)
             if message.numel():
                 transfers.append(self._links[server].send(message, up(index)))

@@ -28,14 +28,14 @@ class RowRange:
 class ShardedBucket:
     """Parameters of one dtype that are sent together; frozen ones have separate buckets.
 
-    `pieces` and `numels` are indexed by server.
+    `row_ranges` and `numels` are indexed by server.
     """
 
     index: int
     dtype: torch.dtype
     trainable: bool
     names: tuple[str, ...]
-    pieces: tuple[tuple[RowRange, ...], ...]
+    row_ranges: tuple[tuple[RowRange, ...], ...]
     numels: tuple[int, ...]
 
     @property
@@ -70,7 +70,7 @@ def lay_out(
 def _bucket(
     index: int, names: Sequence[str], parameters: Mapping[str, Tensor], num_servers: int
 ) -> ShardedBucket:
-    pieces, numels = [], []
+    by_server, numels = [], []
     for server in range(num_servers):
         own, at = [], 0
         for name in names:
@@ -79,10 +79,12 @@ def _bucket(
             numel = (end - begin) * (value.numel() // len(value))
             own.append(RowRange(name, begin, end, at, numel))
             at += numel
-        pieces.append(tuple(own))
+        by_server.append(tuple(own))
         numels.append(at)
     first = parameters[names[0]]
-    return ShardedBucket(index, first.dtype, first.requires_grad, tuple(names), tuple(pieces), tuple(numels))
+    return ShardedBucket(
+        index, first.dtype, first.requires_grad, tuple(names), tuple(row_ranges), tuple(numels)
+    )
 
 
 def rows_of(rows: int, num_servers: int, server: int) -> tuple[int, int]:
@@ -94,9 +96,9 @@ def rows_of(rows: int, num_servers: int, server: int) -> tuple[int, int]:
 @torch.no_grad()
 def unpack(bucket: ShardedBucket, server: int, message: Tensor, parameters: Mapping[str, Tensor]) -> None:
     """Copy a server's message into its rows of `parameters`, by name."""
-    for piece in bucket.pieces[server]:
-        rows = parameters[piece.name][piece.begin : piece.end]
-        rows.copy_(message[piece.at : piece.at + piece.numel].view(rows.shape))
+    for span in bucket.row_ranges[server]:
+        rows = parameters[span.name][span.begin : span.end]
+        rows.copy_(message[span.at : span.at + span.numel].view(rows.shape))
 
 
 def bytes_by_server(buckets: Sequence[ShardedBucket]) -> list[int]:

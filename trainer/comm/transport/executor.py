@@ -162,14 +162,14 @@ class CpuExecutor:
                     owned.copy_(copies[(visit.owned,)][1])
             for move in visit.sends:
                 link = self._links[move.peer]
-                if move.peer not in self._mailboxes and not compressed and len(move.pieces) == 1:
-                    chunk = sums[slice(*move.pieces[0])]
+                if move.peer not in self._mailboxes and not compressed and len(move.ranges) == 1:
+                    chunk = sums[slice(*move.ranges[0])]
                     in_flight.append((link, link.send(chunk, layout.tag)))
                     continue
-                if move.pieces not in copies:
-                    pieces = [sums[begin:end] for begin, end in move.pieces]
-                    copies[move.pieces] = self._outbox.put(pieces, layout.wire)
-                slot, copy = copies[move.pieces]
+                if move.ranges not in copies:
+                    chunks = [sums[begin:end] for begin, end in move.ranges]
+                    copies[move.ranges] = self._outbox.put(chunks, layout.wire)
+                slot, copy = copies[move.ranges]
                 if move.peer in self._mailboxes:
                     self._mailboxes[move.peer].send(slot, copy.nbytes, layout.tag)
                 else:

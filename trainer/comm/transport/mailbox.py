@@ -60,17 +60,17 @@ class Outbox:
         self.fd = os.memfd_create("ringmaster-outbox")
         os.ftruncate(self.fd, num_bytes)
         memory = map_slots(self.fd, num_bytes, num_slots)
-        self._slots = [Slot(index, piece) for index, piece in enumerate(memory)]
+        self._slots = [Slot(index, slot) for index, slot in enumerate(memory)]
         self._next = 0
 
-    def put(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[Slot, torch.Tensor]:
-        """Copy `pieces` as `dtype` to the next slot, once its readers are done; return slot and copy."""
+    def put(self, chunks: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[Slot, torch.Tensor]:
+        """Copy `chunks` as `dtype` to the next slot, once its readers are done; return slot and copy."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.wait()
-        copy = slot.memory[: sum(piece.numel() for piece in pieces) * dtype.itemsize].view(dtype)
-        for place, piece in zip(copy.split([piece.numel() for piece in pieces]), pieces, strict=True):
-            place.copy_(piece)
+        copy = slot.memory[: sum(chunk.numel() for chunk in chunks) * dtype.itemsize].view(dtype)
+        for place, chunk in zip(copy.split([chunk.numel() for chunk in chunks]), chunks, strict=True):
+            place.copy_(chunk)
         return slot, copy
 
     def drain(self) -> None:

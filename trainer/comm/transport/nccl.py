@@ -157,14 +157,14 @@ class NcclReducer:
                         owned.copy_(owned.to(layout.wire))
             messages = []
             for move in (move for visit in sweep for move in visit.sends):
-                pieces = [sums[begin:end] for begin, end in move.pieces]
-                chunk = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(layout.wire)
+                chunks = [sums[begin:end] for begin, end in move.ranges]
+                chunk = (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).to(layout.wire)
                 messages.append(dist.P2POp(dist.isend, chunk, group=self._group, group_peer=move.peer))
             for move in (move for visit in next_sweep for move in visit.receives):
-                if move.kind is Kind.ADD or compressed or len(move.pieces) > 1:
+                if move.kind is Kind.ADD or compressed or len(move.ranges) > 1:
                     target = arrived[move] = sums.new_empty(move.numel, dtype=layout.wire)
                 else:
-                    target = sums[slice(*move.pieces[0])]
+                    target = sums[slice(*move.ranges[0])]
                 messages.append(dist.P2POp(dist.irecv, target, group=self._group, group_peer=move.peer))
             if messages:
                 for work in dist.batch_isend_irecv(messages):

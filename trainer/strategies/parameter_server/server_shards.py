@@ -46,9 +46,9 @@ class ServerShards:
             for number, name in enumerate(bucket.names):
                 local = values[:0]
                 if self.server is not None:
-                    piece = bucket.pieces[self.server][number]
-                    local = values[piece.at : piece.at + piece.numel]
-                    local = local.view(piece.end - piece.begin, *self._shapes[name].shape[1:])
+                    span = bucket.row_ranges[self.server][number]
+                    local = values[span.at : span.at + span.numel]
+                    local = local.view(span.end - span.begin, *self._shapes[name].shape[1:])
                 found.append((name, local))
             yield found
 
