@@ -83,7 +83,7 @@ def _bucket(
         numels.append(at)
     first = parameters[names[0]]
     return ShardedBucket(
-        index, first.dtype, first.requires_grad, tuple(names), tuple(row_ranges), tuple(numels)
+        index, first.dtype, first.requires_grad, tuple(names), tuple(by_server), tuple(numels)
     )
 
 
