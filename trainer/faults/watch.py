@@ -173,16 +173,13 @@ class Watch:
     # ---- the thread
 
     def _run(self) -> None:
-        poll = select.poll() if hasattr(select, "poll") else None
+        poll = select.poll()
         for neighbour in self._others_here():
-            if poll is not None and neighbour.death_fd != -1:
+            if neighbour.death_fd != -1:
                 poll.register(neighbour.death_fd, select.POLLIN)
         while not self._closed.is_set():
-            if poll is not None:
-                for fd, _ in poll.poll(TICK_S * 1e3):
-                    poll.unregister(fd)
-            else:
-                time.sleep(TICK_S)
+            for fd, _ in poll.poll(TICK_S * 1e3):
+                poll.unregister(fd)
             self._heartbeat.tick()
             # Not in the set-up, where torch waits for peers while it holds the interpreter.
             if not self._alone and self._heartbeat.step:
