@@ -1,4 +1,4 @@
-"""What a save while training goes on needs: a copy of the state, and a thread that writes it."""
+"""What a save during training needs: a copy of the state, and a thread that writes it."""
 
 import threading
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 
 def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
-    """What copies tensors to host memory, pinned under CUDA, that it keeps for the next copy.
+    """A function that copies tensors to host memory, pinned under CUDA, which is reused by the next copy.
 
-    It returns at once, and copies in a thread of its own, under CUDA on a stream of its own.
+    It returns at once, and copies in a separate thread, under CUDA on a separate stream.
     """
     is_cuda = device.type == "cuda"
     stager = DefaultStager(
         StagingOptions(
             use_pinned_memory=is_cuda,
             use_shared_memory=False,
-            use_async_staging=is_cuda,  # on a CPU, too, it would take a context on GPU 0, if there is one
+            use_async_staging=is_cuda,  # for a CPU it would open a context on GPU 0, if there is one
             use_non_blocking_copy=is_cuda,
         )
     )
@@ -30,13 +30,13 @@ def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[di
 
 
 class InBackground:
-    """``action`` in a thread of its own; ``wait`` returns when it is done, or raises what it raised.
+    """Runs ``action`` in a thread; ``wait`` returns when it is done, or raises its error.
 
-    The thread works on ``device``. Left to itself it would begin with GPU 0, and with its first call to CUDA
-    every rank of a host would take some hundred MB there.
+    The thread works on ``device``. By default it would start with GPU 0, and its first CUDA call would take
+    some hundred MB there for every rank of a host.
 
     The thread is a daemon: when training fails, the process ends at once and leaves a temporary directory,
-    which the next start removes. An executor of the standard library would make the failure wait for the
+    which the next start removes. With an executor of the standard library, the failure would wait for the
     disk.
     """
 

@@ -1,4 +1,4 @@
-"""What the saves of a run will hold, known before its first step: what a resume takes, and finite numbers."""
+"""The contents of a run's saves, known before its first step: a resume can load them, and they are finite."""
 
 import json
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ class Expected:
     """The names, shapes and dtypes of the model's state as built, and which of its numbers are not finite.
 
     Attributes:
-        not_finite: by the name of a tensor which of "NaN" and "Inf" it holds from the beginning, as masks do.
+        not_finite: by the name of a tensor, which of "NaN" and "Inf" it holds from the beginning, as masks do.
         model_config: the config.json of a Hugging Face model; None for other models.
 
     Raises:
-        UserError: the model's state holds what no checkpoint can, or what no resume would take; by name.
+        UserError: the model's state has a tensor that no checkpoint can hold, or no resume could load; by name.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -41,7 +41,7 @@ class Expected:
         self.model_config = _config_of(state.model)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """UserError where a tensor of the model's was made, resized or lost since."""
+        """Raise UserError if a tensor of the model was created, resized or lost since."""
         compare_shapes(
             _of_model(tensors),
             self._shapes,
@@ -62,7 +62,7 @@ class Expected:
             )
 
     def new_in(self, tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
-        """By name which of "NaN" and "Inf" came into ``tensors`` since."""
+        """By name, which of "NaN" and "Inf" are new in ``tensors``."""
         known = {name: tensors[name] for name in tensors.keys() & self.not_finite.keys()}
         others = {name: tensors[name] for name in tensors if name not in known}
         found = {name: kinds - self.not_finite[name] for name, kinds in not_finite(known).items()}
@@ -70,13 +70,13 @@ class Expected:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
-    """By name which of "NaN" and "Inf" are among the numbers that this process holds of ``tensors``.
+    """By name, which of "NaN" and "Inf" are among the numbers that this process holds of ``tensors``.
 
-    Costs one read of them, and one wait for each device, where all are finite.
+    If all are finite, this costs one read of them, and one wait for each device.
     """
     here = {name: _real(to_local(tensor)) for name, tensor in tensors.items()}
     here = {name: part for name, part in here.items() if part.numel() and part.is_floating_point()}
-    # Both ends are NaN where any number is: five times as fast as isfinite, which makes a tensor as large.
+    # Both extremes are NaN if any number is: five times as fast as isfinite, which allocates as much memory.
     ends: dict[torch.device, list[Tensor]] = {}
     for part in here.values():
         ends.setdefault(part.device, []).extend(part.aminmax())
@@ -90,13 +90,13 @@ def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
 
 
 def unusual(tensor: Tensor) -> str | None:
-    """Why a checkpoint cannot hold ``tensor``, in words; None where it can."""
+    """Why a checkpoint cannot hold ``tensor``, as text; None if it can."""
     if tensor.layout != torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
     if tensor.is_meta:
         return "is on the meta device: it was saved without its numbers"
     if tensor.is_nested or tensor.is_quantized or type(tensor) not in (Tensor, nn.Parameter):
-        return f"is nested, quantized or a {type(tensor).__name__}, and no plain tensor"
+        return f"is nested, quantized or a {type(tensor).__name__}, not a plain tensor"
     return None
 
 
@@ -109,20 +109,20 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _real(part: Tensor) -> Tensor:
-    """The same numbers as a tensor that has an order: complex ones by their parts, bytes in a wider type."""
+    """The same numbers with an order: complex ones as real pairs, 8-bit floats as fp32."""
     if part.is_complex():
         return torch.view_as_real(part)
     return part.float() if part.is_floating_point() and part.itemsize == 1 else part
 
 
 def _of_model(tensors: Mapping[str, Tensor]) -> Shapes:
-    """Of the model's own state, but for what its modules may keep as they like."""
+    """Shapes of the model's own state, without the extra state of its modules."""
     own = (name for name in tensors if name.startswith("model.") and not of_modules_own(name))
     return {name: (tensors[name].shape, tensors[name].dtype) for name in own}
 
 
 def _check_model(model: nn.Module) -> None:
-    """UserError where a module writes to a state_dict what it does not read from one."""
+    """Raise UserError if a module saves something in its state_dict that it cannot load."""
     for name, module in model.named_modules():
         kind = type(module)
         gives = kind.get_extra_state is not nn.Module.get_extra_state
@@ -145,7 +145,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _is(value: Any, live: Tensor) -> bool:
-    """Whether ``value`` of a state dict is the model's tensor itself, and not another that a hook made."""
+    """Whether ``value`` of a state dict is the model's own tensor, not one that a hook created."""
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (live.shape, live.dtype):
         return False
     return to_local(value).data_ptr() == to_local(live).data_ptr()
@@ -153,7 +153,7 @@ def _is(value: Any, live: Tensor) -> bool:
 
 @torch.no_grad()
 def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, Tensor]) -> None:
-    """UserError unless ``model`` takes ``saved`` back as it is; ``held`` keeps its values in either case."""
+    """Raise UserError unless ``model`` loads ``saved`` unchanged; ``held`` keeps its values in any case."""
     before = {name: tensor.clone() for name, tensor in held.items()}
     try:
         load_model_state(model, saved)
@@ -165,8 +165,8 @@ def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, 
         tensor.copy_(before[name])
     if words:
         raise UserError(
-            "the model's state_dict() is not what its load_state_dict() takes, so that no checkpoint of it "
-            f"could be resumed: {printable(words)}; look at its hooks that rename, leave out or convert"
+            "the model's load_state_dict() does not restore its state_dict(), so no checkpoint of it could be "
+            f"resumed: {printable(words)}; look at hooks that rename, leave out or convert tensors"
         )
 
 

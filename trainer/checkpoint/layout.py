@@ -1,4 +1,4 @@
-"""Which rank writes which part of a save, and the index that says where each tensor lies."""
+"""Which rank writes which part of a save, and the index of where each tensor is."""
 
 import hashlib
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ from trainer.files.untrusted import Fields, printable
 from trainer.local_shard import to_local
 
 _MODEL = "model."
-# Besides those of safetensors; they are stored as bytes.
+# In addition to those of safetensors; they are stored as bytes.
 _OTHER_DTYPES = (
     "complex32",
     "complex64",
@@ -34,7 +34,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a tensor, from ``begin`` on: what lies in ``file`` under ``key``."""
+    """Some rows of a tensor, from ``begin`` on: the entry ``key`` of ``file``."""
 
     file: str
     key: str
@@ -44,7 +44,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A tensor of a checkpoint: together its chunks are all of its rows, in order."""
+    """A tensor of a checkpoint; its chunks together are all its rows, in order."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -66,7 +66,7 @@ def index_to_json(index: Index) -> dict[str, Any]:
 
 
 def index_from_json(fields: Fields) -> dict[str, IndexEntry]:
-    """What `index_to_json` made. UserError unless each tensor's chunks are its rows, each once."""
+    """The inverse of `index_to_json`. UserError unless the chunks of each tensor are its rows, each once."""
     return {name: _entry(name, fields.mapping(name)) for name in fields.values}
 
 
@@ -97,7 +97,7 @@ def num_rows(shape: tuple[int, ...]) -> int:
 
 
 def rows_of_part(num_rows: int, part: int, parts: int) -> tuple[int, int]:
-    """The rows [begin, end) of a part, by the rule of torch.chunk, which DTensor goes by, too."""
+    """The rows [begin, end) of a part, by the rule of torch.chunk, which DTensor follows, too."""
     each = -(-num_rows // parts)
     return min(part * each, num_rows), min((part + 1) * each, num_rows)
 
@@ -108,7 +108,7 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     if not isinstance(tensor, DTensor):
         return 0, rows
     place = tensor.device_mesh.get_coordinate()
-    if place is None:  # the mesh is of other ranks: of parameter servers, say
+    if place is None:  # the mesh has only other ranks, such as parameter servers
         return 0, 0
     if not _is_sharded(tensor):
         return 0, rows
@@ -125,7 +125,7 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _holders(tensor: Tensor, plain_on: Collection[int]) -> list[list[int]]:
-    """The ranks that hold a copy of ``tensor`` together, in the order of its rows; for each copy of it."""
+    """For each copy of ``tensor``, the ranks that hold it together, in the order of its rows."""
     if not isinstance(tensor, DTensor):
         return [[rank] for rank in plain_on]
     ranks = tensor.device_mesh.mesh
@@ -134,12 +134,13 @@ def _holders(tensor: Tensor, plain_on: Collection[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who writes what of a save, the same on every rank.
+    """Which rank writes which part of a save, the same on every rank.
 
     Attributes:
-        writers: by the name of a tensor the ranks that write it, in the order of its rows; names in the order
-            of writing.
-        aliases: names of tensors that are others of ``writers``, as tied weights are: written once.
+        writers: by the name of a tensor, the ranks that write it, in the order of its rows; names are in the
+            order of writing.
+        aliases: names of tensors that are other names of those in ``writers``, such as tied weights, which are
+            written once.
     """
 
     world_size: int
@@ -148,19 +149,19 @@ class Plan:
     aliases: dict[str, str]
 
     def part_of(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """Those of ``tensors`` of which ``rank`` gives something to the files."""
+        """The ``tensors`` that ``rank`` writes, or sends to the rank that writes them."""
         given = tensors.keys() & {name for name, ranks in self.writers.items() if rank in ranks}
         if self.gathered:
             given |= {name for name in self.writers.keys() & tensors.keys() if _is_sharded(tensors[name])}
         return {name: tensors[name] for name in tensors if name in given}
 
     def file_of(self, name: str, rank: int) -> str:
-        """The model's own state lies apart, for others to read."""
+        """The model's own state has separate files, for other programs to read."""
         kind = "model" if _is_weight(name) else "optim"
         return f"{kind}-{rank:05d}-of-{1 if self.gathered else self.world_size:05d}.safetensors"
 
     def index(self, tensors: Mapping[str, Tensor]) -> dict[str, IndexEntry]:
-        """Where each tensor will lie; to be called on rank 0, which knows of all."""
+        """Where each tensor will be; called on rank 0, which knows all of them."""
         entries = {name: self._entry(name, tensors[name]) for name in self.writers}
         return entries | {alias: entries[name] for alias, name in self.aliases.items()}
 
@@ -187,24 +188,24 @@ def key_of(name: str) -> str:
 def plan(
     tensors: Mapping[str, Tensor], only_rank_0: Collection[str], gathered: bool, agreement: Agreement
 ) -> Plan:
-    """Who writes what of ``tensors``, live, of which each rank gives those that it has (a collective).
+    """Decide which rank writes which of the live ``tensors``; each rank passes those that it has (a collective).
 
-    ``gathered``: rank 0 writes all. Otherwise each rank writes what it holds; what several hold, the one that
-    has least to write. ``only_rank_0`` names what rank 0 writes in either case: running statistics follow a
-    rank's own data, and those of rank 0 are the model's.
+    With ``gathered`` rank 0 writes all. Otherwise each rank writes its own; of several that hold a tensor, the
+    one with the least to write. ``only_rank_0`` names the tensors that rank 0 writes in either case: running
+    statistics follow a rank's own data, and those of rank 0 are the model's.
     """
     replicated = [name for name in tensors if name not in only_rank_0]
-    held = hashlib.sha256(
+    layout = hashlib.sha256(
         repr([(n, tensors[n].shape, tensors[n].dtype) for n in replicated]).encode()
     ).hexdigest()
-    alike = len(set(agreement.gather(held))) == 1
+    alike = len(set(agreement.gather(layout))) == 1
     everywhere = range(agreement.world_size if alike and not gathered else 1)
 
-    def settle() -> Plan:
+    def decide() -> Plan:
         aliases = _aliases(tensors)
         writers: dict[str, list[int]] = {}
         load = [0] * agreement.world_size
-        # By size of number, so that each begins where a reader that maps the file may use it.
+        # By size of element, so that each is aligned for a reader that maps the file.
         order = {name: (not _is_weight(name), -tensor.itemsize, name) for name, tensor in tensors.items()}
         names = sorted(tensors.keys() - aliases.keys(), key=order.__getitem__)
         for name in names:
@@ -215,11 +216,11 @@ def plan(
                 load[rank] += tensor.numel() * tensor.itemsize // len(writers[name])
         return Plan(agreement.world_size, gathered, writers, aliases)
 
-    return agreement.on_main(settle)
+    return agreement.on_main(decide)
 
 
 def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """By the name of a tensor that of one before it which is the same memory."""
+    """By the name of a tensor, the name of an earlier one with the same memory."""
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit this run? Decided from names, shapes and dtypes, before any tensor is read."""
+"""Whether a checkpoint fits this run: decided from names, shapes and dtypes, before any tensor is read."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,9 +18,9 @@ Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors to read a checkpoint into, by their saved names.
 
-    The model's own tensors, and those of its other buffers that were saved in the same size; and new memory
-    for the optimizer's: laid out like its parameter, sharded with it, where it has the parameter's shape;
-    else a plain CPU tensor, which ``Optimizer.load_state_dict`` moves.
+    These are the model's own tensors, its other buffers if they were saved in the same size, and new tensors
+    for the optimizer's state: laid out and sharded like the parameter if they have its shape, otherwise on the
+    CPU, from where ``Optimizer.load_state_dict`` moves them.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
@@ -43,7 +43,7 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
 def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
     """The tensors to read the model's part of a checkpoint into, by their saved names.
 
-    They are those in ``ours``, its own state dict; and new memory for what its modules keep as they like.
+    These are the tensors in ``ours``, its own state dict, and new ones for the extra state of its modules.
 
     Raises:
         UserError: the checkpoint is of another model.
@@ -60,18 +60,18 @@ def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
 
 
 def of_modules_own(name: str) -> bool:
-    """Whether a tensor of this name is part of what ``get_extra_state`` returned: of any size and kind."""
+    """Whether a tensor of this name is from ``get_extra_state``, and so may have any shape and dtype."""
     return "_extra_state" in name.split(".")
 
 
 def other_buffers(state: TrainState, shapes: Shapes) -> str:
-    """The non-persistent buffers, five by name, that ``targets_for`` leaves out; empty if there is none."""
+    """The non-persistent buffers that ``targets_for`` leaves out: the first five names, or an empty string."""
     own = state.state_dict()["buffers"]
     return first_five(sorted(name for name, value in own.items() if not _fits(name, value, shapes)))
 
 
 def begins_average(state: TrainState, shapes: Shapes) -> bool:
-    """Whether this run keeps a moving average, of which the checkpoint has none."""
+    """Whether this run keeps a moving average that the checkpoint does not have."""
     return state.average is not None and not _averages(state.state_dict(), shapes)
 
 
@@ -87,10 +87,8 @@ def _fits(name: str, buffer: Tensor, shapes: Shapes) -> bool:
 
 
 def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The saved state, put together from ``targets`` once these were read: what ``load_state_dict`` takes."""
-    buffers = plain.get(
-        "buffers", {}
-    )  # which others than these were left out, and before which there were none
+    """The saved state, assembled from ``targets`` after these were read, for ``load_state_dict``."""
+    buffers = plain.get("buffers", {})
     read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
     average = plain.get("ema", {}) if any(name.startswith("ema.") for name in targets) else {}
     saved: dict[str, Any] = put_together({**plain, "buffers": read, "ema": average}, targets)
@@ -98,13 +96,13 @@ def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict
 
 
 def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> None:
-    """UserError if the saved state lacks something, or has a text where this run has a number, and so on."""
+    """Raise a UserError if something is missing, or a value has another type than in this run."""
     ours, saved = state.state_dict(), saved_state(plain, targets)
     _compare_kinds(saved["ema"], ours["ema"], "ema", required=ours["ema"].keys() if saved["ema"] else ())
     if saved["model"].keys() != ours["model"].keys():
         raise UserError("the checkpoint is of another model: its state does not name this model's tensors")
     if foreign := sorted(set(saved["optimizer"]["state"]) - set(dict(parameter_names(state.model)))):
-        raise UserError(f"the checkpoint's optimizer knows parameters that are none: {first_five(foreign)}")
+        raise UserError(f"the checkpoint's optimizer has state of unknown parameters: {first_five(foreign)}")
     for name, of_parameter in saved["optimizer"]["state"].items():
         _compare_kinds(of_parameter, {}, f"optimizer.state.{name}")
     _check_optimizer_state(state, saved["optimizer"])
@@ -120,10 +118,10 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
 
 
 def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
-    """UserError if a parameter's state lacks what a step of the optimizer makes, or has it in another shape.
+    """Raise UserError if a parameter's state lacks what a step of the optimizer creates, or has other shapes.
 
-    Learned from a step on a small parameter. Only of torch's own optimizers: others may go by which
-    parameter it is.
+    A step on a small parameter shows it. Only for torch's own optimizers: others may treat parameters
+    differently.
     """
     if not type(state.optimizer).__module__.startswith("torch.optim."):
         return
@@ -143,25 +141,27 @@ def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
                 _compare_kinds(found[key], value, where)
                 like_parameter = getattr(value, "shape", ()) == (2,) * len(shape)
                 if like_parameter and getattr(found[key], "shape", None) != shape:
-                    raise UserError(f"the checkpoint's {printable(where)} has not its parameter's shape")
+                    raise UserError(
+                        f"the checkpoint's {printable(where)} does not have its parameter's shape"
+                    )
 
 
 def _state_after_one_step(kind: type[Any], group: Mapping[str, Any], ndim: int) -> dict[str, Any]:
-    """What ``kind`` keeps for a parameter of so many dimensions; nothing if it cannot be told like this."""
+    """The state that ``kind`` keeps for a parameter of ``ndim`` dimensions; {} if a step here fails."""
     parameter = torch.zeros((2,) * ndim, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer = kind([{**group, "params": [parameter]}])
         optimizer.step()
-    except Exception:  # one that needs a closure, sparse gradients, a GPU: its own step will tell
+    except Exception:  # it needs a closure, sparse gradients or a GPU: the run's own step will show errors
         return {}
     return dict(optimizer.state[parameter])
 
 
 def _compare_kinds(saved: Any, ours: Any, where: str, required: Iterable[str] = ()) -> None:
-    """UserError unless ``saved`` can stand where ``ours`` does: numbers for numbers, texts for texts.
+    """Raise UserError unless ``saved`` can replace ``ours``: numbers for numbers, texts for texts.
 
-    None stands for anything, and of two mappings only what both hold is compared, but for ``required``.
+    None can replace anything. Of two mappings only the common keys are compared, but ``required`` must exist.
     """
     number = (bool, int, float, Tensor)
     if saved is None or ours is None or (isinstance(saved, number) and isinstance(ours, number)):
@@ -189,7 +189,7 @@ def compare_shapes(
     sides: tuple[str, str] = ("there", "here"),
     way_out: str = "",
 ) -> None:
-    """UserError unless both hold the same names, shapes and dtypes; shows the first five differences."""
+    """Raise UserError unless names, shapes and dtypes are equal; shows the first five differences."""
     problems = []
     if missing := sorted(set(wanted) - set(saved)):
         problems.append(f"it lacks {first_five(missing)}")
@@ -222,7 +222,7 @@ def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> No
 
 
 def _other_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> str:
-    """What differs, and what to set: groups come of settings, so that a checkpoint cannot bring its own."""
+    """The differences, and what to set: groups come from the settings, not from a checkpoint."""
     here = {name: group.get("name", "base") for group in mine for name in group["params"]}
     there = {name: group.get("name", "base") for group in theirs for name in group["params"]}
     moved = [
@@ -244,7 +244,9 @@ def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Ma
     if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" stays on the CPU
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and len(shape) > 0:
-        raise UserError(f"{name} has not its parameter's shape, so it cannot be sharded; resume without FSDP")
+        raise UserError(
+            f"{name} does not have its parameter's shape, so it cannot be sharded; resume without FSDP"
+        )
     return torch.empty(shape, dtype=dtype)
 
 

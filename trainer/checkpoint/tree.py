@@ -1,6 +1,6 @@
 """Nested state taken apart into flat named tensors and JSON, and put together again.
 
-Nothing but tensors goes into tensor files, and nothing but JSON beside them: no reader ever needs a pickle.
+Tensor files hold only tensors, and the other files only JSON: no reader needs a pickle.
 """
 
 from collections import Counter
@@ -17,8 +17,8 @@ from trainer.files.untrusted import printable
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of ``tree`` by their dotted paths, and the rest, fit for JSON.
 
-    A tensor, a tuple, a dict with other keys than strings and so on become ``{"$kind": ...}``.
-    Raises UserError for a value that has no such form.
+    A tensor, a tuple, a dict with keys other than strings and so on become ``{"$kind": ...}``.
+    Raises UserError for a value without such a form.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, {key: _take_apart(value, key, tensors) for key, value in tree.items()}
@@ -28,7 +28,7 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if isinstance(tree, Tensor):
-        # torch.save would write attributes of the user's, too, for which no reader asks.
+        # torch.save would also write the user's attributes, which no reader needs.
         tensors[prefix] = tree.detach() if type(tree) is Tensor else tree
         return {"$tensor": prefix}
     if isinstance(tree, list | tuple):
@@ -42,8 +42,8 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
             for key, value in tree.items()
         ]
         return {"$counter" if isinstance(tree, Counter) else "$dict": pairs}
-    if isinstance(tree, bytes | bytearray):  # of any size, which text is not to be
-        # Of some length: torch.frombuffer takes no empty one.
+    if isinstance(tree, bytes | bytearray):  # of any size, unlike text
+        # With a byte more: torch.frombuffer refuses an empty buffer.
         tensors[prefix] = torch.frombuffer(bytearray(tree) + b"\0", dtype=torch.uint8)[:-1].clone()
         return {"$bytes": {"$tensor": prefix}}
     if isinstance(tree, torch.dtype):
@@ -56,7 +56,7 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def put_together(plain: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:
-    """The tree that ``take_apart`` was given; ``plain`` may be the branch of it at ``path``.
+    """The inverse of ``take_apart``; ``plain`` may be the branch of a tree at ``path``.
 
     Raises:
         UserError: ``plain`` is not what ``take_apart`` makes, or names a tensor that belongs elsewhere.
@@ -109,7 +109,7 @@ def _is_hashable(key: Any) -> bool:
 
 
 def tensor_names(plain: Any) -> list[str]:
-    """Every name of a tensor in what ``take_apart`` made of a tree; twice, if it is there twice."""
+    """The name of every tensor in a result of ``take_apart``; twice if it occurs twice."""
     names, rest = [], [plain]
     while rest:
         node = rest.pop()

@@ -17,11 +17,11 @@ from trainer.local_shard import to_local
 def write_tensors(
     directory: Path, tensors: Mapping[str, Tensor], plan: Plan, rank: int, group: torch_dist.ProcessGroup
 ) -> dict[str, FileDigest]:
-    """Write what `plan` gives to this rank, hashed on the way and fsynced; returns the files' digests.
+    """Write this rank's part of `plan`, hashed on the way and fsynced; return the files' digests.
 
-    Collective over `group`, on which CPU tensors travel, where rank 0 writes all. What is sharded, or on a
-    GPU, then comes as the file grows, so that rank 0 holds its own part of the state and one piece more.
-    Other ranks send, whatever happens to the file there.
+    If rank 0 writes all, this is a collective over `group`, which sends CPU tensors. Shards and GPU tensors
+    then arrive while the file is written, so that rank 0 holds only its own part of the state and one shard
+    more. Other ranks send even if writing fails on rank 0.
     """
     coming = {name: _pieces(tensors[name], plan, group) for name in plan.writers if name in tensors}
     files: dict[str, list[ToStore]] = {}
