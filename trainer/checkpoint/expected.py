@@ -21,11 +21,11 @@ class Expected:
     """The names, shapes and dtypes of the model's state as built, and which of its numbers are not finite.
 
     Attributes:
-        not_finite: by the name of a tensor, which of "NaN" and "Inf" it holds from the beginning, as masks do.
+        not_finite: by the name of a tensor, which of "NaN" and "Inf" it holds from the start, as masks do.
         model_config: the config.json of a Hugging Face model; None for other models.
 
     Raises:
-        UserError: the model's state has a tensor that no checkpoint can hold, or no resume could load; by name.
+        UserError: the model's state has a tensor that no checkpoint can hold or no resume can load; by name.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -165,8 +165,8 @@ def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, 
         tensor.copy_(before[name])
     if words:
         raise UserError(
-            "the model's load_state_dict() does not restore its state_dict(), so no checkpoint of it could be "
-            f"resumed: {printable(words)}; look at hooks that rename, leave out or convert tensors"
+            "the model's load_state_dict() does not restore its state_dict(), so no checkpoint of it could "
+            f"be resumed: {printable(words)}; look at hooks that rename, leave out or convert tensors"
         )
 
 

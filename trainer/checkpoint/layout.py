@@ -139,7 +139,7 @@ class Plan:
     Attributes:
         writers: by the name of a tensor, the ranks that write it, in the order of its rows; names are in the
             order of writing.
-        aliases: names of tensors that are other names of those in ``writers``, such as tied weights, which are
+        aliases: names of tensors that are other names of those in ``writers``, such as tied weights; they are
             written once.
     """
 
@@ -188,10 +188,10 @@ def key_of(name: str) -> str:
 def plan(
     tensors: Mapping[str, Tensor], only_rank_0: Collection[str], gathered: bool, agreement: Agreement
 ) -> Plan:
-    """Decide which rank writes which of the live ``tensors``; each rank passes those that it has (a collective).
+    """Decide which rank writes which of the live ``tensors``; each rank passes its own (a collective).
 
-    With ``gathered`` rank 0 writes all. Otherwise each rank writes its own; of several that hold a tensor, the
-    one with the least to write. ``only_rank_0`` names the tensors that rank 0 writes in either case: running
+    With ``gathered`` rank 0 writes all. Otherwise each rank writes its own; of several that hold a tensor,
+    the one with the least to write. ``only_rank_0`` names the tensors that rank 0 writes in either case: running
     statistics follow a rank's own data, and those of rank 0 are the model's.
     """
     replicated = [name for name in tensors if name not in only_rank_0]

@@ -19,8 +19,8 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
     """The tensors to read a checkpoint into, by their saved names.
 
     These are the model's own tensors, its other buffers if they were saved in the same size, and new tensors
-    for the optimizer's state: laid out and sharded like the parameter if they have its shape, otherwise on the
-    CPU, from where ``Optimizer.load_state_dict`` moves them.
+    for the optimizer's state: laid out and sharded like the parameter if they have its shape, otherwise on
+    the CPU, from where ``Optimizer.load_state_dict`` moves them.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
@@ -65,7 +65,7 @@ def of_modules_own(name: str) -> bool:
 
 
 def other_buffers(state: TrainState, shapes: Shapes) -> str:
-    """The non-persistent buffers that ``targets_for`` leaves out: the first five names, or an empty string."""
+    """The non-persistent buffers that ``targets_for`` leaves out: the first five names, or ""."""
     own = state.state_dict()["buffers"]
     return first_five(sorted(name for name, value in own.items() if not _fits(name, value, shapes)))
 
@@ -245,7 +245,7 @@ def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Ma
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if isinstance(parameter, DTensor) and len(shape) > 0:
         raise UserError(
-            f"{name} does not have its parameter's shape, so it cannot be sharded; resume without FSDP"
+            f"{name} has another shape than its parameter and cannot be sharded; resume without FSDP"
         )
     return torch.empty(shape, dtype=dtype)
 

@@ -88,7 +88,7 @@ def _oom_kills(path: Path) -> int:
 
 
 def watch_for_death(pid: int) -> int:
-    """A descriptor that polls as readable once the process is dead; -1 if the kernel (before 5.3) has none."""
+    """A descriptor that polls as readable once the process is dead; -1 if the kernel has none."""
     try:
         return os.pidfd_open(pid)
     except OSError:
