@@ -191,8 +191,8 @@ def plan(
     """Decide which rank writes which of the live ``tensors``; each rank passes its own (a collective).
 
     With ``gathered`` rank 0 writes all. Otherwise each rank writes its own; of several that hold a tensor,
-    the one with the least to write. ``only_rank_0`` names the tensors that rank 0 writes in either case: running
-    statistics follow a rank's own data, and those of rank 0 are the model's.
+    the one with the least to write. ``only_rank_0`` names the tensors that rank 0 writes in either case:
+    running statistics follow a rank's own data, and those of rank 0 are the model's.
     """
     replicated = [name for name in tensors if name not in only_rank_0]
     layout = hashlib.sha256(
