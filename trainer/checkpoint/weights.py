@@ -111,17 +111,17 @@ def _file(path: Location) -> dict[str, Tensor]:
 
 
 def _split_files(folder: Location) -> dict[str, Tensor]:
-    """The tensors of the files that `INDEX` names, which lie beside it."""
+    """The tensors of the files that `INDEX` names, which are beside it."""
     with opened(folder / INDEX, follow_links=True) as file:
         index = Fields(str(folder / INDEX), read_json(folder / INDEX, file.read(MAX_JSON_BYTES)))
     places = index.mapping("weight_map")
-    files: dict[str, dict[str, Tensor]] = {}
-    for name in {places.text(name) for name in places.values}:
+    names = sorted({places.text(name) for name in places.values})
+    for name in names:
         if Path(name).name != name:
             raise UserError(
                 f"{printable(folder / INDEX)} names {printable(name)}, which is not a file beside it"
             )
-        files[name] = _file(folder / name)
+    files = {name: _file(folder / name) for name in names}
     if missing := sorted(name for name, file in places.values.items() if name not in files[file]):
         raise UserError(f"{printable(folder)} lacks {first_five(missing)}, which its {INDEX} names")
     return {name: files[file][name] for name, file in places.values.items()}

@@ -88,10 +88,10 @@ class Client:
         """The names of parameters in a bucket that no longer have the values pulled."""
         names = []
         for server, message in enumerate(self._incoming[index]):
-            for piece in self._buckets[index].pieces[server]:
-                rows = self._parameters[piece.name].detach()[piece.begin : piece.end]
-                if not torch.equal(rows.cpu(), message[piece.at : piece.at + piece.numel].view(rows.shape)):
-                    names.append(piece.name)
+            for span in self._buckets[index].row_ranges[server]:
+                rows = self._parameters[span.name].detach()[span.begin : span.end]
+                if not torch.equal(rows.cpu(), message[span.at : span.at + span.numel].view(rows.shape)):
+                    names.append(span.name)
         return names
 
     # ---- requests
