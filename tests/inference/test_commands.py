@@ -187,7 +187,7 @@ def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
     said = run_ranks(refusals, 1, str(text_run), str(tmp_path), init=False)[0]
     assert f"{tmp_path}/empty has no checkpoint" in said["no checkpoint"]
     assert "was not told what is best" in said["no best"]
-    assert "step_00000007 is not a directory; say newest, best" in said["not there"]
+    assert "step_00000007 is not a directory; use newest, best" in said["not there"]
     assert "of another model" in said["another model"] and "[256, 32] float32 there" in said["another model"]
     assert "the evaluation data is empty" in said["no data"]
     assert "exists already" in said["taken"]

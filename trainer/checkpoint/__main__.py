@@ -1,6 +1,6 @@
 """Look at checkpoints, verify and convert them: ``python -m trainer.checkpoint show|verify|convert``.
 
-Needs no GPU and no process group, and runs nothing that it finds in a checkpoint.
+Needs no GPU and no process group, and runs no code from a checkpoint.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
 
 
 def _report(directory: Location, in_full: bool) -> bool:
-    """Print what there is to say about one checkpoint; True if it is whole."""
+    """Print a report of one checkpoint; True if it is whole."""
     try:
         source: Source | None = whole(directory)
         health = "whole"

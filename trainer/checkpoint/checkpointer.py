@@ -59,9 +59,9 @@ class Checkpointer:
         strategy: str,
         config: Mapping[str, Any],
     ) -> None:
-        """``run_id`` tells this run's checkpoints in ``run_dir`` from others; ``num_samples`` is the length
-        of the training data, None for a stream's. ``config`` holds the settings by dotted
-        name, plain values only: kept, and compared on resume.
+        """``run_id`` marks this run's checkpoints in ``run_dir``. ``num_samples`` is the length of the
+        training data, None for a stream. ``config`` has the settings by dotted name, as plain values: they
+        are saved, and compared on resume.
         """
         self._settings, self._dist = settings, dist
         self._num_samples, self._strategy, self._config = num_samples, strategy, dict(config)
@@ -94,19 +94,19 @@ class Checkpointer:
         return host_stager(self._dist.device)
 
     def begin(self, state: TrainState) -> None:
-        """Learn what saves will hold, from ``state`` as built, before it is restored or trained.
+        """Note what a save has to contain, from ``state`` as built. Called before it is restored or trained.
 
         Raises:
-            UserError: on every rank alike: the model's state is not what a checkpoint can hold, by name.
+            UserError: on every rank alike: a checkpoint cannot hold something in the model's state; names it.
         """
         expected = self._agreement.everywhere(lambda: Expected(state))
-        for theirs in self._agreement.gather(expected.not_finite):  # each looks at its own shards
+        for theirs in self._agreement.gather(expected.not_finite):  # each rank checks its own shards
             for name, kinds in theirs.items():
                 expected.not_finite.setdefault(name, set()).update(kinds)
         self._expected = expected
 
     def check_once(self, state: TrainState) -> None:
-        """Called after each step; after the first, look whether a resume would take what a save would hold.
+        """Called after each step. After the first, check that a resume could load what a save would write.
 
         Raises:
             UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter.
@@ -137,17 +137,17 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         place: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save ``state``; ``metrics`` (of its evaluation, say) rank it for ``keep_best``.
+        """Save ``state``. ``metrics``, such as those of its evaluation, rank it for ``keep_best``.
 
-        ``place`` is where this rank's data stands, in plain values and tensors, if that has to be kept.
+        ``place`` is the position of this rank's data, in plain values and tensors, if it has to be saved.
 
-        With ``checkpoint.async`` this returns at once: ``state`` is copied to host memory while the next step
-        is computed, up to ``wait_until_copied``, and written while training goes on. A failure is then raised
-        by the next ``save``, which waits for the one before, or by ``close``.
+        With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
+        is computed, until ``wait_until_copied``, and is written while training continues. The next ``save``,
+        which waits for the previous one, or ``close`` then raises a failure.
 
         Raises:
-            UserError: on every rank alike, with the rank that failed and why; nothing of the attempt remains.
-            NonFiniteLossError: on every rank alike: a number is NaN or Inf; nothing of this step is saved.
+            UserError: on every rank alike, with the rank that failed and why; the attempt is deleted.
+            NonFiniteLossError: on every rank alike: a number is NaN or Inf; nothing is saved of this step.
         """
         step, metrics = state.progress.step, dict(metrics or {})
         if self._last_saved == step:
@@ -178,7 +178,7 @@ class Checkpointer:
             self._write(step, tensors, who, facts, metrics)
 
     def _refuse_not_finite(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Raise NonFiniteLossError on every rank alike where any has a NaN or Inf that was not built in."""
+        """Raise NonFiniteLossError on every rank if any has a NaN or Inf that was not there at the start."""
         found = self._agreement.gather({} if self._expected is None else self._expected.new_in(tensors))
         for rank, theirs in enumerate(found):
             for name, kinds in theirs.items():
@@ -192,7 +192,7 @@ class Checkpointer:
                 )
 
     def _start_copying(self, tensors: dict[str, Tensor], buffers: set[str]) -> Future[dict[str, Tensor]]:
-        """Copy what the optimizer changes in the background; buffers, which a forward pass changes, now."""
+        """Copy buffers now, since a forward pass changes them, and the rest in the background."""
         changing = {name: tensors[name].clone() for name in tensors if name in buffers}
         if self._dist.device.type == "cuda":
             torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
@@ -200,7 +200,7 @@ class Checkpointer:
         return self._copied
 
     def wait_until_copied(self) -> None:
-        """To be called before the parameters change: an asynchronous save may still be copying them."""
+        """Called before the parameters change: an asynchronous save may still be copying them."""
         if self._copied is not None:
             self._copied.result()
             self._copied = None
@@ -217,7 +217,7 @@ class Checkpointer:
             self._last_saved = state.progress.step
 
     def close(self) -> None:
-        """Wait for what is still being written. To be called when a run ends well, not after an exception.
+        """Wait for what is still being written. Called when a run ends well, not after an exception.
 
         Raises:
             UserError: it could not be written; on every rank alike.
@@ -225,7 +225,7 @@ class Checkpointer:
         self._finish()
 
     def figures(self) -> dict[str, float]:
-        """By name, for the log."""
+        """Figures for the log, by name."""
         return self._remote.figures()
 
     def finish_remote(self) -> None:
@@ -264,7 +264,7 @@ class Checkpointer:
             self._agreement.on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
         except UserError as error:
             self._last_saved = None
-            # On each host: they may have found out that they share no disk.
+            # On each host, since the hosts may have no disk in common.
             if directory is not None and self._dist.local_rank == 0:
                 self._store.abandon(directory)
             raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error

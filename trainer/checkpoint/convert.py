@@ -35,11 +35,11 @@ def convert(
 
     `out` appears whole or not at all. `safetensors` and `torch` are files. `hf` is a folder for transformers'
     `from_pretrained`, with a config.json if the run's model had such a config. `dcp` is a folder for
-    `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=out)`. `safetensors` and `hf` take
+    `torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id=out)`. `safetensors` and `hf` need
     memory for one tensor.
 
     Args:
-        averaged: take the moving averages of the weights.
+        averaged: use the moving averages of the weights.
         dtype: of the floating-point weights in `out`; None keeps theirs.
         file_bytes: `hf` begins another file before a tensor that makes one larger than this.
 
@@ -81,8 +81,8 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype 
     """A safetensors file of `weights`; tied ones, which share their memory, are written twice."""
 
     def one(name: str, value: Tensor) -> ToStore:
-        pieces = (_to(tensor, dtype) for tensor in (value,))  # converted when its turn comes
-        return ToStore(name, _dtype_of(value, dtype), tuple(value.shape), pieces)
+        chunks = (_to(tensor, dtype) for tensor in (value,))  # converted when it is written
+        return ToStore(name, _dtype_of(value, dtype), tuple(value.shape), chunks)
 
     for name, value in weights.items():
         if _dtype_of(value, dtype) not in NAMES:
@@ -135,7 +135,7 @@ def _split(
 def _converted(
     weights: Mapping[str, Tensor], dtype: torch.dtype | None, copy: bool = False
 ) -> dict[str, Tensor]:
-    """Tied ones stay one. `copy` gives each its own memory: torch.save writes all of a mapped file."""
+    """Tied weights stay tied. `copy` gives each its own memory: torch.save writes all of a mapped file."""
     once = {id(tensor): _to(tensor, dtype, copy) for tensor in weights.values()}
     return {name: once[id(tensor)] for name, tensor in weights.items()}
 

@@ -1,4 +1,4 @@
-"""Files that know their sha256 by the time they are on the disk, block by block."""
+"""Files that are hashed, by blocks, while they are written."""
 
 import hashlib
 import os
@@ -23,9 +23,9 @@ _SMALL_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class FileDigest:
-    """The size of a file and the sha256 of each of its blocks: of all of it, if it is no longer than one.
+    """The size of a file and the sha256 of each of its blocks.
 
-    One sha256 of everything could be computed by one core only, and proves nothing to a reader of a part.
+    One sha256 of the whole file could be computed by one core only, and a reader of a part could not use it.
     """
 
     bytes: int
@@ -35,15 +35,14 @@ class FileDigest:
 class HashingFile:
     """A new file that is hashed and pushed to the disk while it is written, and fsynced when closed.
 
-    Writing, hashing and the disk all work without the GIL, each in threads of its own. What is given to
-    `write` must not change before the file is closed. At most four blocks wait to be hashed, so that no more
-    is kept in memory than these and what they are part of.
+    Writing, hashing and syncing release the GIL and run in separate threads. Data given to `write` must not
+    change before the file is closed. At most four blocks wait to be hashed, which limits the memory in use.
     """
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("xb", buffering=0)
         self._bytes = 0
-        self._block: list[memoryview] = []  # what is written of the block that is not yet full
+        self._block: list[memoryview] = []  # the part written so far of the current block
         self._hashes: list[Future[str]] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS + 1, thread_name_prefix="checkpoint")
         self._unsynced_bytes = 0
@@ -59,7 +58,7 @@ class HashingFile:
             if self._bytes % BLOCK_BYTES == 0:
                 self._hash_block()
             while part:
-                with at_disk():  # a slow disk is not silence
+                with at_disk():  # a slow disk is not a silent rank
                     part = part[self._file.write(part) :]
             self._push()
 
@@ -70,12 +69,12 @@ class HashingFile:
         self._hashes.append(_submit(self._threads, block))
 
     def _push(self) -> None:
-        """Let the disk work already, so that the last fsync finds little to do."""
+        """Start to write data to the disk, so that the last fsync is short."""
         if self._bytes - self._unsynced_bytes >= _PUSH_BYTES and (
             self._syncing is None or self._syncing.done()
         ):
             if self._syncing is not None:
-                self._syncing.result()  # the kernel tells of a failed write-back once only
+                self._syncing.result()  # the kernel reports a failed write-back only once
             self._syncing = self._threads.submit(os.fdatasync, self._file.fileno())
             self._unsynced_bytes = self._bytes
 
@@ -119,7 +118,7 @@ def check_blocks(
     blocks: Iterable[int],
     look: Callable[[int, memoryview], None] = lambda offset, block: None,
 ) -> None:
-    """Compare some blocks of ``file``, by number, with ``digest``; ``look`` is given the offset and each.
+    """Compare blocks of ``file``, by number, with ``digest``; ``look`` gets the offset and bytes read.
 
     Raises:
         UserError: one differs.
@@ -128,12 +127,12 @@ def check_blocks(
     def check(number: int) -> bool:
         sha, begin = hashlib.sha256(), number * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, file.size)
-        memory = memoryview(bytearray(min(file.piece_bytes, end - begin)))
-        for offset in range(begin, end, file.piece_bytes):
-            piece = memory[: end - offset]
-            file.read_into(offset, piece)
-            sha.update(piece)
-            look(offset, piece)
+        memory = memoryview(bytearray(min(file.chunk_bytes, end - begin)))
+        for offset in range(begin, end, file.chunk_bytes):
+            chunk = memory[: end - offset]
+            file.read_into(offset, chunk)
+            sha.update(chunk)
+            look(offset, chunk)
         return sha.hexdigest() == digest.sha256[number]
 
     blocks = list(blocks)
@@ -144,7 +143,7 @@ def check_blocks(
 
 
 def _submit(threads: ThreadPoolExecutor, block: list[memoryview]) -> Future[str]:
-    """The sha256 of `block`, to come; of a small one at once."""
+    """The sha256 of `block`, computed in a thread; that of a small one at once."""
     if sum(map(len, block)) > _SMALL_BYTES:
         return threads.submit(_sha256, block)
     done: Future[str] = Future()

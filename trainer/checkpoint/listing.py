@@ -1,4 +1,4 @@
-"""The checkpoints of a run in a directory or at an address: which there are, and which to go on from."""
+"""The checkpoints of a run in a directory or at an address: which there are, and which a run resumes from."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ P = TypeVar("P", Path, Address)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a run outlive its next save. ``best`` is (metric, "min" or "max")."""
+    """Which checkpoints of a run its next save keeps. ``best`` is (metric, "min" or "max")."""
 
     last: int = 2
     best: tuple[str, str] | None = None
@@ -45,15 +45,15 @@ class Listing(Generic[P]):
         return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
     def newest_first(self) -> list[P]:
-        """What this run may go on from, newest first: its own checkpoints.
+        """The checkpoints that this run may resume from, newest first: its own.
 
-        The order of saving counts, not the step: a run sent back to step 5 makes its old step 10 an abandoned
-        future. A damaged one may be this run's, so it is among them.
+        The order of saving counts, not the step: after a run was resumed from step 5, its old step 10 is
+        older. A damaged one may be this run's, so it is in the list.
         """
         return [path for _, path in sorted(self.dated(), key=lambda each: each[0], reverse=True)]
 
     def dated(self) -> Iterator[tuple[float, P]]:
-        """What ``newest_first`` lists, in no order, with the time of each."""
+        """The checkpoints of ``newest_first``, unordered, with the time of each."""
         for path in self.directories():
             try:
                 manifest = read_manifest(path)
@@ -64,7 +64,7 @@ class Listing(Generic[P]):
                     yield manifest.saved_at, path
 
     def own(self) -> dict[P, Manifest]:
-        """Those that bear this run's id, newest first."""
+        """Those with this run's id, newest first."""
         manifests: dict[P, Manifest] = {}
         for directory in self.newest_first():
             with contextlib.suppress(UserError):
@@ -74,7 +74,7 @@ class Listing(Generic[P]):
         return manifests
 
     def of_others(self) -> list[P]:
-        """Checkpoints that bear another run's id."""
+        """Checkpoints with another run's id."""
         found = []
         for path in self.directories():
             with contextlib.suppress(UserError):
@@ -95,7 +95,7 @@ class Listing(Generic[P]):
 
 
 def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[Location]:
-    """What all of them list, newest first; of two copies the one of ``own`` comes first.
+    """The checkpoints of all of them, newest first; of two copies, that of ``own`` comes first.
 
     Raises:
         UserError: one of ``others`` cannot be reached, and ``own`` has none.

@@ -42,7 +42,7 @@ class Manifest:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The one way to write ``manifest`` down, its own sha256 included, so that no flipped bit goes unseen."""
+    """``manifest`` as text with its own sha256. Always the same text, so that a changed bit is found."""
     content = {
         **asdict(manifest),
         "files": {name: asdict(manifest.files[name]) for name in sorted(manifest.files)},
@@ -52,7 +52,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def read_manifest(directory: Location) -> Manifest:
-    """The manifest of the checkpoint in ``directory``; UserError if it is missing, damaged or climbs out."""
+    """The manifest of the checkpoint in ``directory``; UserError if it is missing, damaged or unsafe."""
     path = directory / MANIFEST
     try:
         with opened(path) as file:
@@ -63,7 +63,7 @@ def read_manifest(directory: Location) -> Manifest:
     if (version := fields.count("format_version")) != FORMAT_VERSION:
         raise UserError(
             f"{printable(directory)} has format version {version}; {FORMAT_VERSION} is read here: "
-            "go on with the version of this program that saved it, or start from weights that it exports"
+            "continue with the version of this program that saved it, or start from weights that it exports"
         )
     files, metrics = fields.mapping("files"), fields.mapping("metrics")
     manifest = Manifest(
@@ -97,7 +97,7 @@ def read_manifest(directory: Location) -> Manifest:
 
 
 def is_run_id(text: str) -> bool:
-    """Whether it may be one: it comes into the names of files."""
+    """Whether ``text`` may be a run's id, which is used in names of files."""
     return _RUN_ID.fullmatch(text) is not None
 
 
@@ -131,15 +131,15 @@ def verify(
 ) -> Manifest:
     """Compare the files with the manifest: all blocks, or every ``parts``-th from ``part`` on.
 
-    ``look`` is given each of these blocks: its file, its place there, and its bytes. Costs one read of the
-    files; four threads hash. This compares bytes only: `source.whole` also checks that every file that a
+    ``look`` gets each of these blocks: its file, its offset, and its bytes. The files are read once; four
+    threads hash. This compares bytes only: `source.whole` also checks that every file that a
     checkpoint needs is listed, and that the contents agree.
 
     Raises:
         UserError: naming the first file that differs.
     """
     manifest = read_manifest(directory)
-    for name in sorted(manifest.files):  # what costs nothing first
+    for name in sorted(manifest.files):  # the fast check first
         open_listed(directory, manifest, name).close()
     first = part
     for name, digest in sorted(manifest.files.items()):
@@ -152,6 +152,6 @@ def verify(
 
 
 def step_in_name(directory: Location) -> int | None:
-    """The step that a directory's name promises; None for a name that promises none."""
+    """The step in a directory's name; None if it has none."""
     match = STEP_NAME.fullmatch(directory.resolve().name)
     return int(match[1]) if match else None

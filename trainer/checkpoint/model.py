@@ -1,4 +1,4 @@
-"""The model alone of a run's checkpoint, found and read: for what comes after training, or beside it."""
+"""Finds a run's checkpoint and reads its model: for commands that run after training, or during it."""
 
 import logging
 from functools import partial
@@ -32,12 +32,12 @@ def read_model(
     best: KeepBest | None,
     agreement: Agreement,
 ) -> Source:
-    """Give `model`, whole or sharded, the values of a checkpoint, and return that (a collective).
+    """Load a checkpoint into `model`, whole or sharded, and return it (a collective).
 
-    Nothing in `run_dir` is changed, and a run may be writing there.
+    Changes nothing in `run_dir`. A run may be writing there.
 
     Args:
-        run_id: the run's own, which `newest` and `best` are of; None takes any.
+        run_id: of the run that `newest` and `best` mean; None for any.
         which: newest (of those that verify), best (by the metric `best`), or a path.
 
     Raises:
@@ -76,7 +76,7 @@ def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBes
         return found
     named = [path for path in (location(which), run_dir / "checkpoints" / which) if path.is_dir()]
     if not named:
-        raise UserError(f"the checkpoint {which} is not a directory; say newest, best or the path of one")
+        raise UserError(f"the checkpoint {which} is not a directory; use newest, best or the path of one")
     if (named[0] / "checkpoints").is_dir():
         raise UserError(f"the checkpoint {which} is a run; name one of {named[0] / 'checkpoints'}")
     return named[:1]
@@ -98,7 +98,7 @@ def _first_whole(found: list[Location], agreement: Agreement, which: str) -> Sou
 
 
 def read_averages(model: nn.Module, source: Source, agreement: Agreement) -> None:
-    """Put the moving averages in `source` in the place of the weights that they are of (a collective).
+    """Replace weights by their moving averages in `source` (a collective).
 
     Raises:
         UserError: there are none.

@@ -1,8 +1,8 @@
-"""The one door through which every file of a checkpoint is read.
+"""Opens every file of a checkpoint for reading, and checks what it is.
 
-A checkpoint may come from a stranger, or from a failing disk. What lies under a file's name may be a FIFO, a
-device, a link to somewhere else, or four terabytes of nothing. So a file is opened once, its kind and size
-are asked of what was opened, and all later reading goes through that one descriptor, by ranges.
+A checkpoint may be untrusted, or on a failing disk. A file's name may be that of a FIFO, a device, a link, or
+a sparse file of four terabytes. So a file is opened once, its kind and size are those of the open descriptor,
+and all reads use this descriptor, by ranges.
 """
 
 import errno
@@ -28,7 +28,7 @@ _FETCH_BYTES, _KEPT, _NUM_FETCHERS = 1 << 20, 32, 4
 
 
 class MissingFileError(UserError):
-    """There is nothing at all under the name."""
+    """There is nothing under the name."""
 
 
 class PlainFile:
@@ -36,15 +36,15 @@ class PlainFile:
 
     Attributes:
         size: in bytes, when it was opened.
-        piece_bytes: so many are best read at a time, of many: they stay in the cache of a core.
+        chunk_bytes: the size of reads that is fastest for long files: it fits the cache of a core.
 
     Raises:
         MissingFileError: there is none.
         UserError: a directory, a link (unless ``follow_links``), a FIFO, a device; unreadable; or a file of
-            more than 1 GiB of which less than a sixteenth was ever written.
+            more than 1 GiB, less than a sixteenth of it written.
     """
 
-    piece_bytes = 1 << 20
+    chunk_bytes = 1 << 20
     path: Location
     size: int
 
@@ -71,11 +71,11 @@ class PlainFile:
 
     @property
     def descriptor_path(self) -> str:
-        """A path to what was opened, whatever its name means by now."""
+        """A path to what was opened, even if the file was renamed or replaced since."""
         return f"/dev/fd/{self._file.fileno()}"
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes from ``offset`` on. UserError if the file has no such part."""
+        """Fill ``buffer`` with the bytes from ``offset`` on. UserError if the file is too short."""
         end = offset + len(buffer)
         if not 0 <= offset <= end <= self.size:
             raise UserError(
@@ -94,13 +94,13 @@ class PlainFile:
             raise UserError(f"{printable(self.path)} is unreadable ({_cause(error)})") from error
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Exactly ``count`` bytes from ``offset``. UserError if the file has no such part."""
+        """Exactly ``count`` bytes from ``offset``. UserError if the file is too short."""
         data = bytearray(min(count, self.size + 1))
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
     def read(self, max_bytes: int) -> bytes:
-        """All of it. UserError if that is more than ``max_bytes``."""
+        """The whole file. UserError if it has more than ``max_bytes``."""
         if self.size > max_bytes:
             raise UserError(
                 f"{printable(self.path)} has {self.size:,} bytes; more than {max_bytes:,} are not read"
@@ -108,7 +108,7 @@ class PlainFile:
         return self.read_at(0, self.size)
 
     def part(self, begin: int, end: int) -> Tensor:
-        """Bytes `begin` to `end` as a tensor, read when touched. To write there changes memory alone."""
+        """Bytes `begin` to `end` as a tensor, read when used. Writing to it does not change the file."""
         return self._mapped[begin:end]
 
     @cached_property
@@ -128,9 +128,9 @@ class PlainFile:
 
 
 class RemoteFile(PlainFile):
-    """A file at an address, read by ranges; small ones come from larger ones, which are kept for a while."""
+    """A file at an address, read by ranges. Small reads come from blocks of 1 MiB; the last 32 are kept."""
 
-    piece_bytes = 1 << 24
+    chunk_bytes = 1 << 24
 
     def __init__(self, path: Address) -> None:
         self.path = self._at = path
@@ -151,7 +151,7 @@ class RemoteFile(PlainFile):
         return len(data)
 
     def _around(self, number: int) -> bytes:
-        with self._lock:  # so that threads that want the same fetch it once
+        with self._lock:  # so that threads that need the same block fetch it once
             if number not in self._fetched:
                 begin = number * _FETCH_BYTES
                 end = min(begin + _FETCH_BYTES, self.size)
@@ -183,9 +183,9 @@ def opened(path: Location, follow_links: bool = False) -> PlainFile:
 
 
 def _written_bytes(descriptor: int, size: int) -> int:
-    """How much of a file is not a hole; all of it where the file system cannot tell.
+    """The bytes of a file outside holes; all of them if the file system does not say.
 
-    Not from st_blocks, which compression makes small, and some file systems leave at 0.
+    st_blocks is not used: compression makes it small, and some file systems leave it at 0.
     """
     written = position = 0
     try:
@@ -194,7 +194,7 @@ def _written_bytes(descriptor: int, size: int) -> int:
             end = os.lseek(descriptor, position, os.SEEK_HOLE)
             written, position = written + end - position, end
     except OSError as error:
-        return written if error.errno == errno.ENXIO else size  # ENXIO: nothing but a hole from here on
+        return written if error.errno == errno.ENXIO else size  # ENXIO: the rest is a hole
     finally:
         os.lseek(descriptor, 0, os.SEEK_SET)
     return written

@@ -1,9 +1,9 @@
-"""A second place for checkpoints that outlives the machine: an address to which a thread copies them.
+"""Copies checkpoints, in a thread, to an address that survives the loss of the machine.
 
-What is at the address looks as the run directory does: config.yaml, metrics.jsonl, result.json, run.json, and
-checkpoints/step_N, whose manifest is put last: without that it is no checkpoint. run.json says whose run the
-address belongs to, and which process puts files there: the one that began last. A process looks there before
-each manifest, so one that was taken for dead, and is not, stops when another has gone on with its run.
+The address has the files of a run directory: config.yaml, metrics.jsonl, result.json, run.json, and
+checkpoints/step_N. The manifest of a checkpoint is put last: without it there is no checkpoint. run.json has
+the id of the run and the process that puts files there, which is the one that started last. A process reads
+it before each manifest, so that one that was wrongly taken for dead stops when another has resumed its run.
 """
 
 import contextlib
@@ -37,28 +37,28 @@ _TRIES_AT_START = 4
 
 
 class TakenError(UserError):
-    """The address is another run's, or another process goes on with this run there."""
+    """The address belongs to another run, or another process continues this run there."""
 
 
 class NoRemote:
-    """What a `Remote` is to other ranks than 0, and without an address."""
+    """In place of a `Remote` on ranks other than 0, and without an address."""
 
     listings: tuple[Listing[Address], ...] = ()
     in_hand: Path | None = None
 
     def follow(self, step: int = 0) -> None:
-        """The checkpoint of `step` was sealed in the run directory; or there is other news."""
+        """Called when the checkpoint of `step` is complete in the run directory, or other files changed."""
 
     def figures(self) -> dict[str, float]:
-        """How far the address is behind, for the log."""
+        """How many steps the address is behind, for the log."""
         return {}
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all is at the address, at most so long, and say what is."""
+        """Wait up to `timeout_s` until everything is at the address, and log what is."""
 
 
 class Remote(NoRemote):
-    """Copies what `follow` is told of, always the newest, in a thread that training never waits for.
+    """Copies the newest checkpoint after each `follow`, in a thread that training never waits for.
 
     Attributes:
         in_hand: the checkpoint that is being copied, which must stay.
@@ -130,7 +130,7 @@ class Remote(NoRemote):
             except TakenError as error:
                 log.warning("checkpoint.remote: %s; nothing more of this run is put there", error)
                 self._problem, self._over = str(error), True
-            except Exception as error:  # a store's library raises what it likes
+            except Exception as error:  # a store's library may raise any error
                 self._tell(error)
                 with self._changed:
                     self.in_hand = None
@@ -157,7 +157,7 @@ class Remote(NoRemote):
         self._problem = words
 
     def _begin(self) -> None:
-        """Become the process that puts files at the address, and remove what another left half put."""
+        """Become the process that puts files at the address, and remove incomplete checkpoints there."""
         assert self._there.run_id is not None
         owner = _owner(self._address)
         if owner is not None and owner["run_id"] != self._there.run_id:
@@ -206,11 +206,11 @@ class Remote(NoRemote):
         self._put = {key: value for key, value in self._put.items() if "/checkpoints/" not in key}
         for old in self._there.beyond(self._retention):
             if old != there:
-                (old / MANIFEST).remove()  # first: without it, it is none
+                (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
                 old.remove()
 
     def _free_place(self, name: str, manifest: Manifest) -> Address | None:
-        """Where the checkpoint is to lie, beside an older one of the same step; None: it is there."""
+        """The place for the checkpoint, beside an older one of the same step; None if it is there already."""
         number, there = 1, self._there.root / name
         while (there / MANIFEST).exists():
             try:
@@ -224,7 +224,7 @@ class Remote(NoRemote):
         return there
 
     def _put_file(self, file: Path, there: Address) -> None:
-        """Copy `file` unless it was copied as it is now: a failed attempt goes on where it stopped."""
+        """Copy `file` unless it was copied as it is now: a failed attempt continues where it stopped."""
         status = file.stat()
         now = (status.st_mtime_ns, status.st_size)
         if self._put.get(str(there)) != now:
@@ -264,7 +264,7 @@ def run_at(address: str) -> str | None:
 
 
 def fetch_history(address: str, run_dir: Path) -> None:
-    """Copy the metrics of the run at `address` to a new run directory, which goes on with it."""
+    """Copy the metrics of the run at `address` to a new run directory, which continues it."""
     with (
         contextlib.suppress(FileNotFoundError),
         (Address(address) / METRICS).open() as there,

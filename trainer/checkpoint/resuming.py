@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: which one, whether it fits, and putting it in the place of the state."""
+"""Resuming from a checkpoint: finds it, checks that it fits, and restores the state."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("run_dir", "resume", "fault.", "checkpoint.remote")  # settings whose change no resume mentions
+_MAY_DIFFER = ("run_dir", "resume", "fault.", "checkpoint.remote")  # changes are not reported
 
 
 class Resuming:
@@ -66,13 +66,13 @@ class Resuming:
         return source
 
     def restore(self, state: TrainState, source: Source) -> list[dict[str, Any]]:
-        """Continue from ``source``; returns where the data of each rank stood then.
+        """Continue from ``source``; returns the position of each rank's data in it.
 
         Raises:
             UserError: on every rank alike: it is of another model, or cannot be read.
         """
         plain = source.facts["state"]
-        # Nothing of the state is touched before all ranks have found that all of it fits.
+        # The state is not changed before all ranks have found that all of it fits.
         shapes = source.shapes
         targets = self._agreement.everywhere(lambda: targets_for(state, shapes, plain))
         if self._agreement.rank == 0 and (others := other_buffers(state, shapes)):
@@ -107,7 +107,7 @@ class Resuming:
             log.warning("left alone, as another run's: %s in %s", first_five(others), self._store.root)
 
     def _choose(self, resume: str) -> Source | None:
-        """What ``resume`` means, found to be whole, each rank reading its share of the files; collective."""
+        """The checkpoint that ``resume`` means, verified; each rank reads its share of it. Collective."""
         auto = resume == "auto"
         found = self._agreement.on_main(
             lambda: newest_of(self._store, self._others) if auto else [_existing(resume)]
@@ -154,7 +154,7 @@ def _shown(key: str, value: Any) -> tuple[str, str]:
 
 
 def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | None = None) -> int | None:
-    """The seed of the run that ``resume`` goes on with; None if there is none. Nothing is verified yet."""
+    """The seed of the run that ``resume`` continues; None if there is none. Nothing is verified yet."""
     candidates: list[Location] = [Path(resume or "")]
     if resume == "auto":
         others = (Listing(Address(remote) / "checkpoints", run_id),) if remote is not None else ()
@@ -168,9 +168,9 @@ def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | Non
 def _existing(resume: str) -> Path:
     directory = Path(resume).resolve()
     if not directory.is_dir():
-        raise UserError(f"resume={resume} is not a directory; take a checkpoint's, or resume=auto")
+        raise UserError(f"resume={resume} is not a directory; give the path of a checkpoint, or resume=auto")
     if (directory / "checkpoints").is_dir():
         raise UserError(
-            f"resume={resume} is a run; take one of its checkpoints, or run_dir={resume} resume=auto"
+            f"resume={resume} is a run; give one of its checkpoints, or run_dir={resume} resume=auto"
         )
     return directory

@@ -1,7 +1,7 @@
 """Files of the safetensors format: 8 bytes of length, a header of JSON, and the bytes of the tensors.
 
-https://github.com/huggingface/safetensors. Nothing in such a file can be run. Written here without holding
-more than a piece in memory, and read here by ranges.
+https://github.com/huggingface/safetensors. A file of this format contains no code. They are written here by
+chunks, without whole tensors in memory, and read by ranges.
 """
 
 import json
@@ -20,7 +20,7 @@ from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.untrusted import MAX_JSON_BYTES, printable, read_json
 
-# Those that every version of the library since 0.4 reads.
+# Every version of the library since 0.4 reads these.
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -46,7 +46,7 @@ _MAX_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: its bytes are those from ``begin`` to ``end``."""
+    """A tensor in a file, at the bytes from ``begin`` to ``end``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,30 +56,30 @@ class Stored:
 
 @dataclass(frozen=True)
 class ToStore:
-    """A tensor to be written: ``pieces`` are its rows, in order, each on the CPU."""
+    """A tensor to be written: ``chunks`` are its rows, in order, each on the CPU."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: Iterable[Tensor]
+    chunks: Iterable[Tensor]
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What a file says of a tensor: where the format has no name for the dtype, that it is so many bytes."""
+    """The dtype and shape of a tensor in a file: bytes if the format has no name for its dtype."""
     return (dtype, shape) if dtype in NAMES else (torch.uint8, (math.prod(shape) * dtype.itemsize,))
 
 
 def write_file(path: Path, tensors: Iterable[ToStore]) -> FileDigest:
     """Write a new file, hashed on the way and fsynced.
 
-    Each tensor should need no larger alignment than the one before: readers that map the file count on it.
+    Tensors should come in order of falling alignment: readers that map the file rely on it.
 
     Raises:
         OSError: of the disk.
-        UserError: a tensor's pieces are not of the size that was said.
+        UserError: a tensor's chunks do not add up to its size.
     """
     tensors = list(tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers takes no such file
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     end = 0
     for tensor in tensors:
         dtype, shape = stored_as(tensor.dtype, tensor.shape)
@@ -91,25 +91,25 @@ def write_file(path: Path, tensors: Iterable[ToStore]) -> FileDigest:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             begin, end = header[tensor.key]["data_offsets"]
-            for piece in tensor.pieces:
-                data = as_bytes(piece)
+            for chunk in tensor.chunks:
+                data = as_bytes(chunk)
                 begin += len(data)
                 if data and begin <= end:
                     file.write(data)
             if begin != end:
-                raise UserError(f"{printable(tensor.key)} came in {begin - end:+,} bytes of what was said")
+                raise UserError(f"{printable(tensor.key)} has {begin - end:+,} bytes compared with its shape")
     return file.digest
 
 
 def read_header(file: PlainFile) -> dict[str, Stored]:
-    """Where each tensor lies in ``file``, by its name; only the header is read.
+    """Where each tensor is in ``file``, by its name; only the header is read.
 
     Raises:
-        UserError: no header that says so; bytes that belong to no tensor, or to two; a dtype unknown here.
+        UserError: the header is missing or wrong; bytes belong to no tensor, or to two; an unknown dtype.
     """
     size = int.from_bytes(file.read_at(0, 8), "little") if file.size >= 8 else file.size
     if not 2 <= size <= min(file.size - 8, max(MAX_JSON_BYTES, file.size // 64)):
-        raise _refusal(file, f"its header is to have {size:,} of its {file.size:,} bytes")
+        raise _refusal(file, f"its header would have {size:,} of its {file.size:,} bytes")
     header = read_json(file.path, file.read_at(8, size))
     header.pop("__metadata__", None)
     found = {name: _stored(file, name, entry, 8 + size) for name, entry in header.items()}
@@ -138,7 +138,7 @@ def _stored(file: PlainFile, name: str, entry: Any, origin: int) -> Stored:
 
 
 def sizes_in(value: Any) -> tuple[int, ...] | None:
-    """``value`` as the sizes of a tensor that may exist; None if it is anything else."""
+    """``value`` as the sizes of a tensor; None if it cannot be that."""
     if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
         return None
     if not all(type(size) is int and 0 <= size < _MAX_BYTES for size in value):
@@ -151,7 +151,7 @@ def _refusal(file: PlainFile, words: str) -> UserError:
 
 
 def tensors_in(file: PlainFile) -> dict[str, Tensor]:
-    """The tensors of ``file`` by name, mapped from it and read when touched. UserError as of read_header."""
+    """The tensors of ``file`` by name, mapped from it and read when used. UserError as of read_header."""
     return {
         name: as_tensor(file.part(place.begin, place.end), place.dtype, place.shape)
         for name, place in read_header(file).items()
@@ -159,7 +159,7 @@ def tensors_in(file: PlainFile) -> dict[str, Tensor]:
 
 
 def as_tensor(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The bytes ``data`` as a tensor: a view where their alignment allows."""
+    """The bytes ``data`` as a tensor: a view if their alignment allows."""
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype).view(shape)

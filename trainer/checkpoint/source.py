@@ -27,10 +27,10 @@ from trainer.optim.train_state import Progress
 
 STATE = "state.json"
 MODEL_CONFIG = "model_config"  # in the facts: the config.json of a Hugging Face model
-PLACES = "places"  # in the facts: where the data of each rank stood
+PLACES = "places"  # in the facts: the position of each rank's data
 _OF_TRAINED = ("model.", "ema.weights.")
 _NUM_THREADS = 4
-_PIECE_BYTES = 1 << 25
+_BUFFER_BYTES = 1 << 25
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
@@ -40,7 +40,7 @@ class Source:
 
     Attributes:
         facts: strategy, world_size, torch_version, config, and the JSON parts of the state and of the places.
-        index: where each tensor lies.
+        index: where each tensor is.
     """
 
     directory: Location
@@ -54,8 +54,8 @@ class Source:
         """Read all but the tensors.
 
         Raises:
-            UserError: ``directory`` cannot be read here, or is not a checkpoint; a file or a tensor that has
-                to be there is not; or what is there contradicts itself.
+            UserError: ``directory`` cannot be read, or is not a checkpoint; a file or a tensor is missing; or
+                its contents contradict each other.
         """
         manifest = read_manifest(directory)
         if STATE not in manifest.files:
@@ -68,7 +68,7 @@ class Source:
 
     @property
     def shapes(self) -> Shapes:
-        """Of each tensor of the state, by its name."""
+        """The shape and dtype of each tensor of the state, by its name."""
         return {
             name: (entry.shape, entry.dtype)
             for name, entry in self.index.items()
@@ -82,11 +82,11 @@ class Source:
 
     @property
     def progress(self) -> Progress:
-        """How far the run had come, as an object of the caller's own."""
+        """The run's progress, in a new object."""
         return Progress(**self.facts["state"]["progress"])
 
     def check(self, part: int, parts: int) -> None:
-        """Verify this part of so many. UserError where it is damaged, or training would go on from NaN."""
+        """Verify part ``part`` of ``parts``. UserError if it is damaged, or has NaN or Inf."""
         groups = self.facts["state"]["optimizer"]["param_groups"]
         trained = {f"{of}{name}" for group in groups for name in group["params"] for of in _OF_TRAINED}
         begun = set(self.facts.get("not_finite", ()))
@@ -119,14 +119,14 @@ class Source:
         verify(self.directory, part, parts, look)
 
     def places(self) -> list[dict[str, Any]]:
-        """Where the data of each rank stood, as its loader said."""
+        """The position of each rank's data, from its loader."""
         found = self._read(tensor_names(self.facts[PLACES]))
         copies = {name: tensor.clone() for name, tensor in found.items()}  # a stream may keep them
         places: list[dict[str, Any]] = put_together(self.facts[PLACES], copies, PLACES)
         return places
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill the tensors by their names: whole ones, or of sharded ones the rows that are here."""
+        """Fill the tensors by their names: whole ones, or this rank's rows of sharded ones."""
         by_file: dict[str, list[tuple[str, int, Tensor]]] = {}
         for name, target in targets.items():
             (begin, end), here = own_rows(target), to_local(target)
@@ -149,16 +149,16 @@ class Source:
                         read.result()
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
-        """The whole tensors whose names begin with ``prefix``, by the rest of it; no collective.
+        """The whole tensors with names that begin with ``prefix``, by the rest of the name. Not collective.
 
-        One that lies in one piece is mapped from its file and read when touched.
+        A tensor that was saved as one chunk is mapped from its file and read when used.
         """
         found = self._read([name for name in self.shapes if name.startswith(prefix)])
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
     def _read(self, names: list[str]) -> dict[str, Tensor]:
         needed = sorted({chunk.file for name in names for chunk in self.index[name].chunks})
-        read: dict[tuple[str, str], Tensor] = {}  # once, what several names are of
+        read: dict[tuple[str, str], Tensor] = {}  # a tensor with several names is read once
         found = {}
         with ExitStack() as stack:
             files = {
@@ -178,7 +178,7 @@ class Source:
         return found
 
     def weights(self, averaged: bool) -> dict[str, Tensor]:
-        """The model's state; of what `ema.decay` kept a moving average, on request that.
+        """The model's state; with `averaged`, the moving averages that `ema.decay` kept in place of weights.
 
         Raises:
             UserError: there are no averages.
@@ -191,22 +191,22 @@ class Source:
 
 
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
-    """Read the bytes of `rows` from `offset` on: into its memory, or by pieces where that lies otherwise."""
+    """Read the bytes of `rows` from `offset` on: into its memory, or through a buffer."""
     if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype:
         file.read_into(offset, as_bytes(rows))
         return
     row_bytes = max(1, rows[:1].numel() * dtype.itemsize) if rows.ndim else dtype.itemsize
-    for piece in rows.split(max(1, _PIECE_BYTES // row_bytes)) if rows.ndim else (rows,):
-        memory = torch.empty(piece.shape, dtype=dtype)
+    for some in rows.split(max(1, _BUFFER_BYTES // row_bytes)) if rows.ndim else (rows,):
+        memory = torch.empty(some.shape, dtype=dtype)
         file.read_into(offset, as_bytes(memory))
-        piece.copy_(memory)
+        some.copy_(memory)
         offset += memory.numel() * dtype.itemsize
 
 
 def whole(directory: Location, part: int = 0, parts: int = 1) -> Source:
     """The checkpoint in ``directory``, found to be complete, undamaged and sound.
 
-    With ``parts``, every one of so many readers looks through a part of the files.
+    With ``parts``, each of that many readers checks one part of the files.
 
     Raises:
         UserError: it is not; the message says why.
@@ -214,24 +214,24 @@ def whole(directory: Location, part: int = 0, parts: int = 1) -> Source:
     try:
         source = Source.open(directory)
     except UserError:
-        verify(directory)  # what is damaged is named as that, whatever it seems to say now
+        verify(directory)  # if it is damaged, this says so
         raise
     source.check(part, parts)
     return source
 
 
 def check_size(state_bytes: int, num_bytes: int) -> None:
-    """UserError where STATE is larger than is read, of a checkpoint of ``num_bytes``."""
+    """UserError if STATE is larger than the limit for a checkpoint of ``num_bytes``."""
     limit = max(MAX_JSON_BYTES, num_bytes // 64)
     if state_bytes > limit:
         raise UserError(
-            f"{STATE} has {state_bytes:,} bytes, and more than {limit:,} are not read: keep what is large of "
+            f"{STATE} has {state_bytes:,} bytes, and more than {limit:,} are not read: keep large parts of "
             "a module's extra state in tensors, or bytes"
         )
 
 
 def _find(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:
-    """Where the chunks lie. UserError unless the headers of the files say the same, and nothing more."""
+    """Where the chunks are. UserError if the headers of the files do not list exactly these."""
     path, named = (
         printable(directory / STATE),
         {chunk.file for entry in index.values() for chunk in entry.chunks},
@@ -257,7 +257,7 @@ def _find(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[s
 
 
 def _read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any], Fields]:
-    """What state.json says, each part of the type it has to be; and its index of tensors."""
+    """The contents of state.json, with checked types, and its index of tensors."""
     path = directory / STATE
     with open_listed(directory, manifest, STATE) as file:
         check_size(file.size, manifest.num_bytes)
@@ -298,7 +298,7 @@ def _read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any]
 
 
 def _compare_names(path: Location, named: list[str], index: Index) -> None:
-    """UserError unless every tensor that the state names is there, once, and no other."""
+    """UserError unless the index has every tensor that the state names, once, and no others."""
     if missing := sorted(set(named) - set(index)):
         raise UserError(f"{printable(path)} names tensors that are not there: {first_five(missing)}")
     if sorted(named) != sorted(index):

@@ -1,9 +1,9 @@
-"""Where checkpoints lie: directories that appear whole or not at all, each proven by its manifest.
+"""The directories of checkpoints, which appear complete or not at all.
 
-A checkpoint is ``root/step_00000100/``. It is filled as ``root/.tmp_step_00000100/``; every file is fsynced,
-the manifest (size of each file and sha256 of its blocks) is written last, one rename makes the directory
-visible, the parent is fsynced, and only then ``root/latest`` is pointed at it. A kill at any point leaves the
-old or the new one whole.
+A checkpoint is ``root/step_00000100/``. Its files are written to ``root/.tmp_step_00000100/`` and fsynced.
+The manifest, with the size of each file and the sha256 of its blocks, is written last. Then the directory is
+renamed, its parent is fsynced, and ``root/latest`` is pointed at it. A kill at any point leaves the old or
+the new one complete.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
 
 
 def seal(temporary: Path, manifest: Manifest) -> None:
-    """Write the manifest into the filled ``temporary``, whose files are fsynced: one rename is left to do.
+    """Write the manifest into ``temporary``, which has all files, fsynced. A rename is then left to do.
 
     Raises:
-        OSError: it does not hold the files of the manifest and no others; or the disk fails.
+        OSError: its files are not those of the manifest; or the disk fails.
     """
     present = {entry.name for entry in temporary.iterdir()}
     if present != set(manifest.files):
@@ -45,7 +45,7 @@ def seal(temporary: Path, manifest: Manifest) -> None:
 
 
 def appear(temporary: Path, final: Path) -> None:
-    """Give the whole ``temporary`` its name, for good."""
+    """Give the complete ``temporary`` its final name, durably."""
     temporary.rename(final)
     fsync_directory(final.parent)
 
@@ -53,7 +53,7 @@ def appear(temporary: Path, final: Path) -> None:
 class Store(Listing[Path]):
     """The checkpoints of the run ``run_id`` under ``root``. Only rank 0 writes, renames or deletes here.
 
-    Those of other runs are neither pruned nor replaced.
+    It does not prune or replace those of other runs.
     """
 
     def __init__(self, root: Path, run_id: str | None = None) -> None:
@@ -77,8 +77,8 @@ class Store(Listing[Path]):
     def commit(
         self, step: int, format: str, files: Mapping[str, FileDigest], metrics: Mapping[str, float]
     ) -> Path:
-        """Make the directory that was begun, filled and fsynced by now, the checkpoint, and ``latest``."""
-        # Should the clock have been set back, the newest is the newest all the same.
+        """Make the directory of ``begin``, with all files fsynced, the checkpoint and ``latest``."""
+        # If the clock was set back, the newest must still have the latest time.
         saved_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
         values = {name: float(value) for name, value in metrics.items()}
         assert self.run_id is not None
@@ -90,25 +90,25 @@ class Store(Listing[Path]):
         return final
 
     def _vacated(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` goes: beside the usual place, where that cannot be cleared."""
+        """The path for the checkpoint of ``step``; beside the usual one if that cannot be cleared."""
         final = self.path(step)
         try:
             self._clear(final)
-        except OSError as error:  # immutable, say, or a mount point
+        except OSError as error:  # such as an immutable directory, or a mount point
             beside = _unused(final)
             log.warning("%s cannot be replaced: %s; step %d is saved as %s", final, error, step, beside.name)
             return beside
         return final
 
     def _clear(self, final: Path) -> None:
-        """Another run's checkpoint in the place of a new one gets another name; our own is replaced.
+        """Rename what has the path of a new checkpoint: to be replaced if it is this run's, else to be kept.
 
-        Ours is an abandoned future, saved before the run went back to an earlier step.
+        This run's own was saved before the run was resumed from an earlier step.
         """
         if not os.path.lexists(final):
             return
         aside = final.with_name(f"{_REPLACED}{final.name}")
-        with contextlib.suppress(UserError):  # no checkpoint, or no longer: nothing to lose
+        with contextlib.suppress(UserError):  # not a checkpoint, or a damaged one: nothing to lose
             owner = self.run_id if final.is_symlink() else read_manifest(final).run_id
             if owner != self.run_id:
                 aside = _unused(final.with_name(f"{final.name}.of_{owner or 'unknown'}"))
@@ -133,11 +133,11 @@ class Store(Listing[Path]):
 
     @at_disk()
     def abandon(self, temporary: Path) -> None:
-        """Remove what a failed save left. Never raises: the failure itself is the news."""
+        """Remove what a failed save left. Never raises: the failure itself is reported."""
         shutil.rmtree(temporary, ignore_errors=True)
 
     def clean(self) -> None:
-        """Remove what a killed process left behind, put back a checkpoint caught between two renames, and
+        """Remove what a killed process left, put back a checkpoint that it had renamed to replace it, and
         point `latest` at the newest."""
         if not self.root.is_dir():
             return
@@ -145,10 +145,10 @@ class Store(Listing[Path]):
         own, latest = list(self.own()), self.root / "latest"
         may_be_pointed = latest.is_symlink() or not latest.exists()
         if own and may_be_pointed and latest.resolve().name != own[0].name:
-            self._point_latest(own[0].name)  # a kill came between a checkpoint's rename and this
+            self._point_latest(own[0].name)  # a kill between a checkpoint's rename and this
 
     def _sweep(self) -> None:
-        """Delete what kills, replacements and failed deletions have left; nothing is being filled now."""
+        """Delete what kills, replacements and failed deletions left. Nothing is being written then."""
         for entry in list(self.root.iterdir()):
             final = self.root / entry.name.removeprefix(_REPLACED)
             if entry.name.startswith(_TEMPORARY):
@@ -162,35 +162,35 @@ class Store(Listing[Path]):
                     self._warn(entry, f"cannot be put back as {final.name}: {error}")
 
     def _delete(self, path: Path) -> bool:
-        """Delete ``path``; whether it is gone. Never raises: what stays is tried again at the next save."""
+        """Delete ``path``; returns whether it is gone. Never raises: the next save tries again."""
         try:
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)  # as much as can be
+                shutil.rmtree(path, ignore_errors=True)  # as much as possible
                 if path.exists():
                     shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        except OSError as error:  # immutable, busy, or NFS keeps a file that somebody has open
+        except OSError as error:  # immutable, busy, or NFS keeps a file that is open elsewhere
             self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
             return False
         return True
 
     def _warn(self, path: Path, words: str) -> None:
-        """Say once what is in the way of what is not part of a checkpoint."""
+        """Warn of ``path`` once."""
         if path not in self._named:
             self._named.add(path)
             log.warning("%s %s", path, words)
 
     @at_disk()
     def prune(self, retention: Retention, spared: Path | None = None) -> list[Path]:
-        """Delete what ``retention`` does not keep of this run's, except ``spared``; returns what is gone.
+        """Delete those of this run that ``retention`` does not keep, except ``spared``; returns the deleted.
 
-        What has no manifest stays.
+        A directory without a manifest stays.
         """
         return [path for path in self.beyond(retention) if path != spared and self._delete_checkpoint(path)]
 
     def _delete_checkpoint(self, path: Path) -> bool:
-        """Rename a checkpoint, then delete it; whether it is gone. A kill between leaves a temporary."""
+        """Rename a checkpoint, then delete it; returns whether it is gone. A kill leaves a temporary."""
         temporary = _unused(self.root / f"{_TEMPORARY}{path.name}")
         try:
             path.rename(temporary)
@@ -201,13 +201,13 @@ class Store(Listing[Path]):
 
 
 def _unused(path: Path) -> Path:
-    """``path``, or a name beside it where that is taken."""
+    """``path``, or a name beside it if that is taken."""
     beside = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(each for each in itertools.chain([path], beside) if not os.path.lexists(each))
 
 
 def _saved_at(directory: Path) -> float:
-    """When a checkpoint was saved; where the manifest is damaged, as near as can be known."""
+    """When a checkpoint was saved; the directory's own time if the manifest is damaged."""
     try:
         return read_manifest(directory).saved_at
     except UserError:

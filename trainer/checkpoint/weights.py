@@ -38,13 +38,13 @@ def weights_for(
 ) -> dict[str, Tensor]:
     """The tensors in ``path`` for those of the same names in ``model``; never runs code from the file.
 
-    Of ``model`` only names and shapes are looked at.
+    Only the names and shapes of ``model`` are used.
 
     ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``), a
     ``.safetensors`` file, a folder saved by transformers, the directory of a checkpoint, or that of a run,
-    which means its newest whole checkpoint. Prefixes that wrappers put before names are dropped where
-    the names are then the model's. What lies under a name in ``ignore`` ("fc": fc.weight, fc.bias), and
-    what ``path`` lacks, keeps its value; the log lists both, and what is left over.
+    for its newest whole checkpoint. Prefixes that wrappers put before names are dropped if the names are then
+    the model's. Tensors under a name in ``ignore`` ("fc": fc.weight, fc.bias), and those that ``path`` lacks,
+    keep their values. The log lists both, and tensors in ``path`` that were not used.
 
     Raises:
         UserError: unreadable; no name in common; or other shapes (the first five, both shapes each).
@@ -53,8 +53,8 @@ def weights_for(
     state = model.state_dict(keep_vars=True).items()
     wanted = {n: tensor for n, tensor in state if isinstance(tensor, Tensor) and not of_modules_own(n)}
     found = _renamed(_read(path), wanted, getattr(model, "base_model_prefix", None))
-    ignored = {name for name in wanted | found if _lies_under(name, ignore)}
-    if unknown := [prefix for prefix in ignore if not any(_lies_under(name, [prefix]) for name in wanted)]:
+    ignored = {name for name in wanted | found if _is_under(name, ignore)}
+    if unknown := [prefix for prefix in ignore if not any(_is_under(name, [prefix]) for name in wanted)]:
         raise UserError(f"model.init_ignore names {first_five(unknown)}, which this model does not have")
     common = (wanted.keys() & found.keys()) - ignored
     if not common:
@@ -84,7 +84,7 @@ def weights_for(
     return {name: found[name] for name in common}
 
 
-def _lies_under(name: str, prefixes: Sequence[str]) -> bool:
+def _is_under(name: str, prefixes: Sequence[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
@@ -132,9 +132,9 @@ def _load(file: PlainFile) -> dict[str, Tensor]:
     path = file.descriptor_path
     try:
         loaded = torch.load(path, "cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # torch raises whatever its zip reader and unpickler stumble over
+    except Exception as error:  # torch raises any error of its zip reader and unpickler
         words = f"{type(error).__name__}: {reason(error)}"
-        raise UserError(f"torch.load(weights_only=True) does not take it: {words}") from error
+        raise UserError(f"torch.load(weights_only=True) refuses it: {words}") from error
     for name in _CONTAINERS:
         if isinstance(loaded, Mapping) and isinstance(loaded.get(name), Mapping):
             loaded = loaded[name]
@@ -152,7 +152,7 @@ def _load(file: PlainFile) -> dict[str, Tensor]:
 
 
 def _checkpoint_in(directory: Location) -> Source:
-    """The checkpoint there; of a run, the newest that is whole."""
+    """The checkpoint in ``directory``, or the newest whole one if it is a run."""
     inner = directory / "checkpoints"
     listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
     found = [] if (directory / MANIFEST).exists() else listing.newest_first()
@@ -172,8 +172,8 @@ def _checkpoint_in(directory: Location) -> Source:
 def _renamed(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor], base: str | None) -> dict[str, Tensor]:
     """``tensors`` without the prefixes, in the order, that leave most names as the model has them.
 
-    A Hugging Face model with a head holds the model without it as its attribute ``base``: files of
-    the one have this prefix, files of the other have not.
+    A Hugging Face model with a head has the model without it as its attribute ``base``: names in files of the
+    first have this prefix, names in files of the second do not.
     """
     prefixes = (*_PREFIXES, f"{base}.") if base else _PREFIXES
     candidates = [tensors, {f"{base}.{name}": tensor for name, tensor in tensors.items()}]

@@ -23,23 +23,23 @@ def write_tensors(
     then arrive while the file is written, so that rank 0 holds only its own part of the state and one shard
     more. Other ranks send even if writing fails on rank 0.
     """
-    coming = {name: _pieces(tensors[name], plan, group) for name in plan.writers if name in tensors}
+    coming = {name: _chunks(tensors[name], plan, group) for name in plan.writers if name in tensors}
     files: dict[str, list[ToStore]] = {}
-    for name, pieces in coming.items():
+    for name, chunks in coming.items():
         tensor = tensors[name]
         shape = tuple(tensor.shape if plan.gathered else to_local(tensor).shape)
         if rank in plan.writers[name] and (num_rows(shape) or rank == plan.writers[name][0]):
-            stored = ToStore(key_of(name), tensor.dtype, shape, pieces)
+            stored = ToStore(key_of(name), tensor.dtype, shape, chunks)
             files.setdefault(plan.file_of(name, rank), []).append(stored)
     try:
         return {name: write_file(directory / name, stored) for name, stored in files.items()}
     finally:
         if plan.gathered:
-            for pieces in coming.values():
-                collections.deque(pieces, maxlen=0)
+            for chunks in coming.values():
+                collections.deque(chunks, maxlen=0)
 
 
-def _pieces(tensor: Tensor, plan: Plan, group: torch_dist.ProcessGroup) -> Iterator[Tensor]:
+def _chunks(tensor: Tensor, plan: Plan, group: torch_dist.ProcessGroup) -> Iterator[Tensor]:
     if plan.gathered:
         return gather_shards_to_rank0(tensor, "cpu", group)
     return (part.cpu() for part in (to_local(tensor),))
