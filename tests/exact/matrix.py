@@ -21,7 +21,7 @@ MODELS = {
     "norm": NOISY,
     "resnet": (
         *("model._target_=tests.exact.small_resnet.SmallResNet", "~model.input_shape", "~model.hidden"),
-        *("train.global_batch_size=64", "train.channels_last=true"),
+        "train.global_batch_size=64",
     ),
     "gpt": (
         *("data=text", "model=gpt", "data.dataset.block_size=16", "model.width=32", "model.depth=2"),

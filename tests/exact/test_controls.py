@@ -36,6 +36,7 @@ MLP = (*MODELS["mlp"], *OPTIMIZERS["sgd"])
         "strategy=ddp strategy.static_graph=true",
         "strategy=fsdp strategy.shard_group=2",
         "strategy=fsdp strategy.reduce_dtype=bf16",
+        "strategy=fsdp train.channels_last=true",
         "train.precision=fp16",
         "train.compile=true",
     ],

@@ -126,6 +126,10 @@ def _check_exact(config: Config) -> None:
             strategy.shard_group != "world",
             "whose replicas add sums of their own; take strategy.shard_group=world",
         )
+        refused["train.channels_last=true"] = (
+            train.channels_last,
+            "which strategy=fsdp gathers in another layout; set it to false, or take strategy=ddp",
+        )
         refused[f"strategy.reduce_dtype={strategy.reduce_dtype}"] = (
             strategy.reduce_dtype != "fp32",
             "but adds integers; set strategy.reduce_dtype=fp32",
