@@ -79,7 +79,7 @@ def _named(config: Config, dist: Dist) -> Strategy:
     if dist.world_size > 1:
         raise UserError(
             f"strategy={settings.name} is one process, but {dist.world_size} were started; start it with "
-            "`python train.py`, or take strategy=ddp"
+            "`python train.py`, or use strategy=ddp"
         )
     if settings.name == "dp":
         from trainer.strategies.data_parallel import DataParallel

@@ -82,7 +82,7 @@ def to_gather(output: Any) -> Any:
             what = "a tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
             raise UserError(
                 f"strategy=dp: the model returns {what}, such as its own loss, but nn.DataParallel gathers "
-                "only samples; take strategy=ddp"
+                "only samples; use strategy=ddp"
             )
     return output
 

@@ -53,7 +53,7 @@ class Ddp(Strategy):
         if dist.backend == "mpi" and _options(comm) is not None:
             raise UserError(
                 f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, which mpirun does not "
-                "provide; take comm=native comm.wire_dtype=fp32 comm.timeline=false"
+                "provide; use comm=native comm.wire_dtype=fp32 comm.timeline=false"
             )
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:

@@ -68,7 +68,7 @@ class Fsdp(Strategy):
             raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
         if isinstance(comm, ScheduleCommConfig) and dist.backend == "mpi":
             raise UserError(
-                f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi; take comm=native"
+                f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi; use comm=native"
             )
         if self.mesh.ndim == 2:
             replicate, shard = self.mesh.shape
@@ -215,13 +215,13 @@ class Fsdp(Strategy):
                     "the unit itself is called; add to the model's fsdp_units a module that contains "
                     "this line's and all that it uses, or list fewer units; without fsdp_units, set "
                     "strategy.unit_min_params above the size of that unit; and compute no gradient "
-                    "through a unit in the forward pass; or take strategy=ddp"
+                    "through a unit in the forward pass; or use strategy=ddp"
                 ) from error
             if self.param_dtype != torch.float32 and "dtype" in str(error):
                 raise UserError(
                     f"strategy=fsdp: {_place(error)} mixes dtypes: {error}. Parameters are gathered, and "
                     f"units' inputs cast, as {self.param_dtype}, but buffers keep their dtype; cast at that "
-                    "line, or take strategy.param_dtype=fp32, or strategy=ddp"
+                    "line, or use strategy.param_dtype=fp32, or strategy=ddp"
                 ) from error
             raise
 
@@ -286,7 +286,7 @@ def _once_through() -> Iterator[None]:
             raise UserError(
                 "strategy=fsdp: the backward pass went a second time through a unit, whose parameters are "
                 "freed after the first: a gradient of a gradient (torch.autograd.grad with create_graph) can "
-                "be computed within a unit, but not through one; take strategy=ddp"
+                "be computed within a unit, but not through one; use strategy=ddp"
             ) from error
         raise
 

@@ -46,7 +46,7 @@ class StaleReferenceCheck:
 def _refuse_held(name: str, parameter: Tensor) -> None:
     raise UserError(
         f"strategy=fsdp: the forward pass uses {name} by a reference kept in a list, a dict or a function, "
-        "which sharding cannot follow; read it from its module where it is used; or take strategy=ddp"
+        "which sharding cannot follow; read it from its module where it is used; or use strategy=ddp"
     )
 
 
@@ -79,7 +79,7 @@ def refuse_max_norm(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise UserError(
                 f"{strategy}: {name or 'the model'} has max_norm={module.max_norm}, by which its forward "
-                f"pass changes the weight: {changed}. Leave max_norm out, or take strategy=single"
+                f"pass changes the weight: {changed}. Leave max_norm out, or use strategy=single"
             )
 
 
@@ -147,5 +147,5 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
             listed = " beside ".join(f"{dtype} in {name}" for dtype, name in dtypes.items())
             raise UserError(
                 f"strategy=fsdp gathers a unit's parameters as one, but finds {listed}: add the module of "
-                "one of the two to the model's fsdp_units, give both the same dtype, or take strategy=ddp"
+                "one of the two to the model's fsdp_units, give both the same dtype, or use strategy=ddp"
             )

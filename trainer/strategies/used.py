@@ -91,7 +91,7 @@ class UsedParameters:
             raise UserError(
                 f"strategy=fsdp: the forward pass or the loss changes {', '.join(changed[:5])}{more} in a "
                 "gathered copy, so that the change is lost. Nothing was saved since. Compute with another "
-                "tensor (weight.clamp(-c, c)), or take strategy=ddp"
+                "tensor (weight.clamp(-c, c)), or use strategy=ddp"
             )
         if most != -minus_least:
             raise UserError(_verdict(self._names, gather_objects(self._used, self._group)))
@@ -122,5 +122,5 @@ def _verdict(names: Sequence[str], everyones: Sequence[bytes]) -> str:
     return (
         f"strategy=fsdp: a step used {names[first]}{more} on rank {ranks[True]} and not on {ranks[False]}, "
         "but ranks reduce the gradients of a unit as one. Nothing was saved since. Let all ranks use the "
-        "same parameters in a step, or take strategy=ddp strategy.find_unused_parameters=true"
+        "same parameters in a step, or use strategy=ddp strategy.find_unused_parameters=true"
     )

@@ -107,7 +107,7 @@ class AsyncParameterServer(ParameterServer):
                 log.warning(
                     "the forward pass changes buffers, and each worker has its own until it gets the first "
                     "one's at a save or an evaluation; if the forward pass also uses them, what is learned "
-                    "depends on when that is; take strategy.max_staleness=0, or strategy=ddp"
+                    "depends on when that is; use strategy.max_staleness=0, or strategy=ddp"
                 )
             self._buffers = None
 

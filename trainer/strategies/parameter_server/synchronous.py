@@ -259,7 +259,7 @@ class ParameterServer(Strategy):
             mine,
             self.dist,
             "under strategy=parameter_server a rank that is only a server runs no forward pass in training: "
-            "register buffers in __init__, in their final size, or take strategy=ddp",
+            "register buffers in __init__, in their final size, or use strategy=ddp",
         )
 
     def _refuse_changed_parameters(self) -> None:

@@ -152,7 +152,7 @@ _NOTHING = torch.empty(0)
 _ALL_BUCKETS = 3  # steps
 CHANGES = (
     "strategy=parameter_server: the forward pass or the loss makes or changes {}: no server would hold that, "
-    "nor a checkpoint; make parameters in __init__, and change none, or take strategy=ddp"
+    "nor a checkpoint; make parameters in __init__, and change none, or use strategy=ddp"
 )
 
 
