@@ -16,7 +16,8 @@ OWN = (
     *QUICK,
     "model._target_=tests.strategies.test_changed_parameters.Changing",
     "data.task._target_=tests.strategies.test_changed_parameters.AfterThePass",
-    "train.max_steps=8",
+    "train.max_steps=13",
+    "train.epochs=3",
 )
 
 UNUSED = "strategy.find_unused_parameters=true"
