@@ -31,7 +31,7 @@ CONFIGURATIONS = {
     "ddp-2x2-hierarchical": (4, (*DDP, "comm=hierarchical", "+model.norm=false")),
     "fsdp-2": (2, FSDP),
     "ps-1+2-sharded-async": (3, (*PS, SHARDED, "checkpoint.async=true")),
-    "ps-all-3": (3, (*PS, "strategy.servers=all")),
+    "ps-all-3-workers": (3, (*PS, "strategy.servers=all", WORKERS)),
     "fsdp-2-sharded-fp16-async": (2, (*FSDP, *FP16, SHARDED, "checkpoint.async=true")),
 }
 EVERY_STOP = os.environ.get("RINGMASTER_EVERY_STOP")
