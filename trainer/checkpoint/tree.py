@@ -3,7 +3,7 @@
 Tensor files hold only tensors, and the other files only JSON: no reader needs a pickle.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from trainer.errors import UserError
 from trainer.files.untrusted import printable
+
+_INT_BITS = 10_000  # Python reads and writes no longer decimals
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -25,27 +27,29 @@ def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(tree, int) and tree.bit_length() > _INT_BITS:
+        raise UserError(f"a checkpoint cannot hold {prefix}, an integer of {tree.bit_length()} bits")
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if isinstance(tree, Tensor):
         # torch.save would also write the user's attributes, which no reader needs.
-        tensors[prefix] = tree.detach() if type(tree) is Tensor else tree
-        return {"$tensor": prefix}
-    if isinstance(tree, list | tuple):
+        return _keep(tree.detach() if type(tree) is Tensor else tree, prefix, tensors)
+    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):  # a named tuple loses its names
         items = [_take_apart(item, f"{prefix}.{i}", tensors) for i, item in enumerate(tree)]
         return items if isinstance(tree, list) else {"$tuple": items}
-    if isinstance(tree, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in tree):
+    if isinstance(tree, Mapping) and not isinstance(tree, defaultdict):  # which loses its default
+        is_counter = isinstance(tree, Counter)
+        if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in tree):
             return {key: _take_apart(value, f"{prefix}.{key}", tensors) for key, value in tree.items()}
         pairs = [
             [_take_apart(key, prefix, tensors), _take_apart(value, f"{prefix}.{key}", tensors)]
             for key, value in tree.items()
         ]
-        return {"$counter" if isinstance(tree, Counter) else "$dict": pairs}
+        return {"$counter" if is_counter else "$dict": pairs}
     if isinstance(tree, bytes | bytearray):  # of any size, unlike text
         # With a byte more: torch.frombuffer refuses an empty buffer.
-        tensors[prefix] = torch.frombuffer(bytearray(tree) + b"\0", dtype=torch.uint8)[:-1].clone()
-        return {"$bytes": {"$tensor": prefix}}
+        as_tensor = torch.frombuffer(bytearray(tree) + b"\0", dtype=torch.uint8)[:-1].clone()
+        return {"$bytes": _keep(as_tensor, prefix, tensors)}
     if isinstance(tree, torch.dtype):
         return {"$dtype": str(tree).removeprefix("torch.")}
     if hasattr(tree, "item") and getattr(tree, "shape", None) == ():  # a NumPy scalar
@@ -53,6 +57,16 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     raise UserError(
         f"a checkpoint cannot hold {prefix}, a {type(tree).__name__}: only tensors and plain values"
     )
+
+
+def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    if path in tensors:
+        raise UserError(
+            f"a checkpoint cannot hold two tensors at {path}: keys of its dicts make one path, such as "
+            '"a.b" beside {"a": {"b": ...}}, or 1 beside "1"; name them apart'
+        )
+    tensors[path] = tensor
+    return {"$tensor": path}
 
 
 def put_together(plain: Any, tensors: Mapping[str, Tensor], path: str = "") -> Any:

@@ -1,0 +1,40 @@
+"""Nested state taken apart into tensors and plain values, and put together again."""
+
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+
+import pytest
+import torch
+
+from trainer.checkpoint.tree import put_together, take_apart
+from trainer.errors import UserError
+
+Pair = namedtuple("Pair", "a b")
+ONE = torch.ones(2)
+
+
+def test_state_comes_back_as_it_was():
+    tree = {
+        "x": {"n": 10**300, 1: ONE, "list": [ONE, (None, "text", 2.5)], "bytes": b"\x00\x01", "empty": b""},
+        "y": {"counts": Counter("aab"), "type": torch.bfloat16, "ordered": OrderedDict(k=True)},
+    }
+    tensors, plain = take_apart(tree)
+    back = {key: put_together(value, tensors, key) for key, value in plain.items()}
+    assert str(back) == str({**tree, "y": {**tree["y"], "ordered": {"k": True}}})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"a.b": ONE, "a": {"b": ONE}}, {1: ONE, "1": ONE}, {"a.b": b"1", "a": {"b": ONE}}],
+    ids=["dots", "types of keys", "bytes"],
+)
+def test_two_tensors_of_one_path_are_refused(state):
+    with pytest.raises(UserError, match=r"two tensors at x\.(a\.b|1)"):
+        take_apart({"x": state})
+
+
+@pytest.mark.parametrize(
+    "state", [Pair(1, ONE), defaultdict(int, a=1), 10**6000], ids=["names", "default", "digits"]
+)
+def test_what_would_come_back_as_something_else_is_refused(state):
+    with pytest.raises(UserError, match=r"a checkpoint cannot hold x\.state"):
+        take_apart({"x": {"state": state}})
