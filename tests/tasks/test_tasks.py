@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from trainer.errors import UserError
-from trainer.tasks import Classification, LanguageModelling, OwnLoss
+from trainer.tasks import Classification, LanguageModelling, MultiLabel, OwnLoss, Regression
 from trainer.tasks.cross_entropy import logits_of
 
 
@@ -232,3 +232,17 @@ def test_logits_are_found_in_what_a_model_returns() -> None:
     for output, words in (({"out": logits}, "a dict of out, but"), ((logits, None), "a tuple, but")):
         with pytest.raises(UserError, match=f"the model returns {words} must return a tensor of logits"):
             logits_of(output)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int8, torch.uint8])
+def test_labels_of_any_integer_dtype_train_alike(dtype):
+    model, inputs, labels = nn.Linear(4, 2), torch.randn(3, 4), torch.tensor([0, 1, 1])
+    loss = [Classification().loss(model, (inputs, given)) for given in (labels, labels.to(dtype))]
+    assert torch.equal(*loss)
+
+
+@pytest.mark.parametrize("task", [Classification(), LanguageModelling(), Regression(), MultiLabel()])
+@pytest.mark.parametrize("batch", [(torch.ones(2), torch.ones(2), ["a", "b"]), {"x": torch.ones(2)}])
+def test_a_batch_of_other_parts_is_told(task, batch):
+    with pytest.raises(UserError, match=r"a batch (has 3 parts|is a dict), but this task needs two"):
+        task.loss(nn.Linear(4, 2), batch)

@@ -8,6 +8,7 @@ from trainer.tasks.cross_entropy import (
     CrossEntropy,
     classes_of,
     counted,
+    inputs_and_labels,
     logits_as_made,
     logits_of,
     num_counted,
@@ -41,21 +42,21 @@ class Classification:
         self._cross_entropy.compile()
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs, labels = batch
+        inputs, labels = inputs_and_labels(batch)
         logits = logits_as_made(model(inputs))
         if self.label_smoothing:
             self.plain_loss = self._cross_entropy(logits.detach(), labels)
         return self._cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def weight(self, batch: tuple[Tensor, Tensor]) -> int:
-        return num_counted(batch[1])
+        return num_counted(inputs_and_labels(batch)[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """[loss, correct, labels, correct in the top five, labels with more than five classes, confusions]
 
         The confusions are the samples of class i predicted as class j, at i * classes + j.
         """
-        inputs, labels = batch
+        inputs, labels = inputs_and_labels(batch)
         logits = logits_of(model(inputs))
         has_top5 = logits.shape[1] > 5
         loss = self._cross_entropy(logits, labels, reduction="sum")
@@ -69,7 +70,7 @@ class Classification:
 
         An uncounted label stays -100.
         """
-        inputs, labels = batch
+        inputs, labels = inputs_and_labels(batch)
         logits = logits_of(model(inputs))
         label, prediction = classes_of(labels, logits), _likeliest(logits)[:, 0]
         return {"label": label, "prediction": prediction, "probabilities": logits.softmax(dim=1)}

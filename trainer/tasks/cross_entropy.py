@@ -10,19 +10,31 @@ from torch.nn import functional as F
 
 from trainer.errors import UserError
 
+_TAKEN_BY_TORCH = (torch.int64, torch.uint8)
 IGNORED = -100  # torch's value for a label that does not count
 
 
-def check_labels(labels: Any) -> None:
-    """Raise UserError if labels are no tensor, as those of text are not."""
+def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
+    """The two parts of a batch.
+
+    Raises:
+        UserError: it has other parts, or its labels are not a tensor, as those of text are not.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        has = f"has {len(batch)} parts" if isinstance(batch, tuple | list) else f"is a {type(batch).__name__}"
+        raise UserError(
+            f"a batch {has}, but this task needs two: inputs and labels. Let the dataset return two for each "
+            "sample, or set data.task to your own task"
+        )
+    inputs, labels = batch
     if not isinstance(labels, Tensor):
         inner = f" of {type(labels[0]).__name__}" if isinstance(labels, list | tuple) and labels else ""
         raise UserError(f"the labels are a {type(labels).__name__}{inner}, but must be numbers, in a tensor")
+    return inputs, labels
 
 
-def num_counted(labels: Any) -> int:
+def num_counted(labels: Tensor) -> int:
     """The number of counted labels of a batch on the host; for probabilities (B, classes), its rows."""
-    check_labels(labels)
     if labels.is_floating_point():
         return len(labels)
     return int(np.count_nonzero(labels.cpu().numpy() != IGNORED))  # 3 us; torch takes 9
@@ -57,6 +69,8 @@ class CrossEntropy:
         are_shares = labels.shape == logits.shape
         if are_shares and not labels.is_floating_point():
             labels = labels.to(logits.dtype)
+        elif not labels.is_floating_point() and labels.dtype not in _TAKEN_BY_TORCH:
+            labels = labels.long()
         is_here = labels.is_cpu and type(labels) is Tensor  # and has values, as fake tensors have not
         if (labels.is_cuda and not self._looked) or (are_shares and is_here):
             self._refuse_others(logits, labels)

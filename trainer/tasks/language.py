@@ -8,7 +8,14 @@ from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.tasks.base import Evaluation, Shown
-from trainer.tasks.cross_entropy import CrossEntropy, counted, logits_as_made, logits_of, num_counted
+from trainer.tasks.cross_entropy import (
+    CrossEntropy,
+    counted,
+    inputs_and_labels,
+    logits_as_made,
+    logits_of,
+    num_counted,
+)
 
 _TEMPERATURE = 0.8
 
@@ -57,7 +64,7 @@ class LanguageModelling:
         return self._loss(model, batch, "mean")
 
     def weight(self, batch: tuple[Tensor, Tensor]) -> int:
-        return num_counted(batch[1])
+        return num_counted(inputs_and_labels(batch)[1])
 
     def num_tokens(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return counted(batch[1]).sum()
@@ -72,7 +79,7 @@ class LanguageModelling:
 
         NaN if none of its tokens counts.
         """
-        tokens, targets = batch
+        tokens, targets = inputs_and_labels(batch)
         logits = logits_of(model(tokens))
         loss = self._cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         right, count = logits.argmax(dim=2) == targets, counted(targets).sum(dim=1)
@@ -101,7 +108,7 @@ class LanguageModelling:
         return Shown({"eval/text": f"{_quoted(before)}\n\ngoes on:\n\n{_quoted(after)}"})
 
     def _loss(self, model: nn.Module, batch: tuple[Tensor, Tensor], reduction: str) -> Tensor:
-        tokens, targets = batch
+        tokens, targets = inputs_and_labels(batch)
         if self.head != "logits":
             try:
                 loss: Tensor = model(

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.tasks.base import Evaluation, Shown
-from trainer.tasks.cross_entropy import check_labels, logits_of
+from trainer.tasks.cross_entropy import inputs_and_labels, logits_of
 from trainer.tasks.ranking import auc, average_precision, f1
 
 
@@ -38,8 +38,9 @@ class MultiLabel:
         return F.binary_cross_entropy_with_logits(*self._scores(model, batch))
 
     def weight(self, batch: tuple[Tensor, Tensor]) -> int:
-        _refuse_others(batch[1])
-        return batch[1].numel()
+        labels = inputs_and_labels(batch)[1]
+        _refuse_others(labels)
+        return labels.numel()
 
     def rows(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """loss (B,), scores (B, L) float32, labels (B, L) bool."""
@@ -86,7 +87,7 @@ class MultiLabel:
         return Shown(texts={"eval/labels": "\n".join(lines)})
 
     def _scores(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        inputs, labels = batch
+        inputs, labels = inputs_and_labels(batch)
         scores = logits_of(model(inputs))
         if scores.shape != labels.shape:
             raise UserError(
@@ -98,7 +99,6 @@ class MultiLabel:
 
 def _refuse_others(labels: Tensor) -> None:
     """Raise UserError if a label is not from 0 to 1; torch accepts any number."""
-    check_labels(labels)
     least, largest = (extreme.item() for extreme in labels.float().aminmax())
     if not 0 <= least <= largest <= 1:
         raise UserError(

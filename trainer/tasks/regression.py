@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from trainer.errors import UserError
 from trainer.tasks.base import Evaluation, Shown
-from trainer.tasks.cross_entropy import check_labels, logits_of
+from trainer.tasks.cross_entropy import inputs_and_labels, logits_of
 
 _LOSSES = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
 
@@ -70,8 +70,7 @@ class Regression:
 
     def _outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(B, K) each, also from (B,) if K is 1: torch would broadcast the two to (B, B)."""
-        inputs, targets = batch
-        check_labels(targets)
+        inputs, targets = inputs_and_labels(batch)
         outputs, targets = (
             values.float().reshape(len(values), -1) for values in (logits_of(model(inputs)), targets)
         )
