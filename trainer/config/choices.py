@@ -60,9 +60,11 @@ class UnitsConfig(StrategyConfig):
 
 
 @dataclass
-class SingleConfig(UnitsConfig):
-    devices_per_replica: int = at_least(1)
-    devices: list[str] | None = MISSING
+class SplitConfig(UnitsConfig):
+    """Settings of strategies that may split a model over several devices of a process."""
+
+    devices_per_replica: int = limited(lambda value: value >= 1, "at least 1", 1)
+    devices: list[str] | None = None
 
     @property
     def devices_each(self) -> int:
@@ -70,19 +72,13 @@ class SingleConfig(UnitsConfig):
 
 
 @dataclass
-class DdpConfig(UnitsConfig):
+class DdpConfig(SplitConfig):
     bucket_cap_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
     first_bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
     gradient_as_bucket_view: bool = MISSING
     static_graph: bool = MISSING
     find_unused_parameters: bool = MISSING
     sync_batchnorm: bool = MISSING
-    devices_per_replica: int = limited(lambda value: value >= 1, "at least 1", 1)
-    devices: list[str] | None = None
-
-    @property
-    def devices_each(self) -> int:
-        return self.devices_per_replica if self.devices is None else 1
 
 
 @dataclass
@@ -174,7 +170,7 @@ class SlurmLaunchConfig(LaunchConfig):
 
 
 STRATEGIES: dict[str, type[StrategyConfig]] = {
-    "single": SingleConfig,
+    "single": SplitConfig,
     "dp": StrategyConfig,
     "ddp": DdpConfig,
     "fsdp": FsdpConfig,

@@ -7,7 +7,7 @@ from trainer.config.choices import (
     NativeCommConfig,
     ParameterServerConfig,
     ScheduleCommConfig,
-    SingleConfig,
+    SplitConfig,
     TimedFaultConfig,
     UnitsConfig,
 )
@@ -73,7 +73,7 @@ def check_contradictions(config: Config) -> None:
                 )
     if isinstance(strategy, ParameterServerConfig):
         _check_parameter_server(config, strategy)
-    if isinstance(strategy, SingleConfig | DdpConfig):
+    if isinstance(strategy, SplitConfig):
         named = strategy.devices
         if named is not None and len(named) != strategy.devices_per_replica:
             raise UserError(

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.server import Mean, Server
-from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
+from trainer.config import Config, FsdpConfig, ParameterServerConfig, SplitConfig
 from trainer.distributed.process_group import Dist
 from trainer.nested import leaves, mapped
 from trainer.strategies import Strategy, build_strategy
@@ -77,7 +77,7 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> SimulatedStrate
         return SimulatedStrategy(_Scattering(list(devices.values()), gpus, computing), devices)
     split_over: list[torch.device] = []
     devices = {"": CPU}
-    if isinstance(settings, SingleConfig | DdpConfig) and settings.devices_per_replica > 1:
+    if isinstance(settings, SplitConfig) and settings.devices_per_replica > 1:
         names = settings.devices or [f"device {number}" for number in range(settings.devices_per_replica)]
         distinct = {name: torch.device("cpu", number) for number, name in enumerate(dict.fromkeys(names))}
         split_over = [distinct[name] for name in names]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SingleConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SplitConfig
 from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.backend_flags import set_backend_flags
 from trainer.distributed.process_group import Dist
@@ -85,5 +85,5 @@ def _named(config: Config, dist: Dist) -> Strategy:
         from trainer.strategies.data_parallel import DataParallel
 
         return DataParallel(dist.device, computing)
-    split_over = devices_of_replica(settings, dist.device) if isinstance(settings, SingleConfig) else ()
+    split_over = devices_of_replica(settings, dist.device) if isinstance(settings, SplitConfig) else ()
     return Strategy(dist.device, computing, split_over)

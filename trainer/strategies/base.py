@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer import step
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.summary import draw, table
-from trainer.config import DdpConfig, SingleConfig
+from trainer.config import SplitConfig
 from trainer.distributed.process_group import broadcast_tensors
 from trainer.errors import UserError, first_line
 from trainer.exact.order import AS_THEY_COME, SumOrder
@@ -221,7 +221,7 @@ class Strategy:
         """End threads and groups; called once, after a successful run."""
 
 
-def devices_of_replica(settings: SingleConfig | DdpConfig, first: torch.device) -> list[torch.device]:
+def devices_of_replica(settings: SplitConfig, first: torch.device) -> list[torch.device]:
     """The devices over which a replica is split, from the `first` of this process on; [] if it is whole.
 
     Raises:
