@@ -22,12 +22,12 @@ FLOORS: tuple[dict[str, str], ...] = (
         "nested": "",
     },
     {
-        "comm": "errors local_shard",
         "config": "errors",
         "files": "errors",
         "gradient_norm": "local_shard",
     },
     {
+        "comm": "errors files local_shard",
         "launch": "config errors files",
         "optim": "config errors local_shard nested",
     },

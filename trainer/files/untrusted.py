@@ -110,6 +110,10 @@ class Fields:
     def mapping(self, name: str) -> "Fields":
         return Fields(f"{self._origin}: {name}", self._take(name, Mapping, "a mapping"))
 
+    def mappings(self, name: str) -> "list[Fields]":
+        values = self.sequence(name, dict)
+        return [Fields(f"{self._origin}: {name}[{index}]", value) for index, value in enumerate(values)]
+
     def has(self, name: str) -> bool:
         """Whether ``name`` has a value other than null."""
         return self.values.get(name) is not None

@@ -17,8 +17,9 @@ import numpy as np
 from trainer.comm.algorithms.pipeline import SEGMENT_MB, WIDTH, first_sweep
 from trainer.comm.algorithms.schedule import Schedule
 from trainer.comm.algorithms.traffic import Traffic
-from trainer.comm.network.entries import Entry
+from trainer.comm.network.entries import number
 from trainer.comm.network.rounds import Round, rounds
+from trainer.files.untrusted import Fields
 
 _EQUAL = 1e-9  # relative: times that differ less are equal
 
@@ -42,7 +43,7 @@ class Machine:
     parallelism: float = math.inf  # processors of a host
 
 
-def measured(figures: Entry) -> dict[str, Any]:
+def measured(figures: Fields) -> dict[str, Any]:
     """Fields of a Machine from the output of `trainer.comm.preflight --json`: medians over all links.
 
     A preflight on one host has no links between hosts, one with a process per host none within.
@@ -50,27 +51,27 @@ def measured(figures: Entry) -> dict[str, Any]:
     Raises:
         ValueError: the preflight failed, or this is not its output.
     """
-    if not figures["passed"].truth():
-        raise ValueError("this preflight failed, so its figures cannot be used")
-    costs = figures["costs"]
-    found = {name: costs[name].number() for name in ("add_s_per_byte", "network_s_per_byte", "message_s")}
-    found["parallelism"] = costs["parallelism"].number(positive=True)
+    if figures.values.get("passed") is not True:
+        raise ValueError("it is not the output of a preflight that passed, so its figures cannot be used")
+    costs = figures.mapping("costs")
+    found = {name: number(costs, name) for name in ("add_s_per_byte", "network_s_per_byte", "message_s")}
+    found["parallelism"] = number(costs, "parallelism", positive=True)
     # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.
-    on_cpu = figures["backend"].text().endswith("cpu")
+    on_cpu = figures.text("backend").endswith("cpu")
     if on_cpu:
-        found["local_copy_s_per_byte"] = costs["copy_s_per_byte"].number()
+        found["local_copy_s_per_byte"] = number(costs, "copy_s_per_byte")
     measures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for link in figures["links"].each():
-        of = link["gbit_s"].number(positive=True) / 8e-9, link["latency_us"].number() * 1e-6
-        measures[link["source"].whole() == link["target"].whole()].append(of)
+    for link in figures.mappings("links"):
+        of = number(link, "gbit_s", positive=True) / 8e-9, number(link, "latency_us") * 1e-6
+        measures[link.count("source") == link.count("target")].append(of)
     for prefix, same_host in (("local_", True), ("", False)):
         if measures[same_host]:
             bytes_per_s, latency_s = np.median(measures[same_host], axis=0).tolist()
             found[f"{prefix}latency_s"] = latency_s
             found["local_bytes_per_s" if same_host else "link_bytes_per_s"] = bytes_per_s
-    crowded = costs.get("crowded_bytes_per_s")
-    if crowded and crowded.number() and "link_bytes_per_s" in found:
-        found["crowded"] = min(1.0, crowded.number() / found["link_bytes_per_s"])
+    crowded = number(costs, "crowded_bytes_per_s") if costs.has("crowded_bytes_per_s") else 0.0
+    if crowded and "link_bytes_per_s" in found:
+        found["crowded"] = min(1.0, crowded / found["link_bytes_per_s"])
     if on_cpu:
         found.pop("local_bytes_per_s", None)  # that of gloo's sockets, which are not used within a host
     return found

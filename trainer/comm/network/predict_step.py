@@ -17,6 +17,7 @@ from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.network import entries
 from trainer.comm.network.cost_model import Machine
 from trainer.comm.network.world import FP32, PlannedWorld
+from trainer.files.untrusted import Fields
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _LIKE = {"native": "ring"}  # gloo's and NCCL's own all-reduces of long buckets are rings
@@ -114,34 +115,40 @@ class MeasuredRun:
 def read(run_dir: Path) -> MeasuredRun:
     """Raises OSError; ValueError if a plan cannot use the run in `run_dir`, with the requirements."""
     result = entries.read(run_dir / "result.json")
-    timeline = result.get("timeline")
-    if timeline is None or timeline.value == {}:
+    if not result.values.get("timeline"):
         raise ValueError(
             "its result.json has no timeline: train with two or more processes and strategy=ddp, "
             "comm.timeline=true and any comm except powersgd; or with strategy=fsdp, comm=ring or another "
             "schedule, shard_group=world and one micro-batch a step"
         )
-    algorithm = _LIKE.get(result["comm"].text(), result["comm"].text())
+    timeline = result.mapping("timeline")
+    algorithm = _LIKE.get(result.text("comm"), result.text("comm"))
     if algorithm not in ALGORITHMS:
         raise ValueError(f"comm={algorithm} is not one of {', '.join(ALGORITHMS)}")
-    hosts = [host.whole() for host in timeline["hosts"].each()]
-    if set(hosts) != set(range(max(hosts) + 1)):
+    hosts, buckets = timeline.sequence("hosts", int), timeline.mappings("buckets")
+    if not hosts or set(hosts) != set(range(max(hosts) + 1)):
         raise ValueError(f"timeline.hosts is {hosts}, but must be each rank's host, from 0 without gaps")
+    if not buckets:
+        timeline.refuse("buckets", "a list of at least one bucket")
+    if (wire_dtype := timeline.text("wire_dtype")) not in _ITEMSIZE:
+        timeline.refuse("wire_dtype", f"one of {', '.join(_ITEMSIZE)}")
     return MeasuredRun(
-        step_s=result["ms_per_step"].number(positive=True) / 1e3,
-        exposed_s=timeline["exposed_ms"].number() / 1e3,
-        buckets=[_bucket(bucket) for bucket in timeline["buckets"].each()],
+        step_s=entries.number(result, "ms_per_step", positive=True) / 1e3,
+        exposed_s=entries.number(timeline, "exposed_ms") / 1e3,
+        buckets=[_bucket(bucket) for bucket in buckets],
         algorithm=algorithm,
         hosts=hosts,
-        itemsize=_ITEMSIZE[timeline["wire_dtype"].text(*_ITEMSIZE)],
-        on_cpu=timeline["device"].text() == "cpu",
+        itemsize=_ITEMSIZE[wire_dtype],
+        on_cpu=timeline.text("device") == "cpu",
     )
 
 
-def _bucket(entry: entries.Entry) -> BucketTiming:
+def _bucket(bucket: Fields) -> BucketTiming:
+    if (collective := bucket.text("collective")) not in {known.value for known in Collective}:
+        bucket.refuse("collective", f"one of {', '.join(known.value for known in Collective)}")
     return BucketTiming(
-        max(1, entry["bytes"].whole() // FP32),
-        entry["early_ms"].number(least=-entries.MOST) / 1e3,
-        entry["needed_ms"].number(least=-entries.MOST) / 1e3,
-        Collective(entry["collective"].text(*(known.value for known in Collective))),
+        max(1, bucket.count("bytes") // FP32),
+        entries.number(bucket, "early_ms", least=-entries.MOST) / 1e3,
+        entries.number(bucket, "needed_ms", least=-entries.MOST) / 1e3,
+        Collective(collective),
     )
