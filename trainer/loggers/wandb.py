@@ -1,5 +1,6 @@
 """Weights & Biases: online, or offline in run_dir/wandb for `wandb sync`."""
 
+import html
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +63,7 @@ class Wandb(Logger):
         self._run.log({"step": step, **values})
 
     def text(self, name: str, text: str, step: int) -> None:
-        self._run.log({"step": step, name: self._wandb.Html(f"<pre>{_escaped(text)}</pre>")})
+        self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(text, quote=False)}</pre>")})
 
     def image(self, name: str, image: Tensor, step: int) -> None:
         pixels = (image * 255).byte() if image.is_floating_point() else image
@@ -77,7 +78,3 @@ class Wandb(Logger):
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")
