@@ -467,7 +467,7 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
     for changes, message in (
         ({"timeline": None}, "has no timeline"),
-        ({"timeline": [3]}, "timeline is [3], but must be an object"),
+        ({"timeline": [3]}, "timeline is a list, but must be a mapping"),
         ({"timeline": known | {"hosts": []}}, "timeline.hosts is []"),
         ({"ms_per_step": 0.0}, "ms_per_step is 0.0, but must be a number above 0"),
         ({"comm": "powersgd"}, "comm=powersgd is not one of ring"),
