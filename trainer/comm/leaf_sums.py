@@ -164,7 +164,7 @@ class LeafSums:
         if lost := [name for name, p in self._names.items() if p in self._had and p.grad is None]:
             raise UserError(
                 f"train.exact: {lost[0]} was used in a part of the batch, but in the last part of no rank, "
-                "and DDP then leaves it out; take strategy=single or fsdp, or use it in each part"
+                "and DDP then leaves it out; use strategy=single or fsdp, or use it in each part"
             )
 
     @torch.no_grad()
@@ -242,7 +242,7 @@ class ShardSums:
         if numel != self._num_elements(world):
             raise UserError(
                 f"train.exact: a part of the batch used only some parameters of {self._name}, and under "
-                "strategy=fsdp a unit's are added as one; take strategy=ddp "
+                "strategy=fsdp a unit's are added as one; use strategy=ddp "
                 "strategy.find_unused_parameters=true, or freeze what is never used (model.freeze)"
             )
         message = self._encoder.zeros(world * (numel + 1), output.device).view(world, -1)

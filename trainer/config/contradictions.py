@@ -93,7 +93,7 @@ def _check_exact(config: Config) -> None:
     refused = {
         f"strategy={strategy.name}": (
             strategy.name not in ("single", "ddp", "fsdp"),
-            "whose sums depend on the ranks; take strategy=single, ddp or fsdp",
+            "whose sums depend on the ranks; use strategy=single, ddp or fsdp",
         ),
         f"comm={comm.algorithm}": (
             comm.algorithm not in ("native", *SCHEDULES),
@@ -128,7 +128,7 @@ def _check_exact(config: Config) -> None:
         )
         refused["train.channels_last=true"] = (
             train.channels_last,
-            "which strategy=fsdp gathers in another layout; set it to false, or take strategy=ddp",
+            "which strategy=fsdp gathers in another layout; set it to false, or use strategy=ddp",
         )
         refused[f"strategy.reduce_dtype={strategy.reduce_dtype}"] = (
             strategy.reduce_dtype != "fp32",

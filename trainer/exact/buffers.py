@@ -20,7 +20,7 @@ class LeafBuffers:
     Which buffers change is learned in the first step.
 
     Args:
-        model: unwrapped; buffers may be assigned anew, of the same size.
+        model: unwrapped; its buffers may be replaced by others of the same size.
         num_leaves: of a step, over all ranks.
         first: the number of this rank's first leaf.
     """

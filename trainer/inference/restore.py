@@ -120,7 +120,7 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
 
 
 def _tell_whose_classes(config: Config) -> None:
-    path, owner = location(config.run_dir or "") / "config.yaml", "whoever writes there"
+    path, owner = location(config.run_dir or "") / "config.yaml", "those who may write there"
     if isinstance(path, Path):
         with contextlib.suppress(OSError, KeyError):  # a user without a name
             owner = path.owner()

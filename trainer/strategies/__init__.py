@@ -44,7 +44,7 @@ def _check_leaves(num_leaves: int, strategy: str, num_replicas: int) -> None:
     if strategy == "fsdp" and num_leaves % num_replicas:
         raise UserError(
             f"train.exact={num_leaves} does not divide over {num_replicas} ranks, and strategy=fsdp needs as "
-            f"many leaves on each; set train.exact={above}, or take strategy=ddp"
+            f"many leaves on each; set train.exact={above}, or use strategy=ddp"
         )
 
 
