@@ -2,19 +2,22 @@
 
 Each kind of benchmarks/module_kinds.py makes six steps: alone, and on two ranks under ddp, fsdp and parameter
 servers. Others resume from its checkpoint of step 3. They must end with the same bits, or the run must be
-refused: before its first step, or after it if only a forward pass creates what cannot be saved. APART:
-strategies that make the same steps on two ranks ended with different bits. The exit status is 1
-if any is WRONG.
+refused: before its first step, or after it if only a forward pass creates what cannot be saved. "Warned" is a
+resume with other bits of a run that had warned of state that no checkpoint holds. APART: strategies that make
+the same steps on two ranks ended with different bits. The exit status is 1 if any is WRONG.
 
     python -m benchmarks.modules [--only Tied Lstm] [--strategies fsdp] [--out FOLDER]
 """
 
 import argparse
+import logging
 import os
 import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -55,19 +58,37 @@ def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str
     words += [f"run_dir={run_dir}", f"resume={source if resume else 'null'}"]
 
     def trained() -> str:
-        with job_as(settings(f"strategy={strategy}", *WORDS, f"+model.kind={kind}", *words)) as context:
+        with (
+            unsaved_state_told() as told,
+            job_as(settings(f"strategy={strategy}", *WORDS, f"+model.kind={kind}", *words)) as context,
+        ):
             try:
                 fit(context)
             except UserError as error:
                 if (step := context.state.progress.step) > 1:
                     raise RuntimeError(f"refused after step {step}: {error}") from error
                 raise
+            if told:
+                answers.give("told", told[0])
             return parameters_sha256(context.state.model)
 
     question = "resumed" if resume else "trained"
     sha = answers.asked(question, trained)
     if int(os.environ["RANK"]) == 0:
         answers.give(question, sha)
+
+
+@contextmanager
+def unsaved_state_told() -> Iterator[list[str]]:
+    """The warnings of state that no checkpoint holds, on this rank."""
+    told: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("trainer.training.unsaved_state")
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield told
+    finally:
+        log.removeHandler(handler)
 
 
 def verdict(row: dict[str, str]) -> str:
@@ -78,7 +99,9 @@ def verdict(row: dict[str, str]) -> str:
         return f"WRONG: resume {resumed}"
     if resumed.startswith("WRONG"):
         return resumed
-    return f"equal {trained[:8]}" if trained == resumed else "WRONG: resumed to other bits"
+    if trained == resumed:
+        return f"equal {trained[:8]}"
+    return f"warned: {row['told']}" if "told" in row else "WRONG: resumed to other bits"
 
 
 def main() -> None:
