@@ -19,6 +19,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "errors": "",
         "local_shard": "",
+        "fingerprint": "",
         "nested": "",
     },
     {
@@ -35,7 +36,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "faults": "config errors files launch local_shard nested optim",
     },
     {
-        "data": "errors faults launch nested",
+        "data": "errors faults fingerprint launch nested",
         "distributed": "config errors faults files launch local_shard",
     },
     {
@@ -65,8 +66,8 @@ FLOORS: tuple[dict[str, str], ...] = (
         "evaluate": "config distributed files inference",
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
-        "training": "checkpoint config data distributed errors exact faults inference launch local_shard "
-        "loggers nested optim run_dir tasks",
+        "training": "checkpoint config data distributed errors exact faults fingerprint inference launch "
+        "local_shard loggers nested optim run_dir tasks",
     },
     {
         "loop": "errors inference optim training",

@@ -124,6 +124,7 @@ def skip_epoch(context: TrainingContext) -> None:
 
 def save(context: TrainingContext, evaluation: dict[str, float] | None = None) -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
+    context.unsaved_state.look_at_save()
     context.replica_check.check(context.state)
     context.strategy.collect(context.model)
     context.checkpointer.save(context.state, evaluation, context.train_loader.place())

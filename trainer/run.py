@@ -165,7 +165,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         ),
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
-        unsaved_state=UnsavedState(strategy.unwrap(wrapped), task, strategy.trains and strategy.replica == 0),
+        unsaved_state=UnsavedState(
+            strategy.unwrap(wrapped), task, state.optimizer, strategy.trains and strategy.replica == 0
+        ),
         agreement=StepAgreement(dist),
         gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame, strategy.order.limit),
         frozen=Frozen(strategy.unwrap(wrapped)),

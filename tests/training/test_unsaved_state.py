@@ -1,10 +1,13 @@
 """State that no checkpoint holds is named; attributes that only look like state are not."""
 
+import itertools
 import logging
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +56,66 @@ class Keeper(nn.Module):
         return out
 
 
+class Helper:
+    """A plain object with a slot and a class attribute."""
+
+    __slots__ = ("mean",)
+    rate = 0.9
+
+
+class Hoarder(nn.Module):
+    """Keeps one thing, in what is no list, dict or tensor."""
+
+    passes_of_all, scale = 0, 1.0
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.layer, self.calls = kept, nn.Linear(6, 2), itertools.count()
+        self.seen: set[int] = set()
+        self.counter: Counter[str] = Counter()
+        self.helper, self.state, self.steps = Helper(), np.random.RandomState(0), iter([1, 2, 3, 4])
+        self.helper.mean = torch.zeros(2)
+        self.numbers = (number for number in range(4))
+        self.late_cache: dict[int, Tensor] = {}
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out = self.layer(rows)
+        self.passes += 1
+        match self.kept:
+            case "seen":
+                self.seen.add(len(self.seen))
+            case "counter":
+                self.counter["passes"] += 1
+            case "helper":
+                self.helper.mean = out.detach().mean(0)
+            case "state":
+                self.state.rand()
+            case "calls":
+                next(self.calls)
+            case "steps":
+                next(self.steps)
+            case "numbers":
+                next(self.numbers)
+            case "passes_of_all":
+                type(self).passes_of_all += 1
+            case "scale" if self.passes == 4:
+                self.scale = 0.5
+            case "late_cache" if self.passes == 4:
+                self.late_cache[3] = torch.ones(3)
+        return out
+
+
+class LongerSteps(torch.optim.SGD):
+    """Counts in a plain attribute."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        super().step()
+
+
 class Extra(Keeper):
     def get_extra_state(self) -> Any:
         return self.passes
@@ -95,11 +158,14 @@ class Teaching(nn.Module):
 def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture, kept: str = "") -> list[str]:
     task = Teaching(kept)
     caplog.clear()
-    unsaved, optimizer = UnsavedState(model, task, True), torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = (LongerSteps if kept == "optimizer" else torch.optim.SGD)(model.parameters(), 0.1)
+    unsaved = UnsavedState(model, task, optimizer, True)
     for _ in range(4):
         task.loss(model, torch.randn(3, 6)).backward()
         optimizer.step()
         unsaved.look()
+    unsaved.look_at_save()
+    unsaved.look_at_save()
     return [record.getMessage() for record in caplog.records]
 
 
@@ -112,6 +178,22 @@ def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixt
     for kept in ("", "cache", "buffer", "output", "weight norm"):
         assert not warnings_of(Keeper(kept), caplog), kept
     assert not warnings_of(Extra("number"), caplog)
+
+
+def test_so_is_what_objects_and_classes_keep(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    kinds = ("seen", "counter", "helper", "state", "calls", "steps", "numbers", "passes_of_all", "scale")
+    for kept in kinds:
+        (message,) = warnings_of(Hoarder(kept), caplog)
+        assert message.startswith(f"{kept} changes from step to step"), message
+    for kept in ("", "late_cache"):
+        assert not warnings_of(Hoarder(kept), caplog), kept
+
+
+def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    (message,) = warnings_of(nn.Linear(6, 2), caplog, "optimizer")
+    assert message.startswith("optimizer.num_steps changes from step to step"), message
 
 
 def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,100 +1,90 @@
-"""Attributes that modules and tasks keep between steps without saving them, so that a resume is not exact."""
+"""Attributes that modules, tasks and optimizers keep without saving them, so that a resume is not exact."""
 
 import logging
-import random
-import zlib
-from dataclasses import is_dataclass
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch import nn
+from torch.optim import Optimizer
 
-from trainer.distributed.gather_shards import as_bytes
+from trainer.fingerprint import OF_EVERY_MODULE, class_data, fingerprint
 
 log = logging.getLogger(__name__)
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic)
+_OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
 
 
 class UnsavedState:
-    """Compares the attributes of modules and of the task after the first two steps; warns of changed ones.
+    """Compares the attributes of modules, task and optimizer after the first two steps, and at each save.
 
-    Attributes that the first step sets and the second does not change, such as caches, are no state. A module
-    with `get_extra_state` decides itself what is saved.
+    Warns of what changed. Attributes that the first step sets and the second does not change, such as caches,
+    are no state; nor is what is new or of another size at a save. A module with `get_extra_state`, and an
+    optimizer with its own `state_dict`, decide themselves what is saved.
     """
 
-    def __init__(self, model: nn.Module, task: Any, looks: bool) -> None:
+    def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
         """One rank that `looks` is enough: the first of those that train."""
-        self._model, self._task = model, task
-        self._after_first: dict[str, list[Any]] | None = None
-        self._is_over = not looks
+        self._model, self._task, self._optimizer, self._looks = model, task, optimizer, looks
+        self._num_steps = 0
+        self._before: dict[str, dict[str, Any]] = {}
+        self._told: set[str] = set()
 
     def look(self) -> None:
         """Called after each step."""
-        if self._is_over:
+        self._num_steps += 1
+        if not self._looks or self._num_steps > 2:
             return
-        now = _attributes(self._model) | self._of_task()
-        if self._after_first is None:
-            self._after_first = now
-            return
-        self._is_over = True
-        if changed := [name for name in now if now[name] != self._after_first.get(name, now[name])]:
+        now = self._attributes()
+        if self._num_steps == 2:
+            self._tell(name for name in now if now[name] != self._before.get(name, now[name]))
+        self._before = now
+
+    def look_at_save(self) -> None:
+        """Called before each save, for what changes only later."""
+        if self._looks and self._num_steps > 2:
+            self._tell(
+                name
+                for name, values in self._attributes().items()
+                if any(
+                    _changed(self._before.get(name, {}).get(place), value) for place, value in values.items()
+                )
+            )
+
+    def _tell(self, names: Iterable[str]) -> None:
+        changed = [name for name in names if name not in self._told]
+        self._told.update(changed)
+        if changed:
             log.warning(
                 "%s%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
                 "that the one before left, a resumed run will differ; make it a buffer of the model "
-                "(register_buffer), or give its module get_extra_state and set_extra_state",
+                "(register_buffer), or give its module get_extra_state and set_extra_state; what an "
+                "optimizer keeps belongs in its state",
                 ", ".join(changed[:5]),
                 f" (and {len(changed) - 5} more)" * (len(changed) > 5),
             )
-        self._after_first = {}
 
-    def _of_task(self) -> dict[str, list[Any]]:
-        """The attributes of the task, but for its `plain_loss`; what is a module in it, with its tensors."""
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        """What can be compared of each attribute, by name, if it is not a parameter, buffer or module."""
+        model = self._model
+        known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+        found: dict[str, Any] = {}
+        for prefix, module in model.named_modules():
+            if type(module).get_extra_state is nn.Module.get_extra_state:
+                for name, value in (class_data(type(module)) | vars(module)).items():
+                    if name not in OF_EVERY_MODULE:
+                        found[f"{prefix}.{name}" if prefix else name] = value
         parts = {**getattr(self._task, "_buffers", {}), **getattr(self._task, "_modules", {})}
-        return {
-            f"task.{name}": _values(value, known={id(part) for part in self._model.modules()})
-            for name, value in (vars(self._task) | parts).items()
-            if name not in {*_OF_EVERY_MODULE, "plain_loss"}
-        }
+        for name, value in (class_data(type(self._task)) | vars(self._task) | parts).items():
+            if name not in {*OF_EVERY_MODULE, "plain_loss"}:
+                found[f"task.{name}"] = value
+        if type(self._optimizer).state_dict is Optimizer.state_dict:
+            for name, value in (class_data(type(self._optimizer)) | vars(self._optimizer)).items():
+                if name not in _OF_EVERY_OPTIMIZER and not name.startswith("_optimizer_"):
+                    found[f"optimizer.{name}"] = value
+        return {name: fingerprint(value, known) for name, value in found.items()}
 
 
-def _attributes(model: nn.Module) -> dict[str, list[Any]]:
-    """Numbers, strings and tensors of each attribute, by name, if it is not a parameter, buffer or module."""
-    found = {}
-    known = {id(part) for part in model.modules()}
-    for prefix, module in model.named_modules():
-        if type(module).get_extra_state is nn.Module.get_extra_state:
-            for name, value in vars(module).items():
-                if name not in _OF_EVERY_MODULE:
-                    found[f"{prefix}.{name}" if prefix else name] = _values(value, known)
-    return found
-
-
-def _values(attribute: Any, known: set[int]) -> list[Any]:
-    return [_value(leaf) for leaf in tree_leaves(attribute) if id(leaf) not in known]
-
-
-def _value(leaf: Any, within: bool = False) -> Any:
-    """What of `leaf` can be compared; None for what the step computes, and for objects of other kinds."""
-    if isinstance(leaf, Tensor):
-        is_derived = leaf.requires_grad or isinstance(leaf, DTensor)
-        if is_derived or leaf.is_meta or leaf.layout != torch.strided:
-            return None
-        return (leaf.shape, zlib.crc32(as_bytes(leaf.cpu())))
-    if isinstance(leaf, np.ndarray):
-        return (leaf.shape, zlib.crc32(leaf.tobytes()))
-    if isinstance(leaf, torch.Generator):
-        return _value(leaf.get_state())
-    if isinstance(leaf, random.Random):
-        return leaf.getstate()
-    if isinstance(leaf, np.random.Generator):
-        return repr(leaf.bit_generator.state)
-    if isinstance(leaf, nn.Module):  # in a list, say, where the model does not know of it
-        return [_value(tensor.detach()) for tensor in leaf.state_dict().values()]
-    if isinstance(leaf, SimpleNamespace) or is_dataclass(leaf):
-        return None if within else [_value(value, within=True) for value in vars(leaf).values()]
-    return repr(leaf) if isinstance(leaf, _PLAIN) else None
+def _changed(before: Any, now: Any) -> bool:
+    """Whether a value has another one of the same size: a cache that grew is no state."""
+    if before is None or now is None or before == now:
+        return False
+    return not (isinstance(before, tuple) and isinstance(now, tuple) and before[0] != now[0])

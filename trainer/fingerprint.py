@@ -1,0 +1,156 @@
+"""What can be compared of any object: numbers, text, tensors and random generators, by their places in it."""
+
+import itertools
+import random
+import sys
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterator
+from types import GeneratorType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, complex, str, bytes, np.generic)
+_GENERATORS = (
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    torch.Generator,
+)
+_NOT_WALKED = sys.stdlib_module_names | {"torch", "numpy"}  # loggers, threads, streams, hooks
+_MOST = 10_000  # objects in one walk
+_MOST_OF_ONE = 1_000  # elements of one container
+_WHOLE = 2**20  # elements of a tensor that are all read; of a larger one as many, evenly spread
+
+
+def fingerprint(value: Any, known: Collection[int] = ()) -> dict[str, Any]:
+    """What of `value` can be compared, by its place; None where there is something else.
+
+    Never raises, and looks at no more than 10,000 objects. What is in `known`, by id, is left out.
+    """
+    return {place: _compared(leaf) for place, leaf in _walk(value, known)}
+
+
+def class_data(kind: type) -> dict[str, Any]:
+    """The attributes of a user's class that are data, its bases' among them."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if _is_walked(base):
+            found |= {name: value for name, value in vars(base).items() if _is_data(name, value)}
+    return found
+
+
+def _is_data(name: str, value: Any) -> bool:
+    is_dunder = name.startswith("__") or name == "_abc_impl"
+    return not is_dunder and not callable(value) and not hasattr(type(value), "__get__")
+
+
+def _is_walked(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in _NOT_WALKED
+
+
+def _walk(value: Any, known: Collection[int]) -> Iterator[tuple[str, Any]]:
+    """Breadth first, so that a long list hides nothing beside it."""
+    ahead: deque[tuple[str, Any]] = deque([("", value)])
+    seen: dict[int, Any] = {}
+    for _ in range(_MOST):
+        if not ahead:
+            return
+        place, item = ahead.popleft()
+        if id(item) in known or id(item) in seen:
+            continue
+        if not isinstance(item, _PLAIN):
+            seen[id(item)] = item  # kept, so that no id is used twice
+        try:
+            inside = _inside(item)
+        except Exception:  # whatever the user's object does when it is looked at
+            inside = None
+        if inside is None:
+            yield place, item
+            continue
+        yield f"{place} ({len(inside)})", True
+        parts = itertools.islice(inside.items(), _MOST_OF_ONE)
+        ahead.extend((f"{place}{name}", part) for name, part in parts)
+
+
+def _inside(item: Any) -> dict[str, Any] | None:
+    """The parts of `item` by name; None for a leaf."""
+    if isinstance(item, (*_PLAIN, *_GENERATORS, Tensor, np.ndarray, type)) or item is None:
+        return None
+    if isinstance(item, dict):
+        return {
+            f"[{key!r}]" if isinstance(key, _PLAIN) else f"[key {at}]": part
+            for at, (key, part) in enumerate(item.items())
+        }
+    if isinstance(item, list | tuple | deque):
+        return {f"[{at}]": part for at, part in enumerate(item)}
+    if isinstance(item, set | frozenset):
+        return {f"[{key}]": True for key in sorted(repr(part) for part in item if isinstance(part, _PLAIN))}
+    if isinstance(item, nn.Module):
+        tensors = {f".{name}": tensor.detach() for name, tensor in item.state_dict().items()}
+        return tensors | {
+            f".{prefix}.{name}": part
+            for prefix, module in item.named_modules()
+            for name, part in vars(module).items()
+            if name not in OF_EVERY_MODULE
+        }
+    if isinstance(item, GeneratorType):
+        if (frame := item.gi_frame) is None:
+            return None
+        return {".at": frame.f_lasti} | {f".{name}": part for name, part in frame.f_locals.items()}
+    if type(item).__module__ in ("builtins", "itertools") and hasattr(item, "__next__"):
+        with warnings.catch_warnings(action="ignore"):  # later Pythons cannot copy those of itertools
+            return {f".{at}": part for at, part in enumerate(item.__reduce_ex__(2)[1:])}
+    if isinstance(item, SimpleNamespace | Dataset) or _is_walked(type(item)):
+        return _attributes(item)
+    return None
+
+
+def _attributes(item: Any) -> dict[str, Any] | None:
+    """What the user's class and `item` hold; None for nothing, as for objects in C."""
+    names: list[str] = []
+    for kind in type(item).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    in_slots = {name: getattr(item, name) for name in names if name != "__dict__" and hasattr(item, name)}
+    held = class_data(type(item)) | in_slots | getattr(item, "__dict__", {})
+    return {f".{name}": part for name, part in held.items()} or None
+
+
+def _compared(leaf: Any) -> Any:
+    try:
+        return _value(leaf)
+    except Exception:  # a tensor without memory, a generator of another library
+        return None
+
+
+def _value(leaf: Any) -> Any:
+    """None for what the step computes, and for objects of other kinds."""
+    if isinstance(leaf, Tensor):
+        is_derived = leaf.requires_grad or isinstance(leaf, DTensor)
+        if is_derived or leaf.is_meta or leaf.layout != torch.strided:
+            return None
+        flat = leaf.detach().reshape(-1)
+        flat = flat[:: 1 + flat.numel() // _WHOLE].cpu().contiguous()
+        return (tuple(leaf.shape), zlib.crc32(flat.view(torch.uint8).numpy().data))
+    if isinstance(leaf, np.ndarray):
+        return (leaf.shape, zlib.crc32(leaf.tobytes()))
+    if isinstance(leaf, torch.Generator):
+        return _value(leaf.get_state())
+    if isinstance(leaf, random.Random):
+        return leaf.getstate()
+    if isinstance(leaf, np.random.Generator):
+        return _value(leaf.bit_generator)
+    if isinstance(leaf, np.random.RandomState):
+        return fingerprint(leaf.get_state(legacy=False))
+    if isinstance(leaf, np.random.BitGenerator):
+        return fingerprint(leaf.state)
+    return repr(leaf) if isinstance(leaf, _PLAIN) else None
