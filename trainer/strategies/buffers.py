@@ -1,58 +1,116 @@
 """Buffers that a forward pass changes: each rank's next forward pass starts from rank 0's."""
 
-from collections.abc import Callable
+import inspect
+import types
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.strategies.shardable import BATCH_NORMS
 
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_FORWARDS = {kind.forward for kind in _NORMS}
+_STATISTICS = {"running_mean", "running_var"}
+_SMALL_BYTES = 1 << 20  # sending these costs less than asking all ranks, which waits for the device
 
 
 def are_statistics(model: nn.Module) -> bool:
     """Whether all buffers are those of norms of torch, which training only writes.
 
-    Those of rank 0 follow its own data in any case, and are used for evaluation and saving.
+    Those of rank 0 follow its own data in any case, and are used for evaluation and saving. A subclass with
+    its own forward pass may read them, and so may a model whose code names them.
     """
     holders = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
-    return all(isinstance(module, (*BATCH_NORMS, *_INSTANCE_NORMS)) for module in holders)
+    only_norms = all(isinstance(each, _NORMS) and type(each).forward in _FORWARDS for each in holders)
+    return only_norms and not (holders and _names_statistics(model))
+
+
+def _names_statistics(model: nn.Module) -> bool:
+    """Whether the code of the model's classes, or of functions that it uses by name, names the statistics."""
+    kinds = {base for module in model.modules() for base in type(module).__mro__}
+    waiting = [each for kind in kinds if not _is_torchs(kind) for each in _functions(kind)]
+    seen = set(waiting)
+    while waiting:
+        function = waiting.pop()
+        names = set(_names(function.__code__))
+        if names & _STATISTICS:
+            return True
+        used = {each for name in names if inspect.isfunction(each := function.__globals__.get(name))}
+        new = {each for each in used if not _is_torchs(each)} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
+def _is_torchs(code: type | types.FunctionType) -> bool:
+    return str(code.__module__).partition(".")[0] in ("torch", "builtins")
+
+
+def _functions(kind: type) -> Iterator[types.FunctionType]:
+    for value in vars(kind).values():
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if inspect.isfunction(function):
+            yield inspect.unwrap(function)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):  # of getattr
+            yield constant
+        elif inspect.iscode(constant):
+            yield from _names(constant)
 
 
 class ChangedBuffers:
-    """Sends each rank rank 0's buffers before each forward pass, as DDP does, if the first pass changed any.
+    """Sends each rank rank 0's buffers before each forward pass, as DDP does, once a pass has changed any.
 
-    Otherwise ranks would continue from their own, and a resumed run from those of rank 0. Constants, such as
-    masks and tables of positions, are not sent.
+    Otherwise ranks would continue from their own, and a resumed run from those of rank 0. Large constants,
+    such as masks, are not sent: each pass compares them with a copy of the first, and asks all ranks. Their
+    values are compared, since what is written through `data` or `numpy` has the same version.
 
     Args:
         sync: sends each rank the buffers of rank 0 (a collective).
         on_any: whether its argument is true on any rank (a collective).
+        small_bytes: up to this size in all, buffers are always sent.
     """
 
-    def __init__(self, model: nn.Module, sync: Callable[[], None], on_any: Callable[[bool], bool]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sync: Callable[[], None],
+        on_any: Callable[[bool], bool],
+        small_bytes: int = _SMALL_BYTES,
+    ) -> None:
         self._model, self._sync, self._on_any = model, sync, on_any
-        self._before_first: list[tuple[torch.Tensor, int]] | None = None
-        self._change: bool | None = False if are_statistics(model) else None
+        self._first: list[Tensor] | None = None
+        self._kept = are_statistics(model)
+        self._change = sum(buffer.nbytes for buffer in model.buffers()) <= small_bytes
 
     def before_forward(self) -> None:
-        """Called before each forward pass in training, on all ranks (a collective, except the first)."""
-        if self._change is None:
-            now = [(buffer, buffer._version) for buffer in self._model.buffers()]
-            if self._before_first is None:
-                self._before_first = now
-                return
-            self._change = self._on_any(self._are_others(now))
+        """Called before each forward pass in training, on all ranks (a collective)."""
+        if self._kept:
+            return
+        if not self._change:
+            now = [buffer.detach() for buffer in self._model.buffers()]
+            if self._first is None:
+                self._first = [buffer.clone() for buffer in now]
+            changed = len(now) != len(self._first) or not all(map(_equal, now, self._first))
+            self._change = self._on_any(changed)
+            if self._change:
+                self._first = None
         if self._change:
             self._sync()
 
-    def _are_others(self, now: list[tuple[torch.Tensor, int]]) -> bool:
-        before, self._before_first = self._before_first or [], None
-        return len(now) != len(before) or any(
-            buffer is not first or version != at_first
-            for (buffer, version), (first, at_first) in zip(now, before, strict=True)
-        )
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same bits, in any dtype; a NaN equals itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    first, second = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(first, second)
 
 
 def any_of(here: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:

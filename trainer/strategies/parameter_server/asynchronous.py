@@ -111,7 +111,7 @@ class AsyncParameterServer(ParameterServer):
                 )
             self._buffers = None
 
-        return ChangedBuffers(self._model, warn, lambda here: here)
+        return ChangedBuffers(self._model, warn, lambda here: here, small_bytes=-1)
 
     # ---- parts of a round
 
