@@ -43,7 +43,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "checkpoint": "config distributed errors faults files local_shard optim",
         "exact": "comm distributed errors files gradient_norm local_shard",
         "meta_init": "distributed errors nested",
-        "tasks": "data errors nested",
+        "tasks": "data errors local_shard nested",
     },
     {
         "run_dir": "checkpoint distributed errors files",
@@ -55,7 +55,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "sweep": "config errors files launch run_dir",
     },
     {
-        "build": "checkpoint config data distributed errors meta_init strategies tasks",
+        "build": "checkpoint config data distributed errors meta_init nested strategies tasks",
         "compare": "config errors files run_dir sweep",
     },
     {

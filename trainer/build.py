@@ -21,6 +21,7 @@ from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.meta_init.deferred import Deferred
+from trainer.nested import leaves
 from trainer.strategies import Strategy
 from trainer.tasks import Task, offers
 
@@ -144,14 +145,19 @@ def build_task(config: Config) -> Task:
             "without what evaluation needs: eval_sums and summarise, or rows and summarise_rows; see "
             "trainer.tasks.Task. With train.eval_every_epochs=0 only loss is needed"
         )
-    if isinstance(task, nn.Module) and any(parameter.requires_grad for parameter in task.parameters()):
+    if any(_is_trained(part) for part in leaves(getattr(task, "__dict__", {}))):
         raise UserError(
             f"data.task: {type(task).__name__} has parameters, which no optimizer would train and no "
-            "checkpoint hold; put them into the model"
+            "checkpoint hold; put them into the model, or freeze them (requires_grad_(False))"
         )
     if config.train.compile and offers(task, "compile"):
         task.compile()
     return task
+
+
+def _is_trained(part: Any) -> bool:
+    of_module = part.parameters() if isinstance(part, nn.Module) else [part]
+    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in of_module)
 
 
 def start_from(node: dict[str, Any], model: Deferred, agreement: Agreement, dist: Dist) -> None:

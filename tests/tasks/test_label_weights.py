@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,17 +268,27 @@ def test_a_loss_of_0_by_0_adds_nothing_where_no_label_counts(tmp_path: Any) -> N
 
 @pytest.mark.parametrize(
     ("weight", "shown"),
-    [(-1, "-1.0"), (math.nan, "nan"), (math.inf, "inf"), ([1, 2], r"a tensor of shape \(2,\)")],
+    [
+        (1e31, r"1e\+31"),
+        (1e-46, "1e-46"),
+        (-1, "-1.0"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        ([1, 2], r"a tensor of shape \(2,\)"),
+    ],
 )
 def test_a_weight_that_is_no_number_of_labels_is_refused(weight: Any, shown: str) -> None:
     class Mine:
         def weight(self, batch: Any) -> Tensor:
-            return torch.tensor(weight)
+            return torch.tensor(weight, dtype=torch.float64)
 
     with pytest.raises(UserError, match=f"Mine.weight gives {shown}, but must give how many labels"):
         weight_of(Mine(), None)
     Mine.weight = lambda self, batch: None  # type: ignore[assignment,return-value]
     with pytest.raises(UserError, match=r"Mine\.weight gives a NoneType, but"):
+        weight_of(Mine(), None)
+    Mine.weight = lambda self, batch: 10**400  # type: ignore[assignment,return-value]
+    with pytest.raises(UserError, match=r"Mine\.weight gives a number above 1e308, but"):
         weight_of(Mine(), None)
 
 
@@ -289,6 +300,7 @@ def test_a_weight_that_is_no_number_of_labels_is_refused(weight: Any, shown: str
         (lambda loss: (loss, loss), "a tuple"),
         (lambda loss: loss.expand(3), r"a tensor of shape \(3,\)"),
         (lambda loss: loss.long(), "a torch.int64 tensor that requires no gradient"),
+        (lambda loss: loss * torch.tensor(1j), "a torch.complex64 tensor"),
         (lambda loss: loss.detach(), "a torch.float32 tensor that requires no gradient"),
     ],
 )
@@ -310,10 +322,125 @@ class Backward(Classification):
 
 def test_a_loss_that_makes_gradients_itself_is_refused(tmp_path: Any) -> None:
     own = (*PLAIN, *DATA["digits"][:2], f"data.task._target_={__name__}.Backward")
-    expected = "Backward.loss calls backward() itself, and those gradients would not be divided"
+    expected = "Backward.loss changes the gradients of parameters, as backward() and zero_grad() do"
     for strategy in ("single", "fsdp"):
         words = (*own, f"strategy={strategy}", f"run_dir={tmp_path}/{strategy}")
         assert expected in run_ranks(refusals, 1, words, init=False)[0][0]
+
+
+def _task(name: str, **option: str) -> tuple[str, ...]:
+    own = (f"+data.task.{key}={value}" for key, value in option.items())
+    return (f"data.task._target_={__name__}.{name}", "~data.task.label_smoothing", *own)
+
+
+class Late(Classification):
+    """Changes gradients in its second call only."""
+
+    calls = 0
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss, self.calls = super().loss(model, batch), self.calls + 1
+        if self.calls == 2:
+            if self.how in ("adds", "replaces"):
+                if self.how == "replaces":
+                    model.zero_grad()
+                super().loss(model, batch).backward()
+            else:
+                model.zero_grad(set_to_none=self.how == "drops")
+        return loss
+
+
+@pytest.mark.parametrize("how", ["adds", "replaces", "drops", "clears"])
+@pytest.mark.parametrize("parts", [2, 1])  # its second call is in the first step, or in the next
+def test_gradients_of_other_micro_batches_are_no_loss_to_change(how: str, parts: int, tmp_path: Path) -> None:
+    words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"train.micro_batch_size={SAMPLES // parts}")
+    (message,) = refusals((*words, *_task("Late", how=how), f"run_dir={tmp_path}"))
+    is_wrong = parts == 2 or how in ("adds", "replaces")
+    assert ("Late.loss changes the gradients of parameters" in message) == is_wrong, message
+
+
+class Reaches(Classification):
+    """Its loss depends on no parameter, or on one of its own, which is trained or frozen."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.own = what, [nn.Linear(1, 1).requires_grad_(what == "trained")]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        return loss.detach().requires_grad_() if self.what == "nothing" else loss
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("nothing", "the first backward pass gave no parameter a gradient. The loss depends on none"),
+        ("trained", "Reaches has parameters, which no optimizer would train"),
+        ("frozen", "accepted"),
+    ],
+)
+def test_a_loss_that_trains_nothing_of_the_model_or_its_own_parameters(
+    what: str, expected: str, tmp_path: Path
+) -> None:
+    words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"run_dir={tmp_path}")
+    (message,) = refusals((*words, *_task("Reaches", what=what)))
+    assert expected in message, message
+
+
+class Figures(Classification):
+    """Gives one figure of another kind."""
+
+    def __init__(self, wrong: str) -> None:
+        super().__init__()
+        self.wrong, self.calls = wrong, 0
+
+    def num_tokens(self, batch: Any) -> Any:
+        return "x" if self.wrong == "num_tokens" else 1
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        self.plain_loss = torch.ones(3) if self.wrong == "plain_loss" else 1.0  # type: ignore[assignment]
+        return loss
+
+    def eval_sums(self, model: nn.Module, batch: Any) -> Any:
+        self.calls += 1
+        sums = torch.ones(2 + self.calls % 2)
+        return {"float": 1.0, "tuple": (1.0,), "complex": sums * 1j}.get(self.wrong, sums)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ("num_tokens", "Figures.num_tokens gives a str, but must give a tensor of shape () of real numbers"),
+        ("plain_loss", "Figures.plain_loss gives a tensor of shape (3,), but must give a tensor of shape ()"),
+        ("float", "Figures.eval_sums gives a float, but must give a tensor of real numbers"),
+        ("tuple", "Figures.eval_sums gives a tuple, but"),
+        ("complex", "Figures.eval_sums gives a torch.complex64 tensor"),
+        ("lengths", "Figures.eval_sums gives a tensor of shape (2,), but must give a tensor of shape (3,)"),
+    ],
+)
+def test_figures_that_are_no_numbers_are_refused(wrong: str, expected: str, tmp_path: Path) -> None:
+    words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"run_dir={tmp_path}", "train.max_steps=1")
+    (message,) = refusals((*words, *_task("Figures", wrong=wrong)))
+    assert expected in message, message
+
+
+def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
+    class Wrapped(nn.Linear):
+        def forward(self, rows: Tensor) -> Any:
+            return SimpleNamespace(logits=super().forward(rows))
+
+    class Mine:
+        def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+            return (model(batch).logits * 0).sum() / torch.zeros(())
+
+    model = Wrapped(2, 2)
+    loss_of(Mine(), model, torch.ones(3, 2), None).backward()
+    assert not any(p.grad.count_nonzero() for p in model.parameters() if p.grad is not None)
 
 
 def test_the_weight_is_of_what_the_task_sees() -> None:

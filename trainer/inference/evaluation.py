@@ -18,6 +18,7 @@ from trainer.exact.order import in_order
 from trainer.loggers import RunLog
 from trainer.strategies import Strategy
 from trainer.tasks import Evaluation, Task, offers
+from trainer.tasks.label_weights import real_tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
         first = batch if first is None else first
         if gives_sums:
             with context.strategy.autocast():
-                sums = task.eval_sums(model, batch).double()
+                given = task.eval_sums(model, batch)
+            shape = table.shape[1:] if table is not None else None
+            sums = real_tensor(given, f"{type(task).__name__}.eval_sums", shape).double()
             if table is None:
                 table = sums.new_zeros(order.num_rows, *sums.shape)
             if indices:

@@ -54,10 +54,15 @@ class Strategy:
         gradients_differ: whether ranks update different parameters, or different parts of them.
         notes: messages for the user about how the settings were applied.
         order: in which order micro-batches are added, set before `wrap`.
+        without_gradients: why a backward pass may have given none, and the way out.
     """
 
     num_replicas = 1
     replica = 0
+    without_gradients = (
+        "The loss depends on none of them, as behind detach(), item() or NumPy: return one that is computed "
+        "from the model's outputs by differentiable operations"
+    )
     trains = True
     gradients_differ = False
     order: SumOrder = AS_THEY_COME
@@ -154,6 +159,19 @@ class Strategy:
     def aggregate(self, model: nn.Module) -> None:
         """Wait until the parameters that this process updates hold the mean of all replicas' gradients."""
         self.order.finish()
+
+    def trained(self, model: nn.Module) -> list[Tensor]:
+        """The tensors in which backward passes add gradients."""
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def refuse_no_gradients(self, model: nn.Module) -> None:
+        """Raise UserError if no parameter has a gradient, after the first step's backward passes."""
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if trained and not any(self._has_gradient(parameter) for parameter in trained):
+            raise UserError(f"the first backward pass gave no parameter a gradient. {self.without_gradients}")
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        return parameter.grad is not None
 
     def grad_norm(self, model: nn.Module) -> Tensor:
         """The norm of all gradients, a scalar, the same on every rank (a collective)."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -44,6 +44,10 @@ from trainer.strategies.used import UsedParameters
 
 class Fsdp(Strategy):
     gradients_differ = True
+    without_gradients = (
+        "Either the loss depends on none of them, or the model returns an object: torch's fully_shard finds "
+        "outputs in tensors, tuples, lists, dicts and dataclasses; return one, or take strategy=ddp"
+    )
 
     def __init__(
         self,
@@ -58,7 +62,6 @@ class Fsdp(Strategy):
         self.shard_comm: ShardComm | None = None
         self._may_hold_gathers = False  # torch cannot gather before the first pass
         self._accumulates = False
-        self._has_reduced = False  # gradients, once
         self._gathered: GatheredParameters | None = None
         self._used: UsedParameters | None = None
         self._buffers: ChangedBuffers | None = None
@@ -145,11 +148,16 @@ class Fsdp(Strategy):
         super().begin_step()
         self.collect(None)
 
+    def trained(self, model: nn.Module) -> list[Tensor]:
+        gathered = self._gathered.names if self._gathered is not None else ()  # without a reduction, in these
+        return [*super().trained(model), *(parameter for parameter in gathered if parameter.requires_grad)]
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        # Those that torch was never told to reduce are still gathered, and no DTensors.
+        return isinstance(parameter, DTensor) and super()._has_gradient(parameter)
+
     def aggregate(self, model: nn.Module) -> None:
         super().aggregate(model)
-        if not self._has_reduced:
-            _refuse_no_gradients(model)
-            self._has_reduced = True
         if self._used is not None:
             self._used.launch()
 
@@ -295,17 +303,6 @@ def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
     """Reshard the root, which stays whole for the backward pass, if there is none."""
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
-
-
-def _refuse_no_gradients(model: nn.Module) -> None:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Those that torch was never told to reduce are still gathered, and no DTensors.
-    if trained and not any(isinstance(p, DTensor) and p.grad is not None for p in trained):
-        raise UserError(
-            "strategy=fsdp: the first backward pass gave no parameter a gradient. Torch's fully_shard finds "
-            "the model's outputs in tensors, tuples, lists, dicts and dataclasses: return one; or take "
-            "strategy=ddp"
-        )
 
 
 def _prefetch(model: nn.Module, depth: int) -> None:

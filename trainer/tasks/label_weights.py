@@ -1,7 +1,7 @@
 """How many labels of each micro-batch count, and the divisors of losses that follow from it."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from trainer.data.device import Mirrored
 from trainer.errors import UserError
+from trainer.local_shard import to_local
 from trainer.nested import leaves
 from trainer.tasks import Task
 
 Divisor = float | Tensor | None
 """The divisor of a micro-batch's mean loss before losses are added; None: it adds nothing."""
+_LEAST, _MOST = 1e-30, 1e30  # ranks compare weights in fp32, where others become 0 or infinite
 
 
 def weight_of(task: Task, batch: Any) -> float:
@@ -29,10 +31,15 @@ def weight_of(task: Task, batch: Any) -> float:
     try:
         value = float(given)
         shown = str(value)
+    except OverflowError:
+        value, shown = math.inf, "a number above 1e308"
     except (TypeError, ValueError, RuntimeError):
         value, shown = math.nan, _kind(given)
-    if not 0 <= value < math.inf:
-        raise UserError(f"{type(task).__name__}.weight gives {shown}, but must give how many labels count")
+    if value != 0 and not _LEAST <= value <= _MOST:
+        raise UserError(
+            f"{type(task).__name__}.weight gives {shown}, but must give how many labels count: 0, or from "
+            f"{_LEAST:g} to {_MOST:g}"
+        )
     return value
 
 
@@ -54,37 +61,77 @@ def divided(loss: Tensor, divisor: Divisor) -> Tensor:
     return loss / (divisor.to(loss) if isinstance(divisor, Tensor) else divisor)
 
 
-def loss_of(task: Task, model: nn.Module, batch: Any, divisor: Divisor, *, is_first: bool = False) -> Tensor:
+def loss_of(
+    task: Task,
+    model: nn.Module,
+    batch: Any,
+    divisor: Divisor,
+    trained: Sequence[Tensor] = (),
+    *,
+    is_first: bool = False,
+) -> Tensor:
     """The contribution of `batch` to the loss of the step.
 
     Without counted labels the model's outputs get gradients of 0, also from a loss that is 0/0: the gradient
     of a division by 0 is NaN, whatever follows.
 
     Args:
+        trained: the tensors in which a step adds gradients, which `task.loss` must leave as they are. Looking
+            at each before and after takes less than 1 us; its part of a pass takes a hundred times that.
         is_first: whether it is the first of the run, without gradients so far.
 
     Raises:
-        UserError: `task.loss` does not return a scalar to differentiate, or made gradients itself.
+        UserError: `task.loss` does not return a scalar to differentiate, or changed gradients itself.
     """
+    before = _gradients(trained)
     with _zero_gradients(model) if divisor is None else nullcontext():
         loss = task.loss(model, batch)
     method = f"{type(task).__name__}.loss"
-    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(f"{method} returns {_kind(loss)}, but must return a scalar to differentiate, a mean")
-    if is_first and any(parameter.grad is not None for parameter in model.parameters()):
+    after = _gradients(model.parameters() if is_first else trained)  # FSDP's units are whole from then on
+    if [key for _, *key in before] != [key for _, *key in after]:
         raise UserError(
-            f"{method} calls backward() itself, and those gradients would not be divided by the number of "
-            "micro-batches and ranks; return the loss, to which the trainer applies backward()"
+            f"{method} changes the gradients of parameters, as backward() and zero_grad() do, but they are "
+            "the sum over micro-batches and ranks; return the loss, to which the trainer applies backward(), "
+            "and compute gradients within it by torch.autograd.grad"
         )
     return divided(loss, divisor)
+
+
+def _gradients(trained: Iterable[Tensor]) -> list[tuple[Tensor, int, int, int]]:
+    """The gradients, held so that no new one gets the id of an old; whose each is, its id, its version."""
+    held = [(id(tensor), gradient) for tensor in trained if (gradient := tensor.grad) is not None]
+    return [(grad, whose, id(grad), _version(grad)) for whose, grad in held]
+
+
+def _version(gradient: Tensor) -> int:
+    return (gradient if type(gradient) is Tensor else to_local(gradient))._version
+
+
+def scalar(value: Any, source: str) -> Tensor:
+    """The number that a task gives, possibly in a tensor. Raises UserError if it gives something else."""
+    if not isinstance(value, int | float):
+        return real_tensor(value, source, ())
+    return torch.tensor(float(value))
+
+
+def real_tensor(value: Any, source: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The tensor that a task gives, of `shape` if set. Raises UserError if it gives something else."""
+    if not isinstance(value, Tensor) or value.is_complex() or shape not in (None, value.shape):
+        of = "" if shape is None else f" of shape {tuple(shape)}"
+        raise UserError(f"{source} gives {_kind(value)}, but must give a tensor{of} of real numbers")
+    return value
 
 
 @contextmanager
 def _zero_gradients(model: nn.Module) -> Iterator[None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         for leaf in leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(torch.zeros_like)
+            own = leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", None)  # of any object
+            for part in leaves(own):
+                if isinstance(part, Tensor) and part.requires_grad:
+                    part.register_hook(torch.zeros_like)
 
     handle = model.register_forward_hook(hook)
     try:
@@ -96,6 +143,6 @@ def _zero_gradients(model: nn.Module) -> Iterator[None]:
 def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
-    if value.ndim:
+    if value.ndim and not value.is_complex():
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {value.dtype} tensor that requires no gradient"
+    return f"a {value.dtype} tensor" + " that requires no gradient" * (not value.requires_grad)

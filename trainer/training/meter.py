@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.distributed.process_group import Dist
 from trainer.exact.order import AS_THEY_COME, SumOrder, in_order
 from trainer.tasks import Task
-from trainer.tasks.label_weights import Divisor, divided
+from trainer.tasks.label_weights import Divisor, divided, scalar
 from trainer.training.mfu import ModelFlops
 
 
@@ -68,9 +68,10 @@ class Meter:
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
-            self._plain_losses[row] += divided(plain, divisor)
+            source = f"{type(task).__name__}.plain_loss"
+            self._plain_losses[row] += divided(scalar(plain, source), divisor)
         if (num_tokens := getattr(task, "num_tokens", None)) is not None:
-            self._tokens[row] += num_tokens(batch)
+            self._tokens[row] += scalar(num_tokens(batch), f"{type(task).__name__}.num_tokens")
         if self._flops is not None:
             self._flops.see(batch)
 

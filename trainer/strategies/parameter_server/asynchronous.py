@@ -210,6 +210,8 @@ class AsyncParameterServer(ParameterServer):
     def _commit(self) -> None:
         """End the worker's push; each push's gradient is clipped separately."""
         assert self._async_worker is not None
+        if not self._norms[1]:  # the first since the last log
+            self.refuse_no_gradients(self._model)
         norm = float(self._norm())
         clipped = 1.0 if self._max_norm is None else min(1.0, self._max_norm / (norm + 1e-6))
         self._norms = [self._norms[0] + norm, self._norms[1] + 1]
