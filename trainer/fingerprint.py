@@ -39,6 +39,15 @@ def fingerprint(value: Any, known: Collection[int] = ()) -> dict[str, Any]:
     return {place: _compared(leaf) for place, leaf in _walk(value, known)}
 
 
+def generators(value: Any) -> dict[str, tuple[Any, Any]]:
+    """The random generators that `value` holds, each with its state, by place; without the global ones."""
+    of_python: Any = random.random
+    of_numpy: Any = np.random.rand
+    shared = (of_python.__self__, of_numpy.__self__, torch.default_generator)
+    held = _walk(value, {id(part) for part in shared})
+    return {place: (leaf, _compared(leaf)) for place, leaf in held if isinstance(leaf, _GENERATORS)}
+
+
 def class_data(kind: type) -> dict[str, Any]:
     """The attributes of a user's class that are data, its bases' among them."""
     found: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """Batches are the same for any number of workers, ranks and stops; broken samples are named or skipped."""
 
+import logging
 import os
 import random
 import re
@@ -25,6 +26,21 @@ from trainer.data.digits import Digits
 from trainer.data.loading.worker import WorkerError
 from trainer.data.transforms import mirrored_at_random
 from trainer.errors import UserError
+
+
+class KeepsGenerator(Dataset[float]):
+    """Draws from a generator of its own, or from one for each index."""
+
+    def __init__(self, draws: bool) -> None:
+        self.draws, self.rng, self.shared = draws, np.random.default_rng(0), torch.default_generator
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> float:
+        if not self.draws:
+            self.rng = np.random.default_rng(index)
+        return self.rng.normal() + float(torch.rand((), generator=self.shared))
 
 
 class Noisy(Dataset[tuple[torch.Tensor, int]]):
@@ -90,6 +106,24 @@ def test_reading_leaves_the_generators_of_the_process_alone(dataset: Any) -> Non
         assert states() == before
     for _ in eval_loader(dataset, 8):
         assert states() == before
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_generator_that_a_dataset_keeps_is_named_once(
+    workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for draws in (True, False):
+        loader = train_loader(KeepsGenerator(draws), 8, num_workers=workers)
+        with os.fdopen(os.dup(2), "w") as stream:  # which data workers inherit
+            handler = logging.StreamHandler(stream)
+            logging.getLogger("trainer").addHandler(handler)
+            try:
+                for number in range(2):
+                    list(loader.epoch(number))
+            finally:
+                logging.getLogger("trainer").removeHandler(handler)
+        named = "KeepsGenerator draws from a random generator that it keeps, in rng"
+        assert capfd.readouterr().err.count(named) == draws
 
 
 def test_in_memory_data_comes_in_one_step() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError, on_one_line
 from trainer.faults.heartbeat import Heartbeat
+from trainer.fingerprint import generators
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class BatchReader(Dataset[Any]):
         self.in_batches = fetches_batches(dataset)
         # Shared memory, since worker processes count. Its lock takes a millisecond to create.
         counts = on_bad_sample == "skip" and not self.in_batches
+        self._has_looked = multiprocessing.RawValue("b")  # shared, too: it is told once
         self._num_skipped = multiprocessing.Value("q") if counts else None
 
     @property
@@ -57,9 +59,29 @@ class BatchReader(Dataset[Any]):
     def __getitems__(self, key: Any) -> Any:
         """The batch, or an exception (see `answer`)."""
         try:
-            return answer(self._read_batch, key)
+            return answer(self._read_first if self._is_first() else self._read_batch, key)
         finally:
             self.heartbeat.rest()
+
+    def _is_first(self) -> bool:
+        worker = get_worker_info()
+        return not self._has_looked.value and (worker is None or worker.id == 0)
+
+    def _read_first(self, key: Any) -> Any:
+        """The batch; warns of a generator that the dataset keeps, and that reading it advanced."""
+        self._has_looked.value = True
+        before = generators(self.dataset)
+        batch = self._read_batch(key)
+        for place, (generator, state) in generators(self.dataset).items():
+            if place in before and before[place][0] is generator and before[place][1] != state:
+                logger.warning(
+                    "%s draws from a random generator that it keeps, in %s: its samples depend on the number "
+                    "of ranks and workers, and differ after a resume; draw from torch's, NumPy's or Python's "
+                    "global generator, which are seeded for each sample, or seed its own from the index",
+                    name_of(self.dataset),
+                    place.strip("."),
+                )
+        return batch
 
     def _read_batch(self, key: Any) -> Any:
         raise NotImplementedError
