@@ -106,7 +106,7 @@ def compute_gradients(
     first_part, order = context.batch.first_part(replica), strategy.order
     own_losses: list[Tensor] = []
     is_first = step == context.first_step + 1
-    trained = strategy.trained(context.model)
+    watched = strategy.watched(context.model, step - 1 - context.first_step)
     for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
         data_begin = time.perf_counter()
@@ -118,7 +118,7 @@ def compute_gradients(
         seed_part(context.seed, step, first_part + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):
             with strategy.autocast():
-                loss = loss_of(context.task, context.model, batch, divisor, trained, is_first=is_first)
+                loss = loss_of(context.task, context.model, batch, divisor, watched, is_first=is_first)
             is_first = False
             own_losses.append(loss.detach().float())
             meter.count_batch(context.task, batch, divisor, order.row(micro_step - 1))

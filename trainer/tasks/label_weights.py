@@ -66,7 +66,7 @@ def loss_of(
     model: nn.Module,
     batch: Any,
     divisor: Divisor,
-    trained: Sequence[Tensor] = (),
+    watched: Sequence[Tensor] = (),
     *,
     is_first: bool = False,
 ) -> Tensor:
@@ -76,20 +76,20 @@ def loss_of(
     of a division by 0 is NaN, whatever follows.
 
     Args:
-        trained: the tensors in which a step adds gradients, which `task.loss` must leave as they are. Looking
-            at each before and after took 3 us on a busy CPU, and 7 us for 10,000 of them.
+        watched: tensors in which a step adds gradients, which `task.loss` must leave as they are. To look at
+            one before and after takes 3 to 7 us.
         is_first: whether it is the first of the run, without gradients so far.
 
     Raises:
         UserError: `task.loss` does not return a scalar to differentiate, or changed gradients itself.
     """
-    before = _gradients(trained)
+    before = _gradients(watched)
     with _zero_gradients(model) if divisor is None else nullcontext():
         loss = task.loss(model, batch)
     method = f"{type(task).__name__}.loss"
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(f"{method} returns {_kind(loss)}, but must return a scalar to differentiate, a mean")
-    after = _gradients(model.parameters() if is_first else trained)  # FSDP's units are whole from then on
+    after = _gradients(model.parameters() if is_first else watched)  # FSDP's units are whole from then on
     if [key for _, *key in before] != [key for _, *key in after]:
         raise UserError(
             f"{method} changes the gradients of parameters, as backward() and zero_grad() do, but they are "
