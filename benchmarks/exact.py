@@ -4,6 +4,7 @@ Takes turns, in ranks forked from one process that has all loaded, and prints th
 and its bar. Processor time is that of all ranks, with their threads; the median step counts.
 
     python -m benchmarks.exact [--turns 5] [CASE ...]
+    python -m benchmarks.exact --matrix     no cost: three models, two optimizers, 18 runs each; one hash each
 """
 
 import argparse
@@ -13,11 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests import runs
+from tests.exact.matrix import OPTIMIZERS, matrix
 from tests.ranks import run_ranks
 
 LEAVES = 8
+MATRIX = ("mlp", "resnet", "gpt")
+COMMS = ("native", "ring", "tree", "halving_doubling", "hierarchical", "master_worker")
 COMMON = ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", "train.log_every_steps=1000000")
 MODELS = {
     "mlp": ("model.hidden=[256,256]", "train.global_batch_size=64", "train.epochs=1000"),
@@ -68,13 +73,26 @@ def measure(case: str, turns: int) -> bool:
     return ratio <= bar
 
 
+def one_hash(model: str, optimizer: str) -> bool:
+    """Print how many results the runs of a model have; return whether it is one."""
+    with tempfile.TemporaryDirectory() as folder:
+        comms = {2: ("native",), 3: ("native",), 4: COMMS, 8: ("native",)}
+        found = matrix(Path(folder), model, optimizer, comms)
+    print(f"{model:8} {optimizer:8} {len(found)} runs, {len(set(found.values()))} result(s)", flush=True)
+    return len(set(found.values())) == 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--matrix", action="store_true", help="compare runs in place of measuring")
     options = parser.parse_args()
+    if options.matrix:
+        equal = [one_hash(model, optimizer) for model in MATRIX for optimizer in OPTIMIZERS]
+        sys.exit(not all(equal))
 
     print(f"{'case':8} {'ranks':>5} {'without ms':>12} {'exact ms':>12} {'ratio':>6} {'bar':>6}")
     under = [measure(case, options.turns) for case in options.cases or CASES]

@@ -1,13 +1,15 @@
 """Runs with `train.exact=8` under any strategy, and the hashes that they end with."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests import runs
 from tests.ranks import run_ranks
 
+LEAVES = 8
 COMMON = (
-    *("train.exact=8", "train.max_steps=20", "train.log_every_steps=5", "train.clip_grad_norm=0.5"),
+    *(f"train.exact={LEAVES}", "train.max_steps=20", "train.log_every_steps=5", "train.clip_grad_norm=0.5"),
     "train.eval_every_epochs=100",  # at the end
     *("checkpoint.every_epochs=null", "distributed.timeout_s=100", "schedule=constant"),
 )
@@ -47,3 +49,19 @@ def figures(root: Path, world: int, *cases: tuple[str, ...], **options: Any) -> 
     """Those of `cases`, each a run of `world` ranks with these settings beside COMMON."""
     each = [(*COMMON, f"run_dir={root / str(number)}", *case) for number, case in enumerate(cases)]
     return run_ranks(trained_each, world, *each, init=False, **options)[0]
+
+
+def matrix(
+    root: Path, model: str, optimizer: str, comms: Mapping[int, Sequence[str]], steps: int = 20
+) -> dict[str, tuple[Any, ...]]:
+    """The figures of a model alone, and under ddp and fsdp with `comms` of each world size."""
+    words = (*MODELS[model], *OPTIMIZERS[optimizer], f"train.max_steps={steps}")
+    found = {"single": figures(root / "1", 1, (*words, "strategy=single"))[0]}
+    for world, names in comms.items():
+        cases = {f"ddp {world} {comm}": (*words, "strategy=ddp", f"comm={comm}") for comm in names}
+        if LEAVES % world == 0:
+            cases |= {f"fsdp {world} {comm}": (*words, "strategy=fsdp", f"comm={comm}") for comm in names}
+        hosts = [0, 0, 1, 1] if world == 4 else None
+        each = figures(root / str(world), world, *cases.values(), hosts=hosts, timeout_s=600)
+        found |= dict(zip(cases, each, strict=True))
+    return found

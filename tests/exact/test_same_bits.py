@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.exact.matrix import MODELS, OPTIMIZERS, figures
+from tests.exact.matrix import MODELS, OPTIMIZERS, figures, matrix
 
 NORM = (*MODELS["norm"], *OPTIMIZERS["adamw"], "train.max_steps=6")
-COMMS = ("native", "ring", "tree", "halving_doubling", "hierarchical", "master_worker")
 
 
 def test_ranks_strategies_and_all_reduces_give_one_hash(tmp_path: Path) -> None:
@@ -24,20 +23,12 @@ def test_ranks_strategies_and_all_reduces_give_one_hash(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", ["mlp", "resnet", "gpt"])
-def test_the_whole_matrix_gives_one_hash(tmp_path: Path, model: str, optimizer: str) -> None:
-    words = (*MODELS[model], *OPTIMIZERS[optimizer])
-    found = {"single": figures(tmp_path / "1", 1, (*words, "strategy=single"))[0]}
-    for world in (2, 3, 4, 8):
-        comms = COMMS if world == 4 else ("native",)
-        cases = {f"ddp {world} {comm}": (*words, "strategy=ddp", f"comm={comm}") for comm in comms}
-        if world != 3:
-            cases |= {f"fsdp {world} {comm}": (*words, "strategy=fsdp", f"comm={comm}") for comm in comms}
-        hosts = [0, 0, 1, 1] if world == 4 else None
-        each = figures(tmp_path / str(world), world, *cases.values(), hosts=hosts, timeout_s=600)
-        found |= dict(zip(cases, each, strict=True))
+@pytest.mark.parametrize("model, optimizer", [("mlp", "sgd"), ("resnet", "adamw"), ("gpt", "adamw")])
+def test_each_model_has_one_hash(tmp_path: Path, model: str, optimizer: str) -> None:
+    """Of the matrix one all-reduce in each world; `python -m benchmarks.exact --matrix` runs the whole."""
+    found = matrix(
+        tmp_path, model, optimizer, {2: ("native",), 3: ("tree",), 4: ("hierarchical",), 8: ("ring",)}, 8
+    )
     assert len(set(found.values())) == 1, found
 
 
