@@ -16,7 +16,9 @@ from trainer.checkpoint import load_weights
 from trainer.checkpoint.__main__ import main
 from trainer.optim.train_state import Progress, TrainState
 
-transformers: Any = pytest.importorskip("transformers", reason="pip install 'ringmaster-trainer[hf]'")
+transformers: Any = pytest.importorskip(
+    "transformers", reason="pip install 'ringmaster-trainer[transformers]'"
+)
 
 TOKENS = torch.arange(12).reshape(2, 6)
 KINDS = {
