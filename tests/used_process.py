@@ -3,7 +3,7 @@
 A rank that takes the next function must be as good as one forked for it, or a test could pass by what another
 left. What a process sets in passing (environment, directory, generators, signal handlers, loggers, torch's
 settings) is put back. What has no way back ends the rank: a function or constant that a broken double replaced in
-a module or a class, a thread, a child, a process group, a limit.
+a module or a class, a thread, a child, a process group, a device mesh, a limit.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 _OURS = ("trainer", "models", "tests", "hydra_plugins")
 _FUNCTIONS = (
@@ -104,6 +105,10 @@ class UsedProcess:
     def _left(self) -> Iterator[str]:
         if dist.is_initialized():
             yield "a process group"
+        # DTensor's caches keep the mesh of the first tensors and give it to later ones that have an equal mesh,
+        # with the coordinate and the groups that this process had then.
+        if any(type(found) is DeviceMesh for found in gc.get_objects()):
+            yield "a device mesh"
         if [resource.getrlimit(limit) for limit in _LIMITS] != self._limits:
             yield "a limit"
         if _open_streams() != self._streams:

@@ -290,7 +290,7 @@ def _resume_from_there(root: Path, format: str) -> None:
 
 @pytest.mark.parametrize("format", ["full", "sharded"])
 def test_resumes_from_there_alone(tmp_path: Path, format: str) -> None:
-    run_ranks(_resume_from_there, 2, tmp_path, format, fresh=True)
+    run_ranks(_resume_from_there, 2, tmp_path, format)
 
 
 def _save_there(root: Path) -> None:

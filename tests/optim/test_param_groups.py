@@ -269,7 +269,7 @@ def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], 
 )
 def test_the_rate_that_a_step_used_is_logged_with_it(settings: tuple[str, ...], tmp_path: Path) -> None:
     world_size = 1 if settings[0] == "single" else 2
-    used, logged = run_ranks(_rates, world_size, tmp_path, *settings, init=False, fresh=True)[0]
+    used, logged = run_ranks(_rates, world_size, tmp_path, *settings, init=False)[0]
     assert len(set(used)) == 6
     assert logged == {step: used[step - 1] for step in (2, 4, 6)}
 

@@ -229,11 +229,13 @@ class Checkpointer:
         return self._remote.figures()
 
     def finish_remote(self) -> None:
-        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after `close`."""
+        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after `close`.
+
+        No collective: rank 0 may come here late, from a logger that was slow to close, and the others just end.
+        """
         self._dist.heartbeat.enter("checkpoint")
         with at_disk():
-            # The other ranks wait as long, and begin earlier.
-            self._agreement.on_main(lambda: self._remote.finish(0.9 * self._settings.timeout_s))
+            self._remote.finish(self._settings.timeout_s)
 
     def _finish(self) -> None:
         if self._in_flight is None:
