@@ -231,7 +231,7 @@ class Checkpointer:
     def finish_remote(self) -> None:
         """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after `close`.
 
-        No collective: rank 0 may come here late, from a logger that was slow to close, and the others just end.
+        No collective: a logger that is slow to close may delay rank 0, while the others just end.
         """
         self._dist.heartbeat.enter("checkpoint")
         with at_disk():
