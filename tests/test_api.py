@@ -16,7 +16,7 @@ import trainer
 from tests.ranks import run_ranks
 from tests.runs import settings
 from trainer.config import to_yaml
-from trainer.errors import NonFiniteLossError, UserError
+from trainer.errors import NonFiniteError, UserError
 from trainer.training import run_hash
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def failures_in_between(run_dir: str) -> list[str]:
     for number, wrong in enumerate(
         (["train.epoch=1"], ["model=nothing"], ["model._target_=models.mlp.Mpl"], ["optim.lr=1e30"])
     ):
-        with pytest.raises((UserError, NonFiniteLossError)) as error:
+        with pytest.raises((UserError, NonFiniteError)) as error:
             trainer.train([*TINY, *wrong, "train.max_steps=40", f"run_dir={run_dir}/wrong-{number}"])
         told.append(str(error.value))
     return [*told, trainer.train([*TINY, f"run_dir={run_dir}/1"], processes=1)["param_sha256"]]

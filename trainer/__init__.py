@@ -22,7 +22,7 @@ def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[s
 
     Raises:
         UserError: the settings are wrong.
-        NonFiniteLossError: the loss or a gradient was NaN or Inf.
+        NonFiniteError: the loss or a gradient was NaN or Inf.
         StoppedBySignal: Ctrl-C or a signal; the run is saved, and resume=auto continues it.
         RuntimeError: a fault in the started processes.
     """

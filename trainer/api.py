@@ -13,7 +13,7 @@ from trainer.cli import LAUNCHERS
 from trainer.config import Config, SlurmLaunchConfig, flatten, load
 from trainer.config.overrides import CONF, for_hydra, in_words, set_to
 from trainer.config.saved_run import saved_settings
-from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.faults import exit_report
 from trainer.files.address import Location, location
 from trainer.files.new_directory import new_run_dir
@@ -90,7 +90,7 @@ def _end(status: int, run_dir: Path, written_at: int | None) -> Exception:
     message = found.get("message") or f"the run ended with status {status}; see its output"
     if status == StoppedBySignal.exit_code and isinstance(found.get("step"), int):
         return StoppedBySignal(found["step"])
-    for kind in (UserError, NonFiniteLossError):
+    for kind in (UserError, NonFiniteError):
         if status == kind.exit_code:
             return kind(message)
     return RuntimeError(message)

@@ -28,7 +28,7 @@ class UserError(RunEndError, ValueError):
     exit_code = 2
 
 
-class NonFiniteLossError(RunEndError, ArithmeticError):
+class NonFiniteError(RunEndError, ArithmeticError):
     """The loss or a gradient was NaN or Inf on some rank, and no update was made with that gradient; or a
     value to be saved was, and nothing of that step was saved.
     """

@@ -19,7 +19,7 @@ def fit(context: TrainingContext) -> dict[str, float]:
     """Train to the last step and return the run's figures by their names in result.json.
 
     Raises:
-        NonFiniteLossError: on all ranks at the same step, before its update.
+        NonFiniteError: on all ranks at the same step, before its update.
         StoppedBySignal: on all ranks at the same step, after saving it.
     """
     progress, settings, meter = context.state.progress, context.settings, context.meter

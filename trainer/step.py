@@ -37,7 +37,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     """Make the step after `context.state.progress` (a collective).
 
     Raises:
-        NonFiniteLossError: on all ranks, for a loss or a gradient; no parameter has changed.
+        NonFiniteError: on all ranks, for a loss or a gradient; no parameter has changed.
     """
     state, strategy, heartbeat = context.state, context.strategy, context.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1

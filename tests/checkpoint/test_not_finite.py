@@ -18,7 +18,7 @@ from trainer.checkpoint import resuming
 from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.tree import take_apart
-from trainer.errors import NonFiniteLossError, UserError
+from trainer.errors import NonFiniteError, UserError
 from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState
 
@@ -78,7 +78,7 @@ def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[st
         checkpointer.save(state)
         tiny.train(state, 1, before_update=checkpointer.wait_until_copied)
         _poison(state, what, value)
-        with pytest.raises(NonFiniteLossError) as refusal:
+        with pytest.raises(NonFiniteError) as refusal:
             checkpointer.save(state)
         checkpointer.close()
         messages.append(str(refusal.value))

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from trainer import step
 from trainer.comm.leaf_sums import LeafSums
 from trainer.data.loading.batch import split_leaves
-from trainer.errors import NonFiniteLossError, UserError
+from trainer.errors import NonFiniteError, UserError
 from trainer.exact.ground import of_run
 from trainer.loop import fit
 from trainer.training import run_hash
@@ -132,7 +132,7 @@ def _not_applied(factor: float, *overrides: str) -> tuple[str, bool]:
     """How the run ends, and whether its parameters are as they were."""
     with runs.context_of(*COMMON, *overrides) as context:
         before = run_hash.parameters_sha256(context.state.model)
-        with pytest.raises(NonFiniteLossError) as error:
+        with pytest.raises(NonFiniteError) as error:
             fit(dataclasses.replace(context, task=_Scaled(context.task, factor)))
         return str(error.value), run_hash.parameters_sha256(context.state.model) == before
 

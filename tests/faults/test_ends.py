@@ -254,7 +254,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def up_to_nan(value: str, run_dir: Path) -> dict[str, Any]:
-    from trainer.errors import NonFiniteLossError
+    from trainer.errors import NonFiniteError
     from trainer.loop import fit
 
     history: list[list[torch.Tensor]] = []
@@ -268,7 +268,7 @@ def up_to_nan(value: str, run_dir: Path) -> dict[str, Any]:
         )
         try:
             fit(context)
-        except NonFiniteLossError as error:
+        except NonFiniteError as error:
             unchanged = all(
                 torch.equal(a, b) for a, b in zip(history[-1], context.model.parameters(), strict=True)
             )

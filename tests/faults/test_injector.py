@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of, settings, train
 from tests.training.test_replica_check import QUICK
 from trainer.config import RankFaultConfig
-from trainer.errors import NonFiniteLossError, ReplicasDifferError, UserError
+from trainer.errors import NonFiniteError, ReplicasDifferError, UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.injection.injector import MARKER, FaultInjector, InjectedError
 
@@ -31,7 +31,7 @@ def ends(*runs: tuple[str, ...]) -> list[tuple[str, str]]:
             with context_of(*QUICK, *STEPS, *overrides) as context:
                 fit(context)
             seen.append(("ended well", ""))
-        except (InjectedError, NonFiniteLossError, ReplicasDifferError, UserError) as error:
+        except (InjectedError, NonFiniteError, ReplicasDifferError, UserError) as error:
             seen.append((type(error).__name__, str(error)))
             if dist.is_initialized():  # an error leaves it to the end of the process, which is not now
                 dist.destroy_process_group()
@@ -79,7 +79,7 @@ def test_ranks_are_hit_where_they_should(tmp_path: Path) -> None:
     for nan, first, of_optimizer, slow, rank, step, host in run_ranks(
         ends, 3, *runs, hosts=[0, 0, 1], init=False
     ):
-        assert nan[0] == "NonFiniteLossError"
+        assert nan[0] == "NonFiniteError"
         assert "the loss of step 3 is NaN or Inf on rank 1 (host 0)" in nan[1]
         assert "after step 3: rank 2 (host 1), unlike ranks 0, 1, first in layers.0.weight." in first[1]
         assert "rank 1 (host 0), unlike ranks 0, 2, first in" in of_optimizer[1]
@@ -91,7 +91,7 @@ def test_ranks_are_hit_where_they_should(tmp_path: Path) -> None:
 
 
 def up_to_nan(run_dir: Path) -> None:
-    with pytest.raises(NonFiniteLossError):
+    with pytest.raises(NonFiniteError):
         train(*QUICK, f"run_dir={run_dir}", "fault=nan", "fault.step=2")
 
 

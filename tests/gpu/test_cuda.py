@@ -24,7 +24,7 @@ from trainer.comm.timeline.records import BucketRecord
 from trainer.comm.transport.nccl import NcclReducer
 from trainer.data.device import Normalise, ToDevice
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteLossError
+from trainer.errors import NonFiniteError
 from trainer.optim.param_groups import build_optimizer
 from trainer.strategies.base import Computing
 from trainer.strategies.data_parallel import DataParallel
@@ -75,7 +75,7 @@ def test_the_guard_waits_for_the_forward_pass_and_no_longer() -> None:
     called, busy = host_seconds(step)
     assert called < busy / 2, "the call must return during the backward pass"
     agreement.start(torch.tensor(torch.nan, device=GPU), stop_requested=False, data_left=True)
-    with pytest.raises(NonFiniteLossError):
+    with pytest.raises(NonFiniteError):
         agreement.finish("step 2")
 
 
@@ -103,7 +103,7 @@ def test_a_bad_update_is_left_out_by_the_gpu_and_the_host_does_not_wait_for_good
     called, busy = host_seconds(lambda: step(1.0))
     assert called < busy / 2, "the host waits for the gradients, and no longer"
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(NonFiniteLossError, match=r"the gradient of 0.weight \(and of 15 more\)"):
+    with pytest.raises(NonFiniteError, match=r"the gradient of 0.weight \(and of 15 more\)"):
         step(torch.nan)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, settings, train, trained
 from trainer.comm.parameter_server.layout import lay_out
-from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.loop import fit
 from trainer.memory.dry_run import DryRun, DryRunWorld
 from trainer.strategies.parameter_server.worker_copy import WorkerCopy
@@ -213,7 +213,7 @@ def until_refused(root: str, staleness: str, *overrides: str) -> tuple[set[int],
     with context_of(
         *overrides, f"strategy.max_staleness={staleness}", f"run_dir={root}/{staleness}"
     ) as context:
-        with pytest.raises(NonFiniteLossError) as refused:
+        with pytest.raises(NonFiniteError) as refused:
             fit(context)
         states = context.state.optimizer.state.values()
         updates = {int(cast(Tensor, own["step"])) for own in states}

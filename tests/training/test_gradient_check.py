@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.runs import context_of
-from trainer.errors import NonFiniteLossError
+from trainer.errors import NonFiniteError
 from trainer.loop import fit
 from trainer.run_dir.metrics_file import read_metrics
 from trainer.training.gradient_check import GradientCheck
@@ -73,7 +73,7 @@ def until_refused(run_dir: Path, *overrides: str) -> dict[str, Any]:
             updates.append([local(p).clone() for p in state.model.parameters()])
 
         context.strategy.update = noted  # type: ignore[method-assign]
-        with pytest.raises(NonFiniteLossError) as refused:
+        with pytest.raises(NonFiniteError) as refused:
             fit(context)
         now = map(local, context.state.model.parameters())
         same = all(torch.equal(a, b) for a, b in zip(updates[-1], now, strict=True))
@@ -189,13 +189,13 @@ def test_a_sum_that_overflows_is_no_fault_of_its_gradients(gradient: Tensor) -> 
 def test_one_element_that_is_not_finite_is_found(gradient: Tensor, bad: float) -> None:
     found = gradient.clone()
     (found._values() if found.is_sparse else found)[1] = bad
-    with pytest.raises(NonFiniteLossError, match=r"the gradient of 1 is NaN or Inf in step 7 on here"):
+    with pytest.raises(NonFiniteError, match=r"the gradient of 1 is NaN or Inf in step 7 on here"):
         checked([torch.ones(3), found])
 
 
 def test_gradients_are_not_clipped_to_nothing_where_their_norm_overflows() -> None:
     huge = torch.tensor([1e20, 1e20])
-    with pytest.raises(NonFiniteLossError, match="the norm of the gradients, each of them finite, is NaN or"):
+    with pytest.raises(NonFiniteError, match="the norm of the gradients, each of them finite, is NaN or"):
         checked([huge], nn.utils.get_total_norm([huge]))
 
 
@@ -211,7 +211,7 @@ def test_a_fused_optimizer_leaves_an_update_out_that_the_host_learns_of_later(
         updates.append(not any(p.any() for group in self.param_groups for p in group["params"]))
 
     monkeypatch.setattr(torch.optim.SGD, "step", noted)
-    with pytest.raises(NonFiniteLossError, match=r"the gradient of 1 \(and of 1 more\) is NaN or Inf"):
+    with pytest.raises(NonFiniteError, match=r"the gradient of 1 \(and of 1 more\) is NaN or Inf"):
         checked(
             [torch.ones(2), torch.tensor([1.0, torch.nan]), torch.tensor([torch.inf])],
             on_cuda=True,

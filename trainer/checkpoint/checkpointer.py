@@ -28,7 +28,7 @@ from trainer.checkpoint.writing import write_tensors
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteLossError, UserError
+from trainer.errors import NonFiniteError, UserError
 from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Address
 from trainer.optim.train_state import Progress, TrainState, buffer_names
@@ -147,7 +147,7 @@ class Checkpointer:
 
         Raises:
             UserError: on every rank alike, with the rank that failed and why; the attempt is deleted.
-            NonFiniteLossError: on every rank alike: a number is NaN or Inf; nothing is saved of this step.
+            NonFiniteError: on every rank alike: a number is NaN or Inf; nothing is saved of this step.
         """
         step, metrics = state.progress.step, dict(metrics or {})
         if self._last_saved == step:
@@ -178,13 +178,13 @@ class Checkpointer:
             self._write(step, tensors, who, facts, metrics)
 
     def _refuse_not_finite(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Raise NonFiniteLossError on every rank if any has a NaN or Inf that was not there at the start."""
+        """Raise NonFiniteError on every rank if any has a NaN or Inf that was not there at the start."""
         found = self._agreement.gather({} if self._expected is None else self._expected.new_in(tensors))
         for rank, theirs in enumerate(found):
             for name, kinds in theirs.items():
                 more = f" (and {len(theirs) - 1} more)" if len(theirs) > 1 else ""
                 kind, place = " and ".join(sorted(kinds)), self._dist.place(rank)
-                raise NonFiniteLossError(
+                raise NonFiniteError(
                     f"{name.removeprefix('model.')}{more} holds {kind} after step {step} on {place}; nothing "
                     "of that step is saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto goes on "
                     "from the checkpoint before",

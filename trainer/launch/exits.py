@@ -14,14 +14,14 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.overrides import in_words
-from trainer.errors import EndedBefore, NonFiniteLossError, RunEndError, StoppedBySignal, UserError
+from trainer.errors import EndedBefore, NonFiniteError, RunEndError, StoppedBySignal, UserError
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, load_json
 from trainer.launch.fresh import launched_by
 from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
 
-_FINAL = {error.exit_code for error in (UserError, NonFiniteLossError, StoppedBySignal)}
+_FINAL = {error.exit_code for error in (UserError, NonFiniteError, StoppedBySignal)}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
-from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json, printable
 from trainer.launch import fresh
@@ -30,7 +30,7 @@ from trainer.launch.signals import stop_signals_to
 _GRACE_S = 30.0
 _POLL_S = 0.05
 _OF_A_FAULT = ("status", "kind", "rank", "phase", "step", "where")
-_MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteLossError, StoppedBySignal))
+_MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteError, StoppedBySignal))
 
 
 def launch(config: Config, argv: Sequence[str]) -> int:

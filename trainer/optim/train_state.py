@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from trainer.errors import NonFiniteLossError
+from trainer.errors import NonFiniteError
 from trainer.optim.ema import MovingAverage
 from trainer.optim.schedules import after_step
 
@@ -106,7 +106,7 @@ class TrainState:
         In fp16 this waits for the device.
 
         Raises:
-            NonFiniteLossError: on every rank: no update was made in 50 steps in a row.
+            NonFiniteError: on every rank: no update was made in 50 steps in a row.
         """
         before, began = self._loss_scale, any(self.optimizer.state.values())
         if before is None:
@@ -124,7 +124,7 @@ class TrainState:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row == _MAX_SKIPPED:
             step, scale = self.progress.step + 1, self._loss_scale
-            raise NonFiniteLossError(
+            raise NonFiniteError(
                 f"train.precision=fp16: {_MAX_SKIPPED} steps in a row, up to {step}, made no update, for "
                 f"gradients that are NaN or Inf; the loss scale is {scale:.2g} now. Look for a root or a "
                 "logarithm of 0, or a division by 0; or take train.precision=bf16"

@@ -146,7 +146,7 @@ class Strategy:
         counts all but the last by `context.count_step`.
 
         Raises:
-            NonFiniteLossError: on all ranks; no parameter has changed.
+            NonFiniteError: on all ranks; no parameter has changed.
         """
         return step.train_step(context, batches)
 

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config import Config, SlurmLaunchConfig
 from trainer.config.overrides import in_words, set_to
-from trainer.errors import NonFiniteLossError, StoppedBySignal, UserError
+from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.untrusted import printable
 from trainer.launch import fresh
 from trainer.launch.signals import stop_signals_to
@@ -29,7 +29,7 @@ OUTPUT = "output.log"
 _POLL_S, _LOOK_S = 0.05, 1.0
 _RETRIES = 2
 _REFUSED_IN_A_ROW = 50
-_MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteLossError, StoppedBySignal))
+_MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteError, StoppedBySignal))
 Compose = Callable[[Sequence[str]], Config]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteLossError
+from trainer.errors import NonFiniteError
 from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState, parameter_names
 
@@ -49,7 +49,7 @@ class GradientCheck:
             norm: of all gradients, the same on every rank, if they are scaled by it: it must be finite.
 
         Raises:
-            NonFiniteLossError: on every rank; no parameter has changed.
+            NonFiniteError: on every rank; no parameter has changed.
         """
         if state.scaler.is_enabled():  # fp16: the scaler skips such an update itself, and lowers its scale
             yield
@@ -119,7 +119,7 @@ class GradientCheck:
             f", or beyond +-{self._limit:g}, as far as train.exact counts," if self._limit < math.inf else ""
         )
         where = " and ".join(map(self._dist.place, blamed)) or "some rank"
-        raise NonFiniteLossError(
+        raise NonFiniteError(
             f"{what}{more} is NaN or Inf{beyond} in step {step} on {where}; no rank applied that step. "
             "Look for a root or a logarithm of 0, or a division by 0, in the model and the loss; or lower "
             "optim.lr",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteLossError
+from trainer.errors import NonFiniteError
 from trainer.exact.order import SumOrder
 from trainer.tasks.label_weights import Divisor, divisors
 
@@ -71,7 +71,7 @@ class StepAgreement:
             then: what happened to the gradients of a loss that is not finite.
 
         Raises:
-            NonFiniteLossError: on every rank, if the loss of any was NaN or Inf.
+            NonFiniteError: on every rank, if the loss of any was NaN or Inf.
         """
         if self._on_cuda:
             self._done.synchronize()
@@ -81,7 +81,7 @@ class StepAgreement:
                 self._work.wait()
             bad, stop, ended, most, minus_least = self._flags.tolist()
         if bad:
-            raise NonFiniteLossError(
+            raise NonFiniteError(
                 f"the loss of {where} is NaN or Inf on {self._dist.place(int(bad) - 1)}; {then}. Lower "
                 "optim.lr, set train.clip_grad_norm, or check the data of that rank",
                 ranks=(int(bad) - 1,),

@@ -19,7 +19,7 @@ from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.summary import draw_staleness
 from trainer.config import ParameterServerConfig
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteLossError, UserError, writing
+from trainer.errors import NonFiniteError, UserError, writing
 from trainer.optim.train_state import Progress, TrainState
 from trainer.step import StepResult, compute_gradients, weights_ahead
 from trainer.strategies.base import Computing
@@ -121,7 +121,7 @@ class AsyncParameterServer(ParameterServer):
         Parameters change with each finished part of a step, in an order that is not known in advance.
 
         Raises:
-            NonFiniteLossError: on all ranks; gradients that are not finite were not applied.
+            NonFiniteError: on all ranks; gradients that are not finite were not applied.
         """
         progress, heartbeat = context.state.progress, context.dist.heartbeat
         steps = steps_until_all_meet(context)
@@ -256,8 +256,8 @@ class AsyncParameterServer(ParameterServer):
                 replay_file.append(self._run_dir / "arrivals", self._roles, first, made, events)
         return made
 
-    def _refused(self, rank: int) -> NonFiniteLossError:
-        return NonFiniteLossError(
+    def _refused(self, rank: int) -> NonFiniteError:
+        return NonFiniteError(
             f"the norm of the gradients of {self.dist.place(rank)} is NaN or Inf; no server applied them. "
             "Lower optim.lr, set train.clip_grad_norm, or check the data of that rank",
             ranks=(rank,),
