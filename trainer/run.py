@@ -169,7 +169,9 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
             strategy.unwrap(wrapped), task, state.optimizer, strategy.trains and strategy.replica == 0
         ),
         agreement=StepAgreement(dist),
-        gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame, strategy.order.limit),
+        gradient_check=GradientCheck(
+            dist, strategy.gradients_differ, strategy.is_to_blame, strategy.order.limit
+        ),
         frozen=Frozen(strategy.unwrap(wrapped)),
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),

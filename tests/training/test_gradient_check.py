@@ -156,7 +156,7 @@ def checked(
     facts: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, rank=0, place=lambda rank: "here")
     check = GradientCheck(facts, differ=False, is_to_blame=lambda: True)
     check._on_cuda = on_cuda
-    with check.all_finite(7, state, norm):
+    with check.around_update(7, state, norm):
         optimizer.step()
     return model
 

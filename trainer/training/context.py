@@ -41,7 +41,7 @@ class TrainingContext(ModelContext):
     weight_statistics: WeightStatistics
     unsaved_state: UnsavedState
     agreement: StepAgreement
-    gradients: GradientCheck
+    gradient_check: GradientCheck
     frozen: Frozen
     meter: Meter
     profile: Profile

@@ -39,7 +39,7 @@ class GradientCheck:
             self._on_host = torch.zeros((), pin_memory=True)
 
     @contextmanager
-    def all_finite(self, step: int, state: TrainState, norm: Tensor | None) -> Iterator[None]:
+    def around_update(self, step: int, state: TrainState, norm: Tensor | None) -> Iterator[None]:
         """Around the update of `step` (a collective).
 
         On a GPU, optimizers that accept GradScaler's flag skip the update on the device, and the host reads
