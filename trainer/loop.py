@@ -30,13 +30,13 @@ def fit(context: TrainingContext) -> dict[str, float]:
         unsteady_steps = steps_per_epoch
     steady = epoch_begin = meter.mark()
     evaluation = context.checkpointer.restored_metrics
-    if context.first_step and not evaluation:
+    if context.steps_before and not evaluation:
         evaluation = evaluate_if_due(context)  # a signal saved the checkpoint before its evaluation was made
 
     while not is_over(context):
         epoch_begin = meter.mark()
         for _ in train_epoch(context):
-            if steady.steps == 0 and progress.step >= context.first_step + unsteady_steps:
+            if steady.steps == 0 and progress.step >= context.steps_before + unsteady_steps:
                 steady = meter.mark()
         evaluation = evaluate_if_due(context)
         if is_over(context) or context.checkpointer.due(progress, end_of_epoch=True):
@@ -84,9 +84,9 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
             log_step(context, meter, window, result.grad_norm)
             window = meter.mark()
             meter.rest_s += time.perf_counter() - log_begin
-        goes_on = progress.epoch == epoch and not is_over(context)
+        mid_epoch = progress.epoch == epoch and not is_over(context)
         save_now = context.checkpointer.due(progress, end_of_epoch=False)
-        if result.stop or (goes_on and (save_now or evaluation_due(context))):
+        if result.stop or (mid_epoch and (save_now or evaluation_due(context))):
             meter.pause()
             evaluation = None if result.stop else evaluate_if_due(context)
             if result.stop or save_now:

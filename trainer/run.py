@@ -101,7 +101,7 @@ def run(config: Config) -> dict[str, Any]:
                 log.info("%s", summary)
             context.strategy.close()
             if dist.is_main:
-                write_result(run_dir, result, made_steps=context.state.progress.step > context.first_step)
+                write_result(run_dir, result, made_steps=context.state.progress.step > context.steps_before)
             context.run_log.close()  # last, so that a failing logger loses nothing else
             context.checkpointer.finish_remote()
             log.info("%s  ->  %s", run_dir, context.run_log.look)
@@ -157,7 +157,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         ema=config.ema,
         batch=batch,
         num_parameters=num_parameters,
-        first_step=state.progress.step,
+        steps_before=state.progress.step,
         total_steps=total_steps,
         checkpointer=checkpointer,
         replica_check=ReplicaCheck(
@@ -252,7 +252,7 @@ def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> 
 
 def _log_start(config: Config, context: TrainingContext) -> None:
     if context.dist.is_main:  # writing all settings takes longer than a step of a small model
-        context.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, context.first_step)
+        context.run_log.texts({"config": f"```yaml\n{to_yaml(config)}\n```"}, context.steps_before)
     log.info("%s", start_table(config, context))
     for note in context.strategy.notes:
         log.info("%s", note)

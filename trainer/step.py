@@ -55,7 +55,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     heartbeat.enter("optimizer")
     stop, data_left = context.agreement.finish(f"step {step}")
     strategy.aggregate(context.model)
-    if strategy.trains and step == context.first_step + 1:
+    if strategy.trains and step == context.steps_before + 1:
         strategy.refuse_no_gradients(context.model)
 
     max_norm, log_now = context.settings.clip_grad_norm, context.settings.logs(step)
@@ -102,18 +102,18 @@ def compute_gradients(
         Their losses, as `SumOrder.in_rows` adds them.
     """
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
-    goes_on = context.state.progress.step + 1 < context.total_steps
+    another_follows = context.state.progress.step + 1 < context.total_steps
     first_part, order = context.batch.first_part(replica), strategy.order
     own_losses: list[Tensor] = []
-    is_first = step == context.first_step + 1
-    watched = strategy.watched(context.model, step - 1 - context.first_step)
+    is_first = step == context.steps_before + 1
+    watched = strategy.watched(context.model, step - 1 - context.steps_before)
     for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
         data_begin = time.perf_counter()
         batch = context.to_device(next(batches))
         meter.data_s += time.perf_counter() - data_begin
         last = micro_step == len(divisors)
-        weights = weights_ahead(context, batches) if last and tell_others and goes_on else ()
+        weights = weights_ahead(context, batches) if last and tell_others and another_follows else ()
         heartbeat.enter("forward")
         seed_part(context.seed, step, first_part + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):

@@ -12,7 +12,7 @@ def lines(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_one_line_a_step_also_where_it_is_written_in_two_parts(tmp_path: Path) -> None:
-    scalars = MetricsFile(tmp_path, first_step=0)
+    scalars = MetricsFile(tmp_path, steps_before=0)
     scalars.write({"train/loss": 0.5}, 10)
     scalars.write({"train/loss": 0.25}, 20)
     scalars.write({"eval/loss": 0.75}, 20)
@@ -27,14 +27,14 @@ def test_one_line_a_step_also_where_it_is_written_in_two_parts(tmp_path: Path) -
 
 
 def test_a_resumed_run_makes_the_steps_after_it_again(tmp_path: Path) -> None:
-    before = MetricsFile(tmp_path, first_step=0)
+    before = MetricsFile(tmp_path, steps_before=0)
     for step in (10, 20, 30):
         before.write({"train/loss": 1.0}, step)
     before.close()
     with (tmp_path / FILE).open("a") as file:
         file.write('{"step": 40, "train/lo')  # killed while it wrote
     assert read_metrics(tmp_path) == {"train/loss": {10: 1.0, 20: 1.0, 30: 1.0}}
-    after = MetricsFile(tmp_path, first_step=20)
+    after = MetricsFile(tmp_path, steps_before=20)
     assert [line["step"] for line in lines(tmp_path)] == [10, 20]
     after.write({"train/loss": 2.0}, 30)
     after.close()

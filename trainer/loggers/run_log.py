@@ -51,16 +51,16 @@ class RunLog:
         UserError: a logger of `config.logger` that cannot be built or lacks a method; on every rank.
     """
 
-    def __init__(self, dist: Dist, config: Config, run_id: str, total_steps: int, first_step: int) -> None:
+    def __init__(self, dist: Dist, config: Config, run_id: str, total_steps: int, steps_before: int) -> None:
         assert config.run_dir is not None
         run_dir = Path(config.run_dir)
         self.enabled = dist.is_main
         self.shows = Pace(first_after_s=10)
         self._figures = Pace(first_after_s=60)  # the first figure imports matplotlib: 0.6 s, 1 % of a minute
-        self._run_dir, self._total_steps, self._first_step = run_dir, total_steps, first_step
+        self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
         self._loggers: dict[str, Logger] = {}  # by their settings
         self._times: dict[str, list[int]] = {}  # counts of a figure whose values are ranks
-        told = {"run_dir": run_dir, "run_id": run_id, "first_step": first_step, "settings": flatten(config)}
+        told = {"run_dir": run_dir, "run_id": run_id, "first_step": steps_before, "settings": flatten(config)}
 
         def build() -> None:
             with writing(run_dir):
@@ -74,8 +74,8 @@ class RunLog:
         if not self.enabled:
             return
         with writing(self._run_dir):
-            self._scalars = MetricsFile(self._run_dir, self._first_step)
-        self.progress = ProgressBar(self._total_steps, self._first_step)
+            self._scalars = MetricsFile(self._run_dir, self._steps_before)
+        self.progress = ProgressBar(self._total_steps, self._steps_before)
 
     @property
     def look(self) -> str:

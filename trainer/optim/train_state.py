@@ -116,7 +116,7 @@ class TrainState:
         self._loss_scale = self.scaler.get_scale()
         if self._loss_scale >= before:
             self._skipped_in_a_row = 0
-            self.end_update()
+            self.step_schedule_and_average()
             return
         if not began:
             self.optimizer.state.clear()  # of fused SGD: momentum that its kernel did not write
@@ -129,10 +129,10 @@ class TrainState:
                 f"gradients that are NaN or Inf; the loss scale is {scale:.2g} now. Look for a root or a "
                 "logarithm of 0, or a division by 0; or take train.precision=bf16"
             )
-        self.end_update(skipped=True)
+        self.step_schedule_and_average(skipped=True)
 
-    def end_update(self, skipped: bool = False) -> None:
-        """Count an update: record its learning rates, advance the schedule, and update the average."""
+    def step_schedule_and_average(self, skipped: bool = False) -> None:
+        """After an update: record its learning rates, step the schedule, and update the average."""
         self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
         after_step(self.schedule)
         if not skipped:

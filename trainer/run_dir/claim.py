@@ -86,8 +86,8 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
             )
     there = _run_at(remote, may_fail=bool(used)) if remote is not None else None
     adopts = resume == "auto" and not used and there is not None
-    goes_on = resume is not None and (resume == "auto" or bool(used))
-    run_id = (there if adopts else known if goes_on else None) or secrets.token_hex(8)
+    resumes = resume is not None and (resume == "auto" or bool(used))
+    run_id = (there if adopts else known if resumes else None) or secrets.token_hex(8)
     if there not in (None, run_id):
         raise UserError(
             f"checkpoint.remote={remote} holds another run, {there}; take another address, or go on with "

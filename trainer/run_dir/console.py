@@ -34,13 +34,13 @@ class ProgressBar:
     train.log has them all. Both figures are means since this process began, including evaluation and saves.
     """
 
-    def __init__(self, total_steps: int, first_step: int) -> None:
-        self._total, self._first, self._step = total_steps, first_step, first_step
+    def __init__(self, total_steps: int, steps_before: int) -> None:
+        self._total, self._first, self._step = total_steps, steps_before, steps_before
         self._began = time.perf_counter()
         self._next_line = self._began
         self._bar = tqdm(
             total=total_steps,
-            initial=first_step,
+            initial=steps_before,
             unit="step",
             smoothing=0,
             bar_format="{n_fmt}/{total_fmt} steps |{bar}| {rate_fmt}, {remaining} left",

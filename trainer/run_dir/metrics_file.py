@@ -15,14 +15,14 @@ FILE = "metrics.jsonl"
 class MetricsFile:
     """Written by rank 0: one write a step, so that a killed run leaves at most one torn line, the last."""
 
-    def __init__(self, run_dir: Path, first_step: int) -> None:
-        """Open the file of `run_dir`; a resumed run writes the lines after `first_step` again.
+    def __init__(self, run_dir: Path, steps_before: int) -> None:
+        """Open the file of `run_dir`; a resumed run writes the lines after `steps_before` again.
 
         Raises:
             OSError: it cannot be written.
         """
         path = run_dir / FILE
-        kept = [line for line in _lines(path) if line["step"] <= first_step]
+        kept = [line for line in _lines(path) if line["step"] <= steps_before]
         with atomic_file(path) as file:
             file.writelines(json.dumps(line).encode() + b"\n" for line in kept)
         self._descriptor = os.open(path, os.O_WRONLY)

@@ -33,7 +33,7 @@ class TrainingContext(ModelContext):
     eval_loader: EvalLoader | None  # None: never evaluate
     batch: BatchSplit
     num_parameters: int  # of the whole model
-    first_step: int  # where a resumed run continues
+    steps_before: int  # made before this process began; 0 in a new run
     total_steps: int  # an upper limit: a stream may end before
     checkpointer: Checkpointer
     replica_check: ReplicaCheck

@@ -30,7 +30,7 @@ class Profile:
     """
 
     def __init__(
-        self, settings: ProfileConfig | None, run_dir: Path, dist: Dist, first_step: int, last_step: int
+        self, settings: ProfileConfig | None, run_dir: Path, dist: Dist, steps_before: int, last_step: int
     ) -> None:
         self._run_dir, self._dist = run_dir, dist
         self._steps = range(0)
@@ -43,11 +43,11 @@ class Profile:
                 f"train.profile asks for steps {begin} to {end - 1}, but step {last_step} is the run's last; "
                 "lower train.profile.start or train.profile.steps, or train longer"
             )
-        if begin <= first_step:  # it must not end a restarted run
-            log.info("train.profile: step %d has passed; this run resumes after step %d", begin, first_step)
+        if begin <= steps_before:  # it must not end a restarted run
+            log.info("train.profile: step %d has passed; this run resumes after step %d", begin, steps_before)
             return
         self._begin = begin
-        self._steps = range(max(begin - 1, first_step + 1), end + 1)
+        self._steps = range(max(begin - 1, steps_before + 1), end + 1)
 
     def before(self, step: int, meter: Meter) -> None:
         """Before `step`, start recording, continue, or write the trace; the meter is paused meanwhile.

@@ -26,7 +26,7 @@ def start_table(config: Config, context: TrainingContext) -> str:
             **described(context.state.optimizer),
             "batch": str(context.batch),
             **_leaves(context),
-            "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.first_step:,}",
+            "steps": f"{context.total_steps:,}, {steps_per_epoch} an epoch, from {context.steps_before:,}",
             "seed": str(config.seed),
             "run": str(config.run_dir),
         }

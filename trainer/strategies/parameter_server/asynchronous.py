@@ -153,7 +153,7 @@ class AsyncParameterServer(ParameterServer):
         grad_norm = self._mean_norm() if context.settings.clip_grad_norm is not None or log_now else None
         if not self.serves:
             for _ in range(made):
-                context.state.end_update()
+                context.state.step_schedule_and_average()
         if log_now:
             context.weight_statistics.after_update()
         for _ in range(made - 1):
@@ -228,7 +228,7 @@ class AsyncParameterServer(ParameterServer):
         self._state.optimizer.zero_grad(set_to_none=True)
         self._num_updates += 1
         if self._num_updates % self.num_replicas == 0:
-            self._state.end_update()
+            self._state.step_schedule_and_average()
 
     def _end_round(self) -> int:
         """Wait for the end of the round; return how many steps it made (a collective)."""
