@@ -44,6 +44,7 @@ def fit(context: TrainingContext) -> dict[str, float]:
 
     context.profile.close()
     context.dist.heartbeat.enter("end")
+    context.strategy.finish_checks()
     context.strategy.collect(context.model)
     train_loss = meter.mean_loss(epoch_begin)
     ms_per_step = meter.ms_per_step(steady)["step"]
@@ -126,6 +127,7 @@ def save(context: TrainingContext, evaluation: dict[str, float] | None = None) -
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
     context.unsaved_state.look_at_save()
     context.replica_check.check(context.state)
+    context.strategy.finish_checks()
     context.strategy.collect(context.model)
     context.checkpointer.save(context.state, evaluation, context.train_loader.place())
 

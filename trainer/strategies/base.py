@@ -209,6 +209,15 @@ class Strategy:
         state.update()
         state.optimizer.zero_grad(set_to_none=True)
 
+    def finish_checks(self) -> None:
+        """Wait for the checks of the last step that ranks still compare in the background (a collective).
+
+        Called before a save and at the end of the run.
+
+        Raises:
+            UserError: on every rank alike: one of them failed.
+        """
+
     def collect(self, model: nn.Module) -> None:
         """Send rank 0 the state of the model that only other ranks have (a collective)."""
 

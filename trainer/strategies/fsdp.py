@@ -146,7 +146,7 @@ class Fsdp(Strategy):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self.collect(None)
+        self.finish_checks()
 
     def trained(self, model: nn.Module) -> list[Tensor]:
         gathered = self._gathered.names if self._gathered is not None else ()  # without a reduction, in these
@@ -161,7 +161,7 @@ class Fsdp(Strategy):
         if self._used is not None:
             self._used.launch()
 
-    def collect(self, model: nn.Module | None) -> None:
+    def finish_checks(self) -> None:
         if self._used is not None:
             self._used.settle()
 
