@@ -90,7 +90,7 @@ class Variant:
         self.sent.append((_sent(interface) - before) // steps)
         return float(slowest)
 
-    def figures(self, steps: int) -> dict[str, float]:
+    def metrics(self, steps: int) -> dict[str, float]:
         """Milliseconds of communication per step since the last call."""
         if self.comm is not None:
             return self.comm.timeline.metrics()
@@ -166,7 +166,7 @@ def measure(
     variants = {name: make(name, kind, hosts) for name in VARIANTS}
     for variant in variants.values():
         variant.seconds(2, interface)  # opens connections, compares layouts
-        variant.figures(1)
+        variant.metrics(1)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(turns):
         for name, variant in variants.items():
@@ -175,7 +175,7 @@ def measure(
     for name, variant in variants.items():
         ratios = [own / native for own, native in zip(times[name], times["native"], strict=True)]
         found[name] = {"ms": 1e3 * statistics.median(times[name]), "ratio": statistics.median(ratios)}
-        found[name] |= variant.figures(steps * turns) | {"MB": statistics.median(variant.sent[1:]) / 1e6}
+        found[name] |= variant.metrics(steps * turns) | {"MB": statistics.median(variant.sent[1:]) / 1e6}
         if variant.comm is not None:
             variant.comm.close()
     return found

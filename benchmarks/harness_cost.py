@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
-        "--bare", type=Path, metavar="OUT", help="be the bare loop, and write its figures to OUT"
+        "--bare", type=Path, metavar="OUT", help="be the bare loop, and write its metrics to OUT"
     )
     arguments = parser.parse_args()
     if arguments.bare:

@@ -103,9 +103,9 @@ def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
             predicted = found.step(PlannedWorld(2, per_host, there), algorithm, computed_s)
             ratio = predicted.seconds / measured_s
             kept &= 1 / BAR < ratio < BAR
-            figures = (found.step_s, computed_s, predicted.exposed_s, predicted.seconds, measured_s)
+            metrics = (found.step_s, computed_s, predicted.exposed_s, predicted.seconds, measured_s)
             columns = "".join(
-                f"{1e3 * s:>{width}.1f}" for s, width in zip(figures, (10, 11, 9, 11, 10), strict=True)
+                f"{1e3 * s:>{width}.1f}" for s, width in zip(metrics, (10, 11, 9, 11, 10), strict=True)
             )
             print(f"{f'{model} 2 x {per_host} {algorithm}':24}{columns}{ratio:>7.2f}", flush=True)
     return kept

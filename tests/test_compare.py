@@ -13,8 +13,8 @@ from trainer.compare import compare, main, parts_at, read_runs
 from trainer.config import to_yaml
 from trainer.errors import UserError
 
-FIGURES = {"strategy": "ddp", "comm": "native", "world_size": 2, "steps": 40, "eval/loss": 0.5}
-FIGURES |= {"param_sha256": "aa", "samples_per_second": 1.0, "peak_memory_bytes": 2**28}
+METRICS = {"strategy": "ddp", "comm": "native", "world_size": 2, "steps": 40, "eval/loss": 0.5}
+METRICS |= {"param_sha256": "aa", "samples_per_second": 1.0, "peak_memory_bytes": 2**28}
 
 
 def write(
@@ -23,9 +23,9 @@ def write(
     """A run of four log windows; its loss is off by `gap` from step 30 on."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(settings(*overrides)))
-    figures = FIGURES | {"train/loss": 0.5 + gap, "samples_per_second": 64e3 / ms}
-    figures |= {"ms_per_step": ms, "param_sha256": sha * 32, **result}
-    (folder / "result.json").write_text(json.dumps(figures))
+    metrics = METRICS | {"train/loss": 0.5 + gap, "samples_per_second": 64e3 / ms}
+    metrics |= {"ms_per_step": ms, "param_sha256": sha * 32, **result}
+    (folder / "result.json").write_text(json.dumps(metrics))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in (10, 20, 30, 40):
             values = {"train/loss": 1 / step + gap * (step >= 30), "train/grad_norm": 1.0}
@@ -107,10 +107,10 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("config.yaml", "[" * 9000, "cannot be read"),
         ("config.yaml", "a: " + "[" * 900 + "]" * 900, "cannot be read"),
         ("metrics.jsonl", "", "b cannot be read: .*Is a directory"),
-        ("result.json", json.dumps(FIGURES | {"ms_per_step": 0}), "ms_per_step is 0, but must be greater"),
+        ("result.json", json.dumps(METRICS | {"ms_per_step": 0}), "ms_per_step is 0, but must be greater"),
         (
             "result.json",
-            json.dumps(FIGURES | {"ms_per_step": "1"}),
+            json.dumps(METRICS | {"ms_per_step": "1"}),
             "ms_per_step is '1', but must be a number",
         ),
     ],

@@ -1,4 +1,4 @@
-"""The results of a run: its directory, figures and TensorBoard page; and a user's own parts in it."""
+"""The results of a run: its directory, metrics and TensorBoard page; and a user's own parts in it."""
 
 import json
 import math
@@ -18,8 +18,8 @@ from trainer.errors import UserError
 from trainer.tasks import Classification
 from trainer.training.start_table import layout
 
-FIGURES = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
-FIGURES |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}
+METRICS = {"strategy", "comm", "world_size", "steps", "epochs", "samples_seen", "train/loss", "eval/loss"}
+METRICS |= {"eval/accuracy", "samples_per_second", "ms_per_step", "peak_memory_bytes", "param_sha256"}
 NOT_KEPT = ("train/loss", "samples_per_second", "ms_per_step", "peak_memory_bytes")
 QUICK = ("train.epochs=2", "train.log_every_steps=5", "model.hidden=[32]")
 
@@ -41,7 +41,7 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     quickly = run_ranks(quick, world_size, tmp_path, f"strategy={strategy}", init=False)[0]
     result = json.loads((tmp_path / "result.json").read_text())
     assert quickly == result
-    assert result.keys() >= FIGURES
+    assert result.keys() >= METRICS
     assert (result["strategy"], result["world_size"], result["comm"]) == (strategy, world_size, "native")
     assert (result["steps"], result["epochs"], result["samples_seen"]) == (44, 2.0, 44 * 64)
     assert result["eval/accuracy"] > 0.5, "ten classes: chance is 0.1"

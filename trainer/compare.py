@@ -27,7 +27,7 @@ _TASK = ("data.dataset", "data.task")
 _ALIKE = ("train.global_batch_size", "train.precision", "seed", "train.max_steps", "train.epochs")
 # These, and what `_ALIKE` has, decide the bits of an exact run.
 _DECIDE = ("model", "data", "optim", "schedule", "ema", "train.clip_grad_norm", "train.channels_last")
-# Figures of the parameters at each log step, and the relative difference that equal parameters may show:
+# Metrics of the parameters at each log step, and the relative difference that equal parameters may show:
 # strategies add a gradient's norm in different orders.
 _FIGURES = {"train/loss": 0.0, "train/grad_norm": 1e-5}
 _MS, _COMM = "speed/ms_per_step/step", ("comm/total_ms", "comm/hidden_ms", "comm/exposed_ms")
@@ -51,7 +51,7 @@ class Run:
         return windows[1:] or windows or [self.result["ms_per_step"]]
 
     def comm_ms(self) -> list[float]:
-        """Communication per step: total, hidden behind the backward pass, exposed; [] without figures."""
+        """Communication per step: total, hidden behind the backward pass, exposed; [] without metrics."""
         windows = [list(self.scalars.get(name, {}).values()) for name in _COMM]
         return [statistics.median(values) for values in windows] if all(windows) else []
 
@@ -73,9 +73,9 @@ def read_run(folder: Path, name: str) -> Run:
     if missing := {*_TEXTS, *_NUMBERS} - result.keys():
         raise UserError(f"{folder} is not a run: its result.json has no {', '.join(sorted(missing))}")
     fields = Fields(f"{folder}/result.json", result)
-    texts = {figure: fields.text(figure) for figure in _TEXTS}
+    texts = {name: fields.text(name) for name in _TEXTS}
     numbers = {  # null: the run was too short
-        figure: fields.number(figure) if fields.has(figure) else math.nan for figure in (*_NUMBERS, *_LOSSES)
+        name: fields.number(name) if fields.has(name) else math.nan for name in (*_NUMBERS, *_LOSSES)
     }
     if numbers["ms_per_step"] <= 0:
         fields.refuse("ms_per_step", "greater than 0")
@@ -106,7 +106,7 @@ def compare(runs: Sequence[Run]) -> str:
     """The differences, a table, and a verdict in one line.
 
     Raises:
-        UserError: the data or the task differs, so figures are not comparable.
+        UserError: the data or the task differs, so metrics are not comparable.
     """
     base, lines = runs[0], []
     for run in runs[1:]:

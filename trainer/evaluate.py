@@ -2,7 +2,7 @@
 
 Writes RUN/evaluation.json: eval/* as in result.json, each held-out sample counted once, and its origin.
 Runs alone, under torchrun or with launch=local launch.processes=N, and also while RUN still trains. With the
-world size and strategy of the run its figures equal those of the run's own evaluation, to the bit.
+world size and strategy of the run its metrics equal those of the run's own evaluation, to the bit.
 """
 
 import json
@@ -47,17 +47,17 @@ def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
     config.train.eval_every_epochs = config.train.eval_every_epochs or 1  # so that the task must evaluate
     with restored_run(config, checkpoint) as at_work:
         _, loader = held_out(at_work)
-        figures = {"eval/": evaluation.evaluate(at_work, loader).figures}
+        metrics = {"eval/": evaluation.evaluate(at_work, loader).metrics}
         if config.ema.decay is not None and not evaluates_ema(config):
             at_work.take_averages()
-            figures["eval/ema/"] = evaluation.evaluate(at_work, loader).figures
+            metrics["eval/ema/"] = evaluation.evaluate(at_work, loader).metrics
         found = {
             "checkpoint": str(at_work.source.directory),
             "step": at_work.source.progress.step,
             "strategy": config.strategy.name,
             "world_size": at_work.dist.world_size,
             "samples": loader.num_samples and loader.num_samples - loader.num_skipped,  # null for a stream
-            **{f"{of}{name}": value for of, those in figures.items() for name, value in those.items()},
+            **{f"{of}{name}": value for of, those in metrics.items() for name, value in those.items()},
         }
         path = location(config.run_dir or "") / "evaluation.json"
         on_main(lambda: _write(path, found), at_work.dist)

@@ -16,7 +16,7 @@ warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
 
 def fit(context: TrainingContext) -> dict[str, float]:
-    """Train to the last step and return the run's figures by their names in result.json.
+    """Train to the last step and return the run's metrics by their names in result.json.
 
     Raises:
         NonFiniteError: on all ranks at the same step, before its update.
@@ -142,28 +142,28 @@ def evaluation_due(context: TrainingContext) -> bool:
 
 
 def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
-    """Evaluate at the end of the run, and after an epoch or a step if due; otherwise return no figures.
+    """Evaluate at the end of the run, and after an epoch or a step if due; otherwise return no metrics.
 
     Returns:
-        The figures by their names in result.json; they are logged, and passed to the schedule.
+        The metrics by their names in result.json; they are logged, and passed to the schedule.
     """
     progress = context.state.progress
     if context.eval_loader is None or not evaluation_due(context):
         return {}
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for prefix in weights_to_evaluate(context):
         evaluation = evaluate(context, context.eval_loader)
-        figures |= {f"{prefix}{name}": value for name, value in evaluation.figures.items()}
+        metrics |= {f"{prefix}{name}": value for name, value in evaluation.metrics.items()}
         if prefix == "eval/":
             show(context, evaluation, context.run_log, progress.step, at_end=is_over(context))
-    context.run_log.scalars(figures, progress.step)
-    context.run_log.line(f"eval at step {progress.step}  {_words(figures)}")
-    after_evaluation(context.state.schedule, figures)
-    return figures
+    context.run_log.scalars(metrics, progress.step)
+    context.run_log.line(f"eval at step {progress.step}  {_words(metrics)}")
+    after_evaluation(context.state.schedule, metrics)
+    return metrics
 
 
 def weights_to_evaluate(context: TrainingContext) -> Iterator[str]:
-    """The prefix of the figures' names for each set of weights; within, the model has those weights."""
+    """The prefix of the metrics' names for each set of weights; within, the model has those weights."""
     average, instead = context.state.average, context.ema.evaluate == "instead"
     if average is None or not instead:
         yield "eval/"

@@ -85,13 +85,13 @@ def run(config: Config) -> dict[str, Any]:
             on_main(context.run_log.begin, dist)
             resources.callback(context.run_log.leave_terminal)
             _log_start(config, context)
-            figures = fit(context)
-            context.run_log.figures(context.strategy.figures, context.state.progress.step, at_end=True)
+            metrics = fit(context)
+            context.run_log.plots(context.strategy.plots, context.state.progress.step, at_end=True)
             result = {
                 "strategy": config.strategy.name,
                 "comm": config.comm.algorithm,
                 "world_size": dist.world_size,
-                **{name: None if math.isnan(value) else value for name, value in figures.items()},
+                **{name: None if math.isnan(value) else value for name, value in metrics.items()},
                 **context.strategy.measured(),
                 **({"exact": context.checkpointer.exact} if context.checkpointer.exact else {}),
                 "param_sha256": run_hash.parameters_sha256(context.state.model),
@@ -259,14 +259,14 @@ def _log_start(config: Config, context: TrainingContext) -> None:
 
 
 def _check_keep_best(config: Config, task: Task) -> None:
-    """Refuse a metric that no evaluation will yield, if the task lists its figures."""
-    best, own = config.checkpoint.keep_best, list(getattr(task, "figures", ()))
+    """Refuse a metric that no evaluation will yield, if the task lists its metrics."""
+    best, own = config.checkpoint.keep_best, list(getattr(task, "metric_names", ()))
     averages = own if config.ema.decay is not None and config.ema.evaluate == "beside" else []
-    figures = [f"eval/{name}" for name in own] + [f"eval/ema/{name}" for name in averages]
-    if best is not None and figures and best.metric not in figures:
+    metrics = [f"eval/{name}" for name in own] + [f"eval/ema/{name}" for name in averages]
+    if best is not None and metrics and best.metric not in metrics:
         raise UserError(
             f"checkpoint.keep_best.metric is {best.metric}, but must be one that evaluation yields: "
-            f"{', '.join(figures)}"
+            f"{', '.join(metrics)}"
         )
 
 

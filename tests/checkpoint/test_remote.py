@@ -68,7 +68,7 @@ def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
         _save(store, step, loss=loss)
         remote.follow(step)
         remote.finish(10)
-        assert remote.figures() == {"checkpoint/remote_behind": 0.0}
+        assert remote.metrics() == {"checkpoint/remote_behind": 0.0}
     assert _steps_there(tmp_path) == ["step_00000010", "step_00000040", "step_00000050"]
     there = Listing(_address(tmp_path) / "checkpoints", "one")
     for directory in there.directories():
@@ -138,7 +138,7 @@ def test_the_end_waits_so_long_and_says_what_is_safe(
     path = _save(store, 20)
     remote.follow(20)
     _wait(lambda: remote.in_hand)
-    assert remote.figures() == {"checkpoint/remote_behind": 10.0}
+    assert remote.metrics() == {"checkpoint/remote_behind": 10.0}
     for step in (30, 40):
         _save(store, step)
         store.prune(Retention(last=1), spared=remote.in_hand)
@@ -183,11 +183,11 @@ def test_a_restart_copies_what_the_process_before_did_not(
     put, gate = Address.put, threading.Event()
     monkeypatch.setattr(Address, "put", lambda address, file: (gate.wait(60), put(address, file)))
     remote.follow()
-    _wait(lambda: remote.figures() == {"checkpoint/remote_behind": 10.0})
+    _wait(lambda: remote.metrics() == {"checkpoint/remote_behind": 10.0})
     gate.set()
     remote.finish(10)
     assert _steps_there(tmp_path) == ["step_00000010"]
-    assert remote.figures() == {"checkpoint/remote_behind": 0.0}
+    assert remote.metrics() == {"checkpoint/remote_behind": 0.0}
 
 
 def test_nothing_is_mixed_with_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

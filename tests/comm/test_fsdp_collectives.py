@@ -1,4 +1,4 @@
-"""A fully_shard model with this project's schedules: equal to torch's own, with figures; lagging ranks are named."""
+"""A fully_shard model with this project's schedules: equal to torch's own, with metrics; lagging ranks are named."""
 
 from __future__ import annotations
 
@@ -61,32 +61,32 @@ def compared(hosts: list[int], algorithm: str) -> dict[str, Any]:
                 found.append([p.grad.to_local().clone() for p in model.parameters()])  # type: ignore[union-attr]
                 model.zero_grad()
     assert comm is not None
-    model(torch.randn(4, 30))  # not in a pass: no figures of it
+    model(torch.randn(4, 30))  # not in a pass: no metrics of it
     error = max(
         float((a - b).abs().max())
         for own, theirs in zip(found[:2], found[2:], strict=True)
         for a, b in zip(own, theirs, strict=True)
     )
     magnitude = max(float(gradient.abs().max()) for gradient in found[0])
-    figures, timeline = comm.timeline.metrics(), comm.timeline
+    metrics, timeline = comm.timeline.metrics(), comm.timeline
     comm.close()
     names = [f"{record.name}" for record in timeline.last_pass]
-    about = {"error": error / magnitude, "figures": figures, "names": names, "table": table(timeline)}
+    about = {"error": error / magnitude, "metrics": metrics, "names": names, "table": table(timeline)}
     return about | {"typical": timeline.typical_pass()["buckets"]}
 
 
-def test_gradients_are_those_of_torch_and_both_collectives_have_figures() -> None:
+def test_gradients_are_those_of_torch_and_both_collectives_have_metrics() -> None:
     for found in run_ranks(compared, 3, [0, 1, 0], "hierarchical"):
         assert found["error"] < 1e-6
         units = ("the root", "unit 0", "unit 1")
         assert found["names"][0] == "all-gather of the root"
         kinds = ("all-gather", "reduce-scatter")
         assert set(found["names"]) == {f"{kind} of {unit}" for kind in kinds for unit in units}
-        figures = found["figures"]
-        total, parts = figures["comm/total_ms"], ("all_gather", "reduce_scatter")
-        assert total == pytest.approx(sum(figures[f"comm/{part}_ms"] for part in parts), rel=0.01)
-        assert total == pytest.approx(figures["comm/hidden_ms"] + figures["comm/exposed_ms"])
-        assert all(0 <= figures[f"comm/{part}_exposed_ms"] <= figures[f"comm/{part}_ms"] for part in parts)
+        metrics = found["metrics"]
+        total, parts = metrics["comm/total_ms"], ("all_gather", "reduce_scatter")
+        assert total == pytest.approx(sum(metrics[f"comm/{part}_ms"] for part in parts), rel=0.01)
+        assert total == pytest.approx(metrics["comm/hidden_ms"] + metrics["comm/exposed_ms"])
+        assert all(0 <= metrics[f"comm/{part}_exposed_ms"] <= metrics[f"comm/{part}_ms"] for part in parts)
         assert "of reduce-scatter: " in found["table"]
         assert len(found["typical"]) == len(found["names"])
         for bucket, name in zip(found["typical"], found["names"], strict=True):

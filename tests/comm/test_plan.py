@@ -224,7 +224,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         )
 
 
-def _figures(**changes: Any) -> dict[str, Any]:
+def _results(**changes: Any) -> dict[str, Any]:
     def link(source: int, target: int, latency_us: float, gbit_s: float) -> dict[str, float]:
         return {"source": source, "target": target, "latency_us": latency_us, "gbit_s": gbit_s}
 
@@ -244,19 +244,19 @@ def _figures(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_preflight_makes_a_machine() -> None:
-    on_cpu = Machine(**measured(Fields("figures", _figures())))
+    on_cpu = Machine(**measured(Fields("results", _results())))
     assert on_cpu.latency_s == pytest.approx(50e-6)
     assert on_cpu.link_bytes_per_s == pytest.approx(125e6)
     assert on_cpu.local_bytes_per_s == math.inf  # shared memory, at the price of copies
     assert on_cpu.local_copy_s_per_byte == 1e-10
-    on_gpu = Machine(**measured(Fields("figures", _figures(backend="nccl on cuda"))))
+    on_gpu = Machine(**measured(Fields("results", _results(backend="nccl on cuda"))))
     assert on_gpu.local_bytes_per_s == pytest.approx(2.5e9)
     assert on_gpu.local_copy_s_per_byte == 0
 
 
 def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "figures.json"
-    file.write_text(json.dumps(_figures()))
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(_results()))
     command = [*_on(4, 2), "--from", str(file)]
     plan.main(command)
     assert "1 Gbit/s and 50 us, measured" in capsys.readouterr().out
@@ -328,10 +328,10 @@ _LINK = {"source": 0, "target": 1, "latency_us": 40.0, "gbit_s": 1.0}
 def test_an_entry_that_no_preflight_leaves_is_named(
     changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = _figures(**changes)
+    results = _results(**changes)
     if "parallelism" in changes:
-        figures["costs"]["parallelism"] = changes["parallelism"]
-    (tmp_path / "net.json").write_text(json.dumps(figures))
+        results["costs"]["parallelism"] = changes["parallelism"]
+    (tmp_path / "net.json").write_text(json.dumps(results))
     with pytest.raises(SystemExit) as end:
         plan.main([*_on(4, 2), "--from", str(tmp_path / "net.json")])
     assert end.value.code == 2

@@ -39,22 +39,22 @@ def _preflight(*argv: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_operations_pass(world_size: int, tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
+    file = tmp_path / "results.json"
     hosts = [0, 1, 2] if world_size == 3 else [0] * world_size
-    results = run_ranks(_preflight, world_size, "--json", str(figures), init=False, hosts=hosts)
+    results = run_ranks(_preflight, world_size, "--json", str(file), init=False, hosts=hosts)
     assert [code for code, _ in results] == [0] * world_size
     table = results[0][1]
     assert "all passed" in table
     assert all(text == "" for _, text in results[1:]), "rank 0 alone prints"
-    ran = json.loads(figures.read_text())["operations_ms"]
+    ran = json.loads(file.read_text())["operations_ms"]
     assert set(ran) == set(CHECKS) - (NEED_TWO if world_size == 1 else set())
-    assert (json.loads(figures.read_text())["costs"]["crowded_bytes_per_s"] > 0) == (world_size == 3)
+    assert (json.loads(file.read_text())["costs"]["crowded_bytes_per_s"] > 0) == (world_size == 3)
     if world_size > 1:
         assert "127.0.0.1" in table
 
 
-def test_figures_that_cannot_be_written_are_no_success(tmp_path: Path) -> None:
-    file = tmp_path / "missing" / "figures.json"
+def test_results_that_cannot_be_written_are_no_success(tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "results.json"
     [(code, out)] = run_ranks(_preflight, 1, "--json", str(file), init=False)
     assert code == 1
     assert f"--json {file}: No such file" in out
@@ -72,13 +72,13 @@ def test_nccl_needs_a_gpu() -> None:
 @pytest.mark.netns
 def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Results that depend on the speed of this machine are in benchmarks/predictions.py."""
-    figures = tmp_path / "figures.json"
+    file = tmp_path / "results.json"
     with hosts(2, rate="200mbit") as (a, b):
-        results = run_ranks(_preflight, 4, "--json", str(figures), init=False, hosts=[a, a, b, b])
+        results = run_ranks(_preflight, 4, "--json", str(file), init=False, hosts=[a, a, b, b])
         assert [code for code, _ in results] == [0] * 4, results
         for host in (a, b):
             assert host.address in results[0][1]
-    read = json.loads(figures.read_text())
+    read = json.loads(file.read_text())
     rates = {(link["source"], link["target"]): link["gbit_s"] for link in read["links"]}
     assert set(rates) == {(0, 0), (1, 1), (0, 1), (1, 0)}
     # A busy machine is slower than its link; a stream that it cuts short fits into the link's own buffer.
@@ -86,7 +86,7 @@ def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
     assert all(0 < rate < math.inf for rate in rates.values())
     assert [host["interface"] for host in read["hosts"]] == ["eth0", "eth0"]
 
-    asked = ["--hosts", "2", "--per-host", "2", "--from", str(figures)]
+    asked = ["--hosts", "2", "--per-host", "2", "--from", str(file)]
     assert plan.main(asked) == 0
     table = capsys.readouterr().out
     assert "measured by the preflight" in table and all(name in table for name in ALGORITHMS)

@@ -42,7 +42,7 @@ def carry(wire_dtype: str) -> dict[str, Any]:
     for step in range(5):
         expected, found = backward(plain, step), backward(model, step)
         torch.testing.assert_close(found, expected, rtol=2e-2 if wire_dtype == "bf16" else 0, atol=1e-2)
-    figures = hook.timeline.metrics()
+    metrics = hook.timeline.metrics()
     unforeseen = DistributedDataParallel(Words(unforeseen=True))
     with (
         pytest.raises(RuntimeError) as late,
@@ -54,7 +54,7 @@ def carry(wire_dtype: str) -> dict[str, Any]:
         with pytest.raises(ValueError) as error:
             attach(DistributedDataParallel(Words()), algorithm, hosts=[0, 0])
         refused[algorithm] = str(error.value)
-    return {"table": table(hook.timeline), "megabytes": figures["comm/megabytes"], "refused": refused}
+    return {"table": table(hook.timeline), "megabytes": metrics["comm/megabytes"], "refused": refused}
 
 
 @pytest.mark.parametrize("wire_dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])

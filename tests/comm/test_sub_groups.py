@@ -40,8 +40,8 @@ def train_side_by_side(groups: list[list[int]], hosts: list[int]) -> dict[str, A
             model = DistributedDataParallel(model.module, process_group=model.process_group)
             hook = attach(model, algorithm, hosts=hosts, timeout_s=20.0)
             found[algorithm] = [gradient(model, 10.0**rank) for _ in range(2)][-1]
-            figures = hook.timeline.metrics()
-            assert figures["comm/last_rank"] in members
+            metrics = hook.timeline.metrics()
+            assert metrics["comm/last_rank"] in members
             waited = {peer for record in hook.timeline.last_pass for peer in record.waited_s}
             assert waited <= set(members) - {rank}
             hook.close()

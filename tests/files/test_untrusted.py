@@ -16,7 +16,7 @@ from trainer.faults.verdict import Verdict
 from trainer.files import untrusted
 from trainer.files.untrusted import load_json, printable
 from trainer.run_dir.claim import RUN, run_id_of
-from trainer.sweep.results import columns, figures_of
+from trainer.sweep.results import columns, metrics_of
 from trainer.sweep.trial_log import FILE, TrialLog, read_trials
 
 ESCAPE = "\x1b]0;yours\x07\x1b[2J"
@@ -66,7 +66,7 @@ def test_a_row_that_no_sweep_writes_is_refused_by_its_line(
         read_trials(tmp_path)
 
 
-def test_figures_are_printed_escaped_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_are_printed_escaped_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forged = write(tmp_path / "forged", sha=f"{ESCAPE}a", strategy=ESCAPE, comm="\r")
     assert main([write(tmp_path / "a"), forged]) == 0
     assert capsys.readouterr().out.replace("\n", "").isprintable()
@@ -75,7 +75,7 @@ def test_figures_are_printed_escaped_or_refused(tmp_path: Path, capsys: pytest.C
         assert main([str(tmp_path / "a"), folder]) == 2
         assert f"result.json: {figure} is {value!r}" in capsys.readouterr().err or value == [2]
     assert columns([[ESCAPE]]).isprintable()
-    assert figures_of(Path(write(tmp_path / "named", **{ESCAPE: 1})))[-1].isprintable()
+    assert metrics_of(Path(write(tmp_path / "named", **{ESCAPE: 1})))[-1].isprintable()
 
 
 def test_a_run_too_short_to_time_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Evaluate, predict and sample: the figures of the run itself, each sample once, the same text with a cache."""
+"""Evaluate, predict and sample: the metrics of the run itself, each sample once, the same text with a cache."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 
 
 def trained_and_evaluated(run_dir: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any] | None, bool]:
-    """The figures of the run and of its evaluation, and whether its directory is otherwise unchanged."""
+    """The metrics of the run and of its evaluation, and whether its directory is otherwise unchanged."""
     run = Path(run_dir)
     result = train(*STRIPES, f"strategy={strategy}", f"run_dir={run}")
     before = _contents(run)
@@ -88,7 +88,7 @@ def evaluated_alone(folder: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
+def test_the_metrics_are_those_of_the_run(tmp_path: Path) -> None:
     results = {}
     for strategy, world_size in WAYS.items():
         run = tmp_path / strategy

@@ -1,4 +1,4 @@
-"""Evaluation from rows gives the figures of the whole data at any world size; tasks show what they promise."""
+"""Evaluation from rows gives the metrics of the whole data at any world size; tasks show what they promise."""
 
 import math
 from functools import partial
@@ -28,10 +28,10 @@ class Given(nn.Module):
 
 
 def _evaluated(run_dir: str) -> dict[str, Any]:
-    """The figures, scores and labels of an untrained model; on rank 0 the rows, too."""
+    """The metrics, scores and labels of an untrained model; on rank 0 the rows, too."""
     with context_of(*(word.format(run_dir) for word in MULTI_LABEL), "train.global_batch_size=48") as context:
         found = evaluate(context, context.eval_loader)
-        return {"figures": found.figures, "rows": found.rows}
+        return {"metrics": found.metrics, "rows": found.rows}
 
 
 def test_auc_is_that_of_all_samples_at_any_world_size(tmp_path: Any) -> None:
@@ -40,13 +40,13 @@ def test_auc_is_that_of_all_samples_at_any_world_size(tmp_path: Any) -> None:
     rows = alone[0]["rows"]
     assert torch.equal(rows["labels"], DigitTraits("eval").labels > 0.5)
     expected = [auc(rows["scores"][:, k], rows["labels"][:, k]) for k in range(4)]
-    assert alone[0]["figures"]["auc"] == pytest.approx(sum(expected) / 4, abs=1e-14)
-    assert 0.2 < alone[0]["figures"]["auc"] < 0.8
+    assert alone[0]["metrics"]["auc"] == pytest.approx(sum(expected) / 4, abs=1e-14)
+    assert 0.2 < alone[0]["metrics"]["auc"] < 0.8
     for ranks in more:
         assert torch.equal(ranks[0]["rows"]["labels"], rows["labels"])
         torch.testing.assert_close(ranks[0]["rows"]["scores"], rows["scores"], atol=1e-5, rtol=0)
         assert all(rank["rows"] is None for rank in ranks[1:])
-        assert all(rank["figures"] == ranks[0]["figures"] for rank in ranks)
+        assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
     try:
         from sklearn.metrics import roc_auc_score
     except ImportError:
@@ -54,22 +54,22 @@ def test_auc_is_that_of_all_samples_at_any_world_size(tmp_path: Any) -> None:
     for ranks in (alone, *more):
         rows = ranks[0]["rows"]
         theirs = roc_auc_score(rows["labels"].numpy(), rows["scores"].numpy(), average="macro")
-        assert abs(ranks[0]["figures"]["auc"] - theirs) < 1e-12
+        assert abs(ranks[0]["metrics"]["auc"] - theirs) < 1e-12
 
 
-def test_multi_label_figures_leave_out_what_has_no_ranking() -> None:
+def test_multi_label_metrics_leave_out_what_has_no_ranking() -> None:
     scores = torch.tensor([[2.0, 1, -1], [1, -1, -2], [-1, 2, -3]])
     labels = torch.tensor([[1.0, 0, 0], [0, 0, 0], [1, 1, 0]])  # no rank has the third
     task = MultiLabel()
     rows = task.rows(Given(), (scores, labels))
-    figures = task.summarise_rows(rows)
-    assert set(figures) == set(task.figures)
-    assert figures["auc"] == (0.5 + 1) / 2
-    assert figures["mean_average_precision"] == pytest.approx(((1 + 2 / 3) / 2 + 1) / 2)
-    assert figures["f1"] == 2 * 2 / (4 + 3)
-    assert figures["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3)
-    assert figures["loss"] == pytest.approx(task.loss(Given(), (scores, labels)).item())
-    shown = task.show(Given(), Evaluation(figures, None, rows, None)).texts["eval/labels"]
+    metrics = task.summarise_rows(rows)
+    assert set(metrics) == set(task.metric_names)
+    assert metrics["auc"] == (0.5 + 1) / 2
+    assert metrics["mean_average_precision"] == pytest.approx(((1 + 2 / 3) / 2 + 1) / 2)
+    assert metrics["f1"] == 2 * 2 / (4 + 3)
+    assert metrics["macro_f1"] == pytest.approx((0.5 + 2 / 3 + 0) / 3)
+    assert metrics["loss"] == pytest.approx(task.loss(Given(), (scores, labels)).item())
+    shown = task.show(Given(), Evaluation(metrics, None, rows, None)).texts["eval/labels"]
     assert "| 2 | 0 | nan | nan | 0.0000 |" in shown
     with pytest.raises(UserError, match="one column for each label"):
         task.loss(Given(), (scores[:, :2], labels))
@@ -80,13 +80,13 @@ def test_multi_label_figures_leave_out_what_has_no_ranking() -> None:
 
 
 @pytest.mark.parametrize("columns", [(), (1,), (3,)])
-def test_regression_figures(columns: tuple[int, ...]) -> None:
+def test_regression_metrics(columns: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     targets = torch.randn(17, *columns, generator=generator) * 3 + 50
     outputs = targets + torch.randn(17, *columns, generator=generator)
     task = Regression()
     parts = zip(outputs.split([5, 11, 1]), targets.split([5, 11, 1]), strict=True)
-    figures = task.summarise(torch.stack([task.eval_sums(Given(), part) for part in parts]).sum(0))
+    metrics = task.summarise(torch.stack([task.eval_sums(Given(), part) for part in parts]).sum(0))
     error, target = outputs.double() - targets.double(), targets.double()
     expected = {
         "loss": error.square().mean().item(),
@@ -94,8 +94,8 @@ def test_regression_figures(columns: tuple[int, ...]) -> None:
         "mae": error.abs().mean().item(),
         "r2": 1 - (error.square().sum() / (target - target.mean(0)).square().sum()).item(),
     }
-    assert figures == pytest.approx(expected, rel=1e-9)
-    assert set(figures) == set(task.figures)
+    assert metrics == pytest.approx(expected, rel=1e-9)
+    assert set(metrics) == set(task.metric_names)
     column = outputs.reshape(17, -1)  # as a model with a last layer of one unit returns them
     assert task.loss(Given(), (column, targets)).item() == pytest.approx(expected["loss"], rel=1e-6)
     with pytest.raises(UserError, match=r"the model returns 9; set model.num_classes="):
@@ -167,13 +167,13 @@ def test_the_examples_learn(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("figures", "words"),
+    ("metrics", "words"),
     [
         (None, "Mine.summarise gives a NoneType, but must give numbers by name"),
         ({"loss": "low"}, "Mine.summarise must give a number as loss: .*'low'"),
         ({"loss": torch.zeros(2)}, "Mine.summarise must give a number as loss"),
     ],
 )
-def test_figures_that_are_none_are_named(figures: Any, words: str) -> None:
+def test_metrics_that_are_none_are_named(metrics: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        _floats(figures, "Mine.summarise")
+        _floats(metrics, "Mine.summarise")

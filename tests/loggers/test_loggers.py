@@ -144,7 +144,7 @@ def show_wandb(run_dir: Path) -> None:
             {"seen": torch.rand(3, 8, 8), "grey": torch.zeros(1, 8, 8, dtype=torch.uint8)}, 7
         )
         context.run_log.histograms({"spread": (torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]))}, 7)
-        context.run_log.figures(lambda: {"drawn": Figure()}, 7, at_end=True)
+        context.run_log.plots(lambda: {"drawn": Figure()}, 7, at_end=True)
     import wandb
 
     wandb.teardown()

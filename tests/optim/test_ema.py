@@ -59,7 +59,7 @@ def _by_hand(root: Path, options: tuple[str, ...]) -> dict[str, Any]:
             found = _averages(context)
             apart.append(max((found[name] - expected[name]).abs().max().item() for name in expected))
         before = _whole(context.state.model.state_dict())
-        figures = evaluate_if_due(context)
+        metrics = evaluate_if_due(context)
         after = _whole(context.state.model.state_dict())
         with torch.no_grad():  # the same by other means: the averages written into the model
             for name, value in context.state.average.state_dict()["weights"].items():
@@ -69,12 +69,12 @@ def _by_hand(root: Path, options: tuple[str, ...]) -> dict[str, Any]:
                 }[name]
                 own.copy_(value)
         context.strategy.weights_changed(context.model)
-        written = evaluate(context, context.eval_loader).figures
+        written = evaluate(context, context.eval_loader).metrics
     return {
         "apart": apart,
         "names": sorted(expected),
         "disturbed": [n for n in before if "running" not in n and not before[n].equal(after[n])],
-        "figures": figures,
+        "metrics": metrics,
         "written": written,
     }
 
@@ -118,8 +118,8 @@ def test_averages_under_each_strategy(tmp_path: Path) -> None:
             assert len(by_hand["apart"]) == 8 and max(by_hand["apart"]) < 1e-6
             assert "layers.0.bias" not in by_hand["names"] and "layers.1.running_mean" in by_hand["names"]
             assert by_hand["disturbed"] == []
-            figures = by_hand["figures"]
-            assert figures["eval/ema/loss"] == by_hand["written"]["loss"] != figures["eval/loss"]
+            metrics = by_hand["metrics"]
+            assert metrics["eval/ema/loss"] == by_hand["written"]["loss"] != metrics["eval/loss"]
             parameters = [name for name in stopped["whole"] if "running" not in name]
             assert all(stopped["whole"][name].equal(stopped["resumed"][name]) for name in parameters)
             assert stopped["again"] and "eval/ema/loss" not in stopped["instead"]

@@ -115,14 +115,14 @@ ALL_DATA = ("single, accumulated", "ddp, accumulated", "fsdp")
 
 
 def fitted(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """The figures of a run, and its model."""
+    """The metrics of a run, and its model."""
     from trainer.loop import fit
 
     with context_of(*overrides) as context:
-        figures = fit(context)
+        metrics = fit(context)
         state = context.state.model.state_dict()
         whole = {n: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for n, v in state.items()}
-        return figures, whole
+        return metrics, whole
 
 
 def by_hand(*overrides: str) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -196,7 +196,7 @@ QUICK |= {("text", "single, accumulated"), ("stream", "fsdp")}
         if data == "digits" or way in ALL_DATA
     ],
 )
-def test_the_model_and_its_figures_are_those_made_by_hand(
+def test_the_model_and_its_metrics_are_those_made_by_hand(
     made_by_hand: Callable[[str], tuple[dict[str, float], dict[str, Tensor]]],
     data: str,
     way: str,
@@ -204,18 +204,18 @@ def test_the_model_and_its_figures_are_those_made_by_hand(
 ) -> None:
     world_size, *overrides = WAYS[way]
     options = (*PLAIN, *DATA[data], *overrides, f"run_dir={tmp_path}")
-    figures, model = run_ranks(fitted, world_size, *options, init=False)[0]
+    metrics, model = run_ranks(fitted, world_size, *options, init=False)[0]
     expected, by_hand = made_by_hand(data)
-    assert all(math.isfinite(figures[name]) for name in figures.keys() & expected.keys())
+    assert all(math.isfinite(metrics[name]) for name in metrics.keys() & expected.keys())
     if way == "servers, in turn":  # no steps in common: each push is the mean over its own labels
         return
     tolerance = 1e-3 if "fp16" in way else 1e-5
     for name, value in by_hand.items():
         torch.testing.assert_close(model[name], value, rtol=10 * tolerance, atol=tolerance)
-    for name in figures.keys() & expected.keys():
-        assert figures[name] == pytest.approx(expected[name], rel=tolerance), name
+    for name in metrics.keys() & expected.keys():
+        assert metrics[name] == pytest.approx(expected[name], rel=tolerance), name
     metric = "eval/perplexity" if data == "text" else "eval/accuracy"
-    assert {"train/loss", "eval/loss", metric} <= figures.keys() & expected.keys()
+    assert {"train/loss", "eval/loss", metric} <= metrics.keys() & expected.keys()
 
 
 HEADS = ("logits", "loss", *(["chunks"] if hasattr(F, "linear_cross_entropy") else []))
@@ -423,7 +423,7 @@ class Figures(Classification):
         ("lengths", "Figures.eval_sums gives a tensor of shape (2,), but must give a tensor of shape (3,)"),
     ],
 )
-def test_figures_that_are_no_numbers_are_refused(wrong: str, expected: str, tmp_path: Path) -> None:
+def test_metrics_that_are_no_numbers_are_refused(wrong: str, expected: str, tmp_path: Path) -> None:
     words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"run_dir={tmp_path}", "train.max_steps=1")
     (message,) = refusals((*words, *_task("Figures", wrong=wrong)))
     assert expected in message, message

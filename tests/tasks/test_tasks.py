@@ -216,14 +216,14 @@ def test_a_gpu_names_the_labels_of_the_first_batch() -> None:
 
 
 @pytest.mark.parametrize("task", [Classification(), LanguageModelling(), LanguageModelling(None)])
-def test_a_task_yields_the_figures_it_names(task: Classification | LanguageModelling) -> None:
+def test_a_task_yields_the_metrics_it_names(task: Classification | LanguageModelling) -> None:
     sums = (
         summed(task, torch.randn(17, 7), torch.randint(7, (17,)))
         if isinstance(task, Classification)
         else None
     )
     found = task.summarise(sums if sums is not None else torch.tensor([1.0, 2.0]))
-    assert set(found) == set(task.figures)
+    assert set(found) == set(task.metric_names)
 
 
 def test_logits_are_found_in_what_a_model_returns() -> None:

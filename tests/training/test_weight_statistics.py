@@ -117,16 +117,16 @@ def of_two_micro_batches() -> dict[str, float]:
         meter.count_batch(LanguageModelling(), (tokens, targets), 2)
     meter.count_step(loss)
     plain = nn.functional.cross_entropy(*images).item()
-    return meter.figures(begin, global_batch_size=12) | {"expected": plain, "minimised": loss.item()}
+    return meter.metrics(begin, global_batch_size=12) | {"expected": plain, "minimised": loss.item()}
 
 
 def test_what_a_task_says_of_its_batches() -> None:
     ranks = run_ranks(of_two_micro_batches, 2)
-    for figures in ranks:
+    for metrics in ranks:
         of_both = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in ("expected", "minimised")}
-        assert figures["train/plain_loss"] == pytest.approx(of_both["expected"])
-        assert figures["train/loss"] == pytest.approx(of_both["minimised"]) != of_both["expected"]
-        per_sample = figures["speed/tokens_per_second"] / figures["speed/samples_per_second"]
+        assert metrics["train/plain_loss"] == pytest.approx(of_both["expected"])
+        assert metrics["train/loss"] == pytest.approx(of_both["minimised"]) != of_both["expected"]
+        per_sample = metrics["speed/tokens_per_second"] / metrics["speed/samples_per_second"]
         assert per_sample == pytest.approx((7 + 2) / 2)
 
 

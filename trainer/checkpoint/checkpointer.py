@@ -224,9 +224,9 @@ class Checkpointer:
         """
         self._finish()
 
-    def figures(self) -> dict[str, float]:
-        """Figures for the log, by name."""
-        return self._remote.figures()
+    def metrics(self) -> dict[str, float]:
+        """Metrics for the log, by name."""
+        return self._remote.metrics()
 
     def finish_remote(self) -> None:
         """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after `close`.

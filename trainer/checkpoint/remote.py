@@ -49,7 +49,7 @@ class NoRemote:
     def follow(self, step: int = 0) -> None:
         """Called when the checkpoint of `step` is complete in the run directory, or other files changed."""
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """How many steps the address is behind, for the log."""
         return {}
 
@@ -88,7 +88,7 @@ class Remote(NoRemote):
             self._thread = threading.Thread(target=self._run, name="remote", daemon=True)
             self._thread.start()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"checkpoint/remote_behind": float(max(0, self._newest_step - self._safe_step))}
 
     def finish(self, timeout_s: float) -> None:

@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         rows += measured
         say(*measured, sep="\n", flush=True)
-    figures = {"hosts": place.hosts, "rows": [asdict(row) for row in rows]}
-    written = me.rank > 0 or write(options.json, json.dumps(figures, indent=1) + "\n")
+    results = {"hosts": place.hosts, "rows": [asdict(row) for row in rows]}
+    written = me.rank > 0 or write(options.json, json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()
     return int(not written or any(row.wrong for row in rows))
 
@@ -118,7 +118,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=10, help="timed rounds, after one that checks the sums (10)")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
     add("--timeout-s", type=float, default=60.0, help="the longest wait for a peer (60)")
-    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--json", type=Path, metavar="FILE", help="write all results")
     options = parser.parse_args(argv)
     for name in ("segment_mb", "rounds", "timeout_s"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:

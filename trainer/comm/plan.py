@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
         _print(options)
-    except argparse.ArgumentTypeError as error:  # --plot is checked when its figure is complete
+    except argparse.ArgumentTypeError as error:  # --plot is checked when its plot is complete
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -59,7 +59,7 @@ def _print(options: argparse.Namespace) -> None:
         print(formulas.table(hosts, round(options.megabytes * 1e6), dedicated))
         return
     world: PlannedWorld = options.world
-    print(tables.heading(world, "measured by the preflight" if options.figures else "given"))
+    print(tables.heading(world, "measured by the preflight" if options.results else "given"))
     if options.train:
         _train(options, world)
         return
@@ -145,10 +145,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             options.hosts, options.per_host, _machine(options), itemsize, segment_bytes
         )
     except (OSError, ValueError) as error:
-        parser.error(f"--from {options.figures}: {error}" if options.figures else str(error))
+        parser.error(f"--from {options.results}: {error}" if options.results else str(error))
     try:
         if options.train:
-            where_it_was = Machine(**_figures(options)) if options.figures else None
+            where_it_was = Machine(**_from_file(options)) if options.results else None
             options.run = predict_step.read(options.train)
             options.computed_s = options.run.computed_s(where_it_was)
     except (OSError, ValueError) as error:
@@ -174,7 +174,7 @@ def _told(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def _flag(name: str) -> str:
-    return {"figures": "--from"}.get(name, f"--{name.replace('_', '-')}")
+    return {"results": "--from"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def _declare(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +185,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add("--collective", default="all-reduce", metavar="all-reduce,all-gather,reduce-scatter")
     add("--wire-dtype", choices=_ITEMSIZE, default="fp32", help="the dtype in which they are sent (fp32)")
     add("--segment-mb", type=float, default=SEGMENT_MB, help="as comm.segment_mb: 2^20 bytes a segment (2)")
-    add("--from", type=Path, dest="figures", metavar="FILE", help="written by the preflight with --json")
+    add("--from", type=Path, dest="results", metavar="FILE", help="written by the preflight with --json")
     add("--gbit", type=float, help="of each link of a host, in each direction")
     add("--latency-us", type=float, help="of a message between hosts, one way")
     add("--rails", type=int, default=1, help="links of each host, each for one of its processes (1)")
@@ -200,8 +200,8 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=plots.file, metavar="FILE", help="draw it over world size (.png, .svg or .pdf)")
 
 
-def _figures(options: argparse.Namespace) -> dict[str, Any]:
-    return measured(entries.read(options.figures)) if options.figures else {}
+def _from_file(options: argparse.Namespace) -> dict[str, Any]:
+    return measured(entries.read(options.results)) if options.results else {}
 
 
 def _machine(options: argparse.Namespace) -> Machine:
@@ -217,7 +217,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         "oversubscription": (options.oversubscription, 1),
     }
     by_hand = {name: value * unit for name, (value, unit) in given.items() if value is not None}
-    by_hand = {**_figures(options), **by_hand}
+    by_hand = {**_from_file(options), **by_hand}
     needed: dict[str, str] = {}
     if options.hosts > 1:
         needed |= {"--gbit": "link_bytes_per_s", "--latency-us": "latency_s"}

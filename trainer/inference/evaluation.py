@@ -1,4 +1,4 @@
-"""Evaluation of a model on held-out data: metrics that count each sample once, and the task's figures."""
+"""Evaluation of a model on held-out data: metrics that count each sample once."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -71,19 +71,19 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
                 own = task.rows(model, batch)
             if (of_all := gather(own, indices)) is not None:
                 gathered.append(of_all)
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     rows: Rows | None = None
     totals = in_order(table) if table is not None else None
     if totals is not None:
-        figures |= _floats(task.summarise(totals), f"{type(task).__name__}.summarise")
+        metrics |= _floats(task.summarise(totals), f"{type(task).__name__}.summarise")
     if gives_rows:
         if context.dist.is_main:
             by_sample = torch.tensor([index for indices, _ in gathered for index in indices]).argsort()
             columns = {name: [part[name] for _, part in gathered] for name in gathered[0][1]}
             rows = {name: torch.cat(parts)[by_sample] for name, parts in columns.items()}
         by = f"{type(task).__name__}.summarise_rows"
-        figures |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), context.dist)
-    return Evaluation(figures, totals, rows, first)
+        metrics |= on_main(lambda: _floats(task.summarise_rows(rows or {}), by), context.dist)
+    return Evaluation(metrics, totals, rows, first)
 
 
 @torch.no_grad()
@@ -117,15 +117,15 @@ def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: i
         shown = context.task.show(context.strategy.unwrap(context.model).eval(), evaluation)
         run_log.texts(shown.texts, step)
         run_log.images(shown.images, step)
-        run_log.figures(lambda: {name: draw() for name, draw in shown.figures.items()}, step, at_end=True)
+        run_log.plots(lambda: {name: draw() for name, draw in shown.figures.items()}, step, at_end=True)
 
 
-def _floats(figures: dict[str, Any], source: str) -> dict[str, float]:
+def _floats(metrics: dict[str, Any], source: str) -> dict[str, float]:
     """Convert metrics, which other libraries return as scalars of NumPy or torch."""
-    if not isinstance(figures, Mapping):
-        raise UserError(f"{source} gives a {type(figures).__name__}, but must give numbers by name")
+    if not isinstance(metrics, Mapping):
+        raise UserError(f"{source} gives a {type(metrics).__name__}, but must give numbers by name")
     floats: dict[str, float] = {}
-    for name, value in figures.items():
+    for name, value in metrics.items():
         try:
             floats[name] = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -27,7 +27,7 @@ class Logger:
     def __init__(self, **told: Any) -> None: ...
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Figures by names like ``train/loss``, which may be NaN or Inf; steps never decrease."""
+        """Metrics by names like ``train/loss``, which may be NaN or Inf; steps never decrease."""
 
     def text(self, name: str, text: str, step: int) -> None:
         """A text, in Markdown."""

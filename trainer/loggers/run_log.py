@@ -56,10 +56,10 @@ class RunLog:
         run_dir = Path(config.run_dir)
         self.enabled = dist.is_main
         self.shows = Pace(first_after_s=10)
-        self._figures = Pace(first_after_s=60)  # the first figure imports matplotlib: 0.6 s, 1 % of a minute
+        self._plotting = Pace(first_after_s=60)  # the first plot imports matplotlib: 0.6 s, 1 % of a minute
         self._run_dir, self._total_steps, self._steps_before = run_dir, total_steps, steps_before
         self._loggers: dict[str, Logger] = {}  # by their settings
-        self._times: dict[str, list[int]] = {}  # counts of a figure whose values are ranks
+        self._times: dict[str, list[int]] = {}  # counts of a metric whose values are ranks
         told = {"run_dir": run_dir, "run_id": run_id, "first_step": steps_before, "settings": flatten(config)}
 
         def build() -> None:
@@ -90,7 +90,7 @@ class RunLog:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """Write `values` to metrics.jsonl and to the loggers at optimizer step `step`.
 
-        Loggers do not get a figure `.../..._rank` as a curve, but as a histogram of its values so far.
+        Loggers do not get a metric `.../..._rank` as a curve, but as a histogram of its values so far.
         """
         if not self.enabled:
             return
@@ -120,10 +120,10 @@ class RunLog:
         for name, (counts, edges) in histograms.items():
             self._tell("histogram", name, counts, edges, step)
 
-    def figures(self, draw: Callable[[], Mapping[str, "Figure"]], step: int, at_end: bool = False) -> None:
-        """Draw figures at the end of a run, and before that for at most 1 % of the time."""
-        if self._loggers and (at_end or self._figures.is_due()):
-            with self._figures:
+    def plots(self, draw: Callable[[], Mapping[str, "Figure"]], step: int, at_end: bool = False) -> None:
+        """Draw plots at the end of a run, and before that for at most 1 % of the time."""
+        if self._loggers and (at_end or self._plotting.is_due()):
+            with self._plotting:
                 for name, figure in draw().items():
                     self._tell("figure", name, figure, step)
 

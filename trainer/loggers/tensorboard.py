@@ -85,7 +85,7 @@ def _logdir(run_dir: Path) -> str:
 
 
 def tag(name: str, beside: Collection[str] = ()) -> str:
-    """The tag of `name` on TensorBoard's page, given the figures logged `beside` it."""
+    """The tag of `name` on TensorBoard's page, given the metrics logged `beside` it."""
     if name in ("eval/loss", "eval/ema/loss"):
         return _LOSS["eval" if name == "eval/loss" else "average"]
     if name == "train/plain_loss" or (name == "train/loss" and "train/plain_loss" not in beside):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Wandb(Logger):
     """One W&B run for each run, also when it is resumed: both have the same id.
 
-    The x-axis of figures is `step`, the optimizer step. W&B counts its own steps and never rewinds: steps
+    The x-axis of metrics is `step`, the optimizer step. W&B counts its own steps and never rewinds: steps
     that a resumed run repeats appear twice.
 
     Args:

@@ -164,16 +164,16 @@ def after_step(schedule: LRScheduler) -> None:
         raise UserError(f"schedule: {type(schedule).__name__} has no further step: {error}") from error
 
 
-def after_evaluation(schedule: LRScheduler, figures: Mapping[str, float]) -> None:
-    """Pass the metrics of an evaluation to ReduceLROnPlateau; `figures` are the same on every rank.
+def after_evaluation(schedule: LRScheduler, metrics: Mapping[str, float]) -> None:
+    """Pass the metrics of an evaluation to ReduceLROnPlateau; `metrics` are the same on every rank.
 
     Raises:
         UserError: the task's evaluation returns no loss.
     """
     if isinstance(schedule, ReduceLROnPlateau):
-        if WATCHED not in figures:
-            raise UserError(f"schedule: ReduceLROnPlateau needs {WATCHED}; there is {', '.join(figures)}")
-        schedule.step(figures[WATCHED])
+        if WATCHED not in metrics:
+            raise UserError(f"schedule: ReduceLROnPlateau needs {WATCHED}; there is {', '.join(metrics)}")
+        schedule.step(metrics[WATCHED])
 
 
 def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:

@@ -31,7 +31,7 @@ class ProgressBar:
     """The bar at the foot of a terminal (steps, rate, time left), and the lines that scroll above it.
 
     Without a terminal, lines contain the time left, and step lines come at most every ten seconds;
-    train.log has them all. Both figures are means since this process began, including evaluation and saves.
+    train.log has them all. Both numbers are means since this process began, including evaluation and saves.
     """
 
     def __init__(self, total_steps: int, steps_before: int) -> None:

@@ -1,4 +1,4 @@
-"""result.json: the figures of a run that reached its last step."""
+"""result.json: the metrics of a run that reached its last step."""
 
 import contextlib
 import json

@@ -239,8 +239,8 @@ class Strategy:
             found["split/moves_per_pass"] = self._split.moves / max(1, self._split.passes)
         return found
 
-    def figures(self) -> dict[str, "Figure"]:
-        """Figures of the last `metrics`, for the log of one rank; slow, and not a collective."""
+    def plots(self) -> dict[str, "Figure"]:
+        """Plots of the last `metrics`, for the log of one rank; slow, and not a collective."""
         if self.timeline is None:
             return {}
         return {"comm/units" if self.timeline.collectives else "comm/buckets": draw(self.timeline)}

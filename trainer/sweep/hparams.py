@@ -26,7 +26,7 @@ def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
     keys = swept_keys(trials)
     columns = {key: one_type([typed(trial.swept.get(key, "null")) for trial in trials]) for key in keys}
     seeds = one_type([trial.seed for trial in trials])
-    # Under a separate tag: a run may end before its first log step, and not all its figures are scalars.
+    # Under a separate tag: a run may end before its first log step, and not all its metrics are scalars.
     tag = f"sweep/{metric}"
     described = api.hparams_config_pb(
         hparams=[api.HParam(key) for key in (*keys, *(["seed"] if "seed" not in keys else []))],
@@ -37,7 +37,7 @@ def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         if not events.is_dir():
             continue
         for old in events.glob(f"*{_SUFFIX}"):
-            with contextlib.suppress(OSError):  # the tab then also shows an old figure
+            with contextlib.suppress(OSError):  # the tab then also shows an old metric
                 old.unlink()
         values = {key: columns[key][index] for key in keys}
         values.setdefault("seed", seeds[index])
@@ -45,8 +45,8 @@ def write(folder: Path, trials: Sequence[Trial], metric: str) -> None:
         for summary in (described, api.hparams_pb(values, trial_id=trial.folder)):
             writer.add_event(Event(summary=summary))
         if trial.value is not None:
-            figure = Summary(value=[Summary.Value(tag=tag, simple_value=trial.value)])
-            writer.add_event(Event(summary=figure))
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=trial.value)])
+            writer.add_event(Event(summary=summary))
         writer.close()
 
 

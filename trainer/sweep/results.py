@@ -33,8 +33,8 @@ def write(folder: Path, settings: SweepConfig) -> None:
     print(f"\n{table(trials, settings)}\n")
     done = [trial for trial in trials if trial.state == trial_log.DONE]
     if done and all(trial.value is None for trial in done):
-        figures = ", ".join(figures_of(folder / done[0].folder))
-        print(f"hydra.sweeper.metric is {settings.metric}, but trials have {figures}\n")
+        metrics = ", ".join(metrics_of(folder / done[0].folder))
+        print(f"hydra.sweeper.metric is {settings.metric}, but trials have {metrics}\n")
     from trainer.sweep import hparams, picture  # they load tensorboard and matplotlib
 
     _write_csv(folder, trials, settings.metric)
@@ -76,7 +76,7 @@ def value_of(run_dir: Path, metric: str) -> float | None:
     return values[max(values)] if values else None
 
 
-def figures_of(run_dir: Path) -> list[str]:
+def metrics_of(run_dir: Path) -> list[str]:
     """The metrics of a run, for messages."""
     numbers = [name for name, value in _result(run_dir).items() if isinstance(value, int | float)]
     return list(map(printable, dict.fromkeys([*numbers, *read_metrics(run_dir)])))

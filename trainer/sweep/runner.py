@@ -255,7 +255,7 @@ class Runner:
         trial.status, trial.seconds = code, trial.seconds + round(time.monotonic() - running.began_s, 3)
         trial.state = _state(code, running.told)
         if self._settings.prune:
-            self._is_worse(running)  # report its last figures, for comparison
+            self._is_worse(running)  # report its last metrics, for comparison
         trial.value = results.value_of(running.folder, self._settings.metric)
         self._trial_log.write(trial)
         words = f"{trial.folder} {trial.state}"
@@ -270,8 +270,8 @@ class Runner:
         if trial.state == trial_log.MISTAKEN:
             self._end(f"a mistake in {words}")
         elif trial.state == trial_log.DONE and trial.value is None and self._settings.search != "grid":
-            figures = ", ".join(results.figures_of(running.folder))
-            self._end(f"hydra.sweeper.metric is {self._settings.metric}, but trials have {figures}")
+            metrics = ", ".join(results.metrics_of(running.folder))
+            self._end(f"hydra.sweeper.metric is {self._settings.metric}, but trials have {metrics}")
         elif (
             trial.state == trial_log.DIED and self._end_by_s is None and self._deaths[trial.number] < _RETRIES
         ):

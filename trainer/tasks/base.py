@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Evaluation:
     """The results of an evaluation, equal on every rank except `rows`."""
 
-    figures: dict[str, float]
+    metrics: dict[str, float]
     sums: Tensor | None  # sum of eval_sums over all samples, float64 on the model's device
     rows: dict[str, Tensor] | None  # of all samples in the dataset's order; only on rank 0's CPU
     batch: Any  # this rank's first held-out batch, on its device
@@ -36,7 +36,7 @@ class Task(Protocol):
     for metrics that are not sums, such as AUC, F1 or retrieval: some numbers for each sample, gathered
     on rank 0, each sample once and in the dataset's order, at any world size. Subclassing is not needed.
 
-    A task may have an attribute ``figures``, the names of all metrics that it reports: with it a
+    A task may have an attribute ``metric_names``, of all metrics that it reports: with it a
     ``checkpoint.keep_best.metric`` that no evaluation yields is refused before training. If it minimises
     another loss than evaluation computes, ``loss`` may store the latter for its batch, detached, in the
     attribute ``plain_loss``: it is logged to compare with ``eval/loss``.

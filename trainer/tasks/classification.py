@@ -29,7 +29,7 @@ class Classification:
     a confusion table.
     """
 
-    figures = ("loss", "accuracy", "top5_accuracy")
+    metric_names = ("loss", "accuracy", "top5_accuracy")
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         if not 0 <= label_smoothing <= 1:

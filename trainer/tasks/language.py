@@ -54,7 +54,9 @@ class LanguageModelling:
             )
         self.head = head
         self.bytes_per_token, self.show_tokens = bytes_per_token, show_tokens
-        self.figures = ("loss", "perplexity") + (("bits_per_byte",) if bytes_per_token is not None else ())
+        self.metric_names = ("loss", "perplexity") + (
+            ("bits_per_byte",) if bytes_per_token is not None else ()
+        )
         self._cross_entropy = CrossEntropy("model.vocab_size")
 
     def compile(self) -> None:

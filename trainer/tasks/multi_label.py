@@ -26,7 +26,7 @@ class MultiLabel:
         names: of the labels, for what is shown; None numbers them.
     """
 
-    figures = ("loss", "auc", "mean_average_precision", "f1", "macro_f1")
+    metric_names = ("loss", "auc", "mean_average_precision", "f1", "macro_f1")
 
     def __init__(self, threshold: float = 0.5, names: Sequence[str] | None = None) -> None:
         if not 0 < threshold < 1:
@@ -77,12 +77,12 @@ class MultiLabel:
         lines = ["| label | samples | AUC | average precision | F1 |", "|---|---|---|---|---|"]
         for k in range(labels.shape[1]):
             score, label = scores[:, k], labels[:, k]
-            figures = (
+            of_label = (
                 auc(score, label),
                 average_precision(score, label),
                 f1(score >= self._least_score, label),
             )
-            words = " | ".join(f"{figure:.4f}" for figure in figures)
+            words = " | ".join(f"{value:.4f}" for value in of_label)
             lines.append(f"| {self.names[k] if self.names else k} | {int(label.sum())} | {words} |")
         return Shown(texts={"eval/labels": "\n".join(lines)})
 

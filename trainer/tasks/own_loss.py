@@ -22,7 +22,7 @@ class OwnLoss:
             Hugging Face do, since no token comes before it. Required if labels are sequences.
     """
 
-    figures = ("loss",)
+    metric_names = ("loss",)
 
     def __init__(self, shifted: bool | None = None) -> None:
         self.shifted = shifted

@@ -26,7 +26,7 @@ class Regression:
         loss: mse | l1 | huber, the mean over all numbers.
     """
 
-    figures = ("loss", "rmse", "mae", "r2")
+    metric_names = ("loss", "rmse", "mae", "r2")
 
     def __init__(self, loss: str = "mse") -> None:
         if loss not in _LOSSES:

@@ -1,4 +1,4 @@
-"""Logs the steps since the last time: figures, histograms and a line."""
+"""Logs the steps since the last time: metrics, histograms and a line."""
 
 from torch import Tensor
 
@@ -11,13 +11,13 @@ def log_step(context: TrainingContext, meter: Meter, window: Mark, grad_norm: Te
     """Log the steps since `window` (a collective)."""
     progress, devices = context.state.progress, context.strategy.devices
     values: dict[str, float] = {
-        **meter.figures(window, context.settings.global_batch_size),
+        **meter.metrics(window, context.settings.global_batch_size),
         **learning_rates(context.state.optimizer, context.state.rates),
         "train/epoch": progress.epochs(context.train_loader.num_samples),
         "train/update_to_weight": context.weight_statistics.update_to_weight(),
         **{f"memory/peak_mib/{device}": size / 2**20 for device, size in peak_memory_bytes(devices).items()},
         **context.strategy.metrics(),
-        **context.checkpointer.figures(),
+        **context.checkpointer.metrics(),
     }
     if grad_norm is not None:
         values["train/grad_norm"] = grad_norm.item()
@@ -30,7 +30,7 @@ def log_step(context: TrainingContext, meter: Meter, window: Mark, grad_norm: Te
         values["data/skipped_samples"] = num_skipped  # of this rank
     context.run_log.scalars(values, progress.step)
     context.run_log.histograms(context.weight_statistics.histograms, progress.step)
-    context.run_log.figures(context.strategy.figures, progress.step)
+    context.run_log.plots(context.strategy.plots, progress.step)
     context.run_log.step_line(
         f"step {progress.step}/{context.total_steps}  epoch {values['train/epoch']:.2f}  "
         f"loss {values['train/loss']:.4f}  lr {values['train/lr']:.2e}  "

@@ -27,7 +27,7 @@ class Mark:
 
 
 class Meter:
-    """Running totals over steps; the figures between two moments are the difference of two marks.
+    """Running totals over steps; the metrics between two moments are the difference of two marks.
 
     Only `mean_loss` waits for the device. The clock stops while paused, so that evaluation and
     checkpoints do not count. Seconds are the host's: on CUDA they equal the device's over any interval
@@ -64,7 +64,7 @@ class Meter:
         self._running_since = None
 
     def count_batch(self, task: Task, batch: Any, divisor: Divisor, row: int = 0) -> None:
-        """Add the task's figures of a micro-batch to `row`, after its loss, over `divisor`, was computed."""
+        """Add the task's metrics of a micro-batch to `row`, after its loss, over `divisor`, was computed."""
         plain = getattr(task, "plain_loss", None)
         if plain is not None:
             self._has_plain = True
@@ -88,7 +88,7 @@ class Meter:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""
         return self._per_step(since)[0] / self._mean_over
 
-    def figures(self, since: Mark, global_batch_size: int) -> dict[str, float]:
+    def metrics(self, since: Mark, global_batch_size: int) -> dict[str, float]:
         """Losses and speed since a mark, by their names in the log (a collective)."""
         loss, plain, tokens = self._per_step(since)  # waits for the device, so that the times are complete
         ms = self.ms_per_step(since)

@@ -74,7 +74,7 @@ def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
     hosts = Hosts.of(hosts)  # hashed once, not for each rank's schedule
     world_size, numel = len(hosts), num_bytes // _ITEMSIZE
     lines = [
-        f"N = {num_bytes / 1e6:g} MB, P = {world_size} ranks on {max(hosts) + 1} hosts; all figures in MB",
+        f"N = {num_bytes / 1e6:g} MB, P = {world_size} ranks on {max(hosts) + 1} hosts; all numbers in MB",
         "",
         f"{'algorithm':<18}{'formula':<11}{'gives':>8}{'counted':>9}{'rank':>9}{'root':>9}{'total':>9}"
         "  the formula counts",

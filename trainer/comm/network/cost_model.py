@@ -43,7 +43,7 @@ class Machine:
     parallelism: float = math.inf  # processors of a host
 
 
-def measured(figures: Fields) -> dict[str, Any]:
+def measured(results: Fields) -> dict[str, Any]:
     """Fields of a Machine from the output of `trainer.comm.preflight --json`: medians over all links.
 
     A preflight on one host has no links between hosts, one with a process per host none within.
@@ -51,17 +51,17 @@ def measured(figures: Fields) -> dict[str, Any]:
     Raises:
         ValueError: the preflight failed, or this is not its output.
     """
-    if figures.values.get("passed") is not True:
-        raise ValueError("it is not the output of a preflight that passed, so its figures cannot be used")
-    costs = figures.mapping("costs")
+    if results.values.get("passed") is not True:
+        raise ValueError("it is not the output of a preflight that passed, so its results cannot be used")
+    costs = results.mapping("costs")
     found = {name: number(costs, name) for name in ("add_s_per_byte", "network_s_per_byte", "message_s")}
     found["parallelism"] = number(costs, "parallelism", positive=True)
     # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.
-    on_cpu = figures.text("backend").endswith("cpu")
+    on_cpu = results.text("backend").endswith("cpu")
     if on_cpu:
         found["local_copy_s_per_byte"] = number(costs, "copy_s_per_byte")
     measures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for link in figures.mappings("links"):
+    for link in results.mappings("links"):
         of = number(link, "gbit_s", positive=True) / 8e-9, number(link, "latency_us") * 1e-6
         measures[link.count("source") == link.count("target")].append(of)
     for prefix, same_host in (("local_", True), ("", False)):

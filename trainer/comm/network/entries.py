@@ -1,4 +1,4 @@
-"""Numbers in the files of figures that a plan uses: within limits, or refused by name."""
+"""Numbers in the files of results that a plan uses: within limits, or refused by name."""
 
 from pathlib import Path
 

@@ -92,7 +92,7 @@ def find_ranks(timeout_s: float) -> JoinedRanks:
 
 
 def write(file: Path | None, text: str) -> bool:
-    """Write the figures to `file` if given; print the error and return False if that fails."""
+    """Write the results to `file` if given; print the error and return False if that fails."""
     try:
         if file is not None:
             file.write_text(text)

@@ -1,4 +1,4 @@
-"""Predictions over world size as a figure: .png, .svg or .pdf."""
+"""Predictions over world size as a plot: .png, .svg or .pdf."""
 
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ _MARKERS = dict(zip(ALGORITHMS, "os^Dv", strict=True))
 
 
 def file(name: str) -> Path:
-    """The argument that names a figure to write, checked before anything is computed.
+    """The argument that names a plot to write, checked before anything is computed.
 
     Raises:
         ArgumentTypeError: the file cannot be written, or its ending is unknown.
@@ -56,7 +56,7 @@ def efficiencies(curves: Mapping[int, Mapping[str, PredictedStep]], what: str, f
 
 @contextmanager
 def _axes(title: str, ylabel: str, file: Path) -> Iterator[Any]:
-    from matplotlib.figure import Figure  # takes a second to import, and only figures need it
+    from matplotlib.figure import Figure  # takes a second to import, and only plots need it
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="world size (processes)", ylabel=ylabel, title=title)

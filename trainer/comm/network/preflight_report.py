@@ -74,9 +74,9 @@ class PreflightReport:
         return silent + wrong + stopped
 
     def json(self) -> str:
-        """All figures, for `trainer.comm.plan` and other tools."""
+        """All results, for `trainer.comm.plan` and other tools."""
         first = self.reports[0] or RankReport()
-        figures = {
+        results = {
             "passed": self.passed,
             "faults": self._faults(),
             "world_size": self.place.world_size,
@@ -91,7 +91,7 @@ class PreflightReport:
             "links": [asdict(link) for link in self._links()],
             "costs": asdict(first.costs) if first.costs else None,
         }
-        return json.dumps(figures, indent=1) + "\n"
+        return json.dumps(results, indent=1) + "\n"
 
     def _links(self) -> list[LinkSpeed]:
         links = [link for report in self.reports if report for link in report.links]

@@ -29,7 +29,7 @@ class Client:
         self._awaited: dict[int, list[Transfer]] = {}
         self._pulls, self._waited_s = 0, 0.0
         self._num_bytes = [0] * len(links)  # pulled from and pushed to each server
-        self._told: dict[str, float] = dict.fromkeys(self.totals(), 0.0)  # at the last call of `figures`
+        self._told: dict[str, float] = dict.fromkeys(self.totals(), 0.0)  # at the last call of `metrics`
 
     def greet(self) -> None:
         """Tell every server this worker's layout; it refuses another."""
@@ -42,7 +42,7 @@ class Client:
         moved = {f"bytes/{server}": float(count) for server, count in enumerate(self._num_bytes)}
         return {"pulls": float(self._pulls), "waited_s": self._waited_s, **moved}
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The totals since the last call."""
         totals, before = self.totals(), self._told
         self._told = totals

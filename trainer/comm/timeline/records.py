@@ -45,7 +45,7 @@ class BucketRecord:
 
     @property
     def name(self) -> str:
-        """The name of its row in tables and figures."""
+        """The name of its row in tables and plots."""
         return f"{self.index}" if not self.unit else f"{self.collective.value} of {self.unit}"
 
     @property

@@ -1,4 +1,4 @@
-"""A timeline for people: one backward pass as a figure, a run as a table."""
+"""A timeline for people: one backward pass as a plot, a run as a table."""
 
 from __future__ import annotations
 

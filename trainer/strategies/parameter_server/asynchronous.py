@@ -270,7 +270,7 @@ class AsyncParameterServer(ParameterServer):
         dist.all_reduce(norms)
         return norms[0] / norms[1]
 
-    # ---- state and figures
+    # ---- state and metrics
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
         return []
@@ -288,11 +288,11 @@ class AsyncParameterServer(ParameterServer):
                 found[f"ps/staleness/{late}"] = count / total
         return found
 
-    def figures(self) -> dict[str, "Figure"]:
-        pictures = super().figures()
+    def plots(self) -> dict[str, "Figure"]:
+        plots = super().plots()
         if self._async_server is not None and self._async_server.staleness:
-            pictures["ps/staleness"] = draw_staleness(self._async_server.staleness)
-        return pictures
+            plots["ps/staleness"] = draw_staleness(self._async_server.staleness)
+        return plots
 
     def summary(self) -> str:
         staleness = self._staleness()

@@ -20,7 +20,7 @@ class ExchangeStats:
         servers, workers: their ranks.
         held: bytes on each server.
         replica: this rank's, if it is a worker.
-        of_timeline: a worker's figures of its timeline.
+        of_timeline: a worker's metrics of its timeline.
     """
 
     def __init__(
@@ -39,19 +39,19 @@ class ExchangeStats:
         """Means per step since the last call (a collective): bytes by server, waits by worker."""
         mine: dict[str, float] = {}
         if self._replica is not None:
-            mine = self._replica.client.figures() | self._of_timeline(self._replica.timeline)
-        figures = self._of_workers(mine)
+            mine = self._replica.client.metrics() | self._of_timeline(self._replica.timeline)
+        metrics = self._of_workers(mine)
         self._seen = self._of_workers(self._replica.timeline if self._replica is not None else None)[0]
-        pulls = max(1.0, sum(own["pulls"] for own in figures) / len(figures))
-        found = {name: value for name, value in figures[0].items() if name.startswith("comm/")}
+        pulls = max(1.0, sum(own["pulls"] for own in metrics) / len(metrics))
+        found = {name: value for name, value in metrics[0].items() if name.startswith("comm/")}
         for number, server in enumerate(self._servers):
-            moved = sum(own[f"bytes/{number}"] for own in figures)
+            moved = sum(own[f"bytes/{number}"] for own in metrics)
             found[f"ps/megabytes/server_{server}"] = moved / pulls / 1e6
-        for worker, own in zip(self._workers, figures, strict=True):
+        for worker, own in zip(self._workers, metrics, strict=True):
             found[f"ps/waited_ms/worker_{worker}"] = 1e3 * own["waited_s"] / max(1.0, own["pulls"])
         return found
 
-    def figures(self) -> dict[str, "Figure"]:
+    def plots(self) -> dict[str, "Figure"]:
         return {"comm/buckets": draw(self._seen)} if self._seen is not None else {}
 
     def summary(self) -> str:

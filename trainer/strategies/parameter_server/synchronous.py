@@ -183,7 +183,7 @@ class ParameterServer(Strategy):
         dist.broadcast(norm, src=self.servers[0])
         return norm
 
-    # ---- state and figures
+    # ---- state and metrics
 
     def owned(self, model: nn.Module) -> nn.Module:
         return self.owned_model
@@ -289,8 +289,8 @@ class ParameterServer(Strategy):
     def metrics(self) -> dict[str, float]:
         return self._exchange_stats.metrics()
 
-    def figures(self) -> dict[str, "Figure"]:
-        return self._exchange_stats.figures()
+    def plots(self) -> dict[str, "Figure"]:
+        return self._exchange_stats.plots()
 
     def summary(self) -> str:
         """(A collective.)"""
