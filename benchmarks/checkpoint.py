@@ -23,7 +23,7 @@ from torch import nn
 
 from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.manifest import verify
-from trainer.checkpoint.source import whole
+from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed.process_group import Dist
@@ -99,7 +99,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
         "safetensors": lambda: timed(lambda: save_file(take_apart(state.state_dict())[0], safe_file)),
         "plain dcp.load": lambda: timed(lambda: dcp.load(targets, checkpoint_id=dcp_directory)),
         "resume sharded": lambda: timed(
-            lambda: whole((root / "sharded" / "checkpoints" / "latest").resolve()).read_into(targets)
+            lambda: verified((root / "sharded" / "checkpoints" / "latest").resolve()).read_into(targets)
         ),
         "verify full": lambda: timed(lambda: verify(root / "full" / "checkpoints" / "latest")),
         "async stall": async_stall,

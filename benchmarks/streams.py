@@ -108,9 +108,9 @@ def _resumes(path: str, block_size: int) -> None:
     batches, num_batches = writer.epoch(0), 2000
     for _ in range(num_batches):
         next(batches)
-    for name, places in (("from its state", [writer.place()]), ("by reading again", [])):
+    for name, states in (("from its state", [writer.state_dict()]), ("by reading again", [])):
         loader = _loader(TextStream("train", path, block_size))
-        loader.resume(places)
+        loader.resume(states)
         began = time.perf_counter()
         next(loader.epoch(0, num_batches * GLOBAL_BATCH))
         seconds = time.perf_counter() - began

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.checkpoint import build_state
 from tests.checkpoint import tiny
-from trainer.checkpoint.source import Source, whole
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
@@ -57,12 +57,12 @@ def save_forever(rank: int, root: Path, way: str, gigabytes: float, done: Any) -
             done.value = step - 1 if "async" in way else step  # this save waited for the one before
 
 
-def found_by_auto(root: Path) -> Source | None:
+def found_by_auto(root: Path) -> OpenCheckpoint | None:
     store = Store(root / "checkpoints", "tiny")
     store.clean()
     for directory in store.newest_first():
         try:
-            return whole(directory)
+            return verified(directory)
         except UserError as error:
             print(f"  passed over: {error}")
     return None
@@ -86,7 +86,7 @@ def problem_after_a_kill(root: Path, way: str, gigabytes: float, draw: random.Ra
         rank.join()
     source = found_by_auto(root)
     if source is None:
-        return "none is whole"
+        return "none is intact"
     step = source.progress.step
     if step < done.value:
         return f"step {done.value} was saved, and step {step} is the newest"

@@ -129,7 +129,7 @@ def save(context: TrainingContext, evaluation: dict[str, float] | None = None) -
     context.replica_check.check(context.state)
     context.strategy.finish_checks()
     context.strategy.collect(context.model)
-    context.checkpointer.save(context.state, evaluation, context.train_loader.place())
+    context.checkpointer.save(context.state, evaluation, context.train_loader.state_dict())
 
 
 def evaluation_due(context: TrainingContext) -> bool:

@@ -123,20 +123,23 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     _check_keep_best(config, task)
     data = load_data(config, batch, strategy, dist)
     checkpointer = _checkpointer(config, run_dir, run_id, data.train_loader.num_samples, dist)
-    source = checkpointer.find(config.resume)
+    checkpointer.delete_leftovers()
+    checkpoint = checkpointer.find(config.resume)
     if train.exact is not None:
-        saved, step = (source.facts.get("exact"), source.progress.step) if source else (None, 0)
+        saved, step = (checkpoint.facts.get("exact"), checkpoint.progress.step) if checkpoint else (None, 0)
         checkpointer.exact = of_run(train.exact, dist, saved, step)
-    total_steps = _last_step(source.progress if source else Progress(), train, data.train_loader.num_samples)
+    total_steps = _last_step(
+        checkpoint.progress if checkpoint else Progress(), train, data.train_loader.num_samples
+    )
 
     wrapped, num_parameters, flops = _model(config, data, task, batch, strategy, dist)
     facts = ScheduleFacts(total_steps, data.train_loader.steps_per_epoch)
     state = _state(config, strategy.owned(wrapped), strategy.grad_scaler(), facts)
     strategy.order.check(state.optimizer, strategy.gradients_differ)
     checkpointer.begin(state)
-    if source is not None:
-        checkpointer.restore(state, source)
-        data.train_loader.resume(checkpointer.restored_places)
+    if checkpoint is not None:
+        checkpointer.restore(state, checkpoint)
+        data.train_loader.resume(checkpointer.restored_data_states)
         if data.train_loader.num_samples is not None:
             state.progress.skip_short_rest(train.global_batch_size, data.train_loader.num_samples)
     strategy.begin(state)

@@ -1,6 +1,6 @@
 """Hundreds of hostile checkpoints: real ones with changed files, JSON and headers.
 
-Each ``kind`` is a function that changes a copy of a whole checkpoint of two steps. The manifest is signed again
+Each ``kind`` is a function that changes a copy of an intact checkpoint of two steps. The manifest is signed again
 afterwards (a stranger can do that), unless the kind is about the manifest.
 """
 
@@ -26,11 +26,11 @@ STEP = "step_00000002"
 MODEL, OPTIM = "model-00000-of-00001.safetensors", "optim-00000-of-00001.safetensors"
 SHARD = "model-00001-of-00002.safetensors"
 WEIGHT = "model.first.weight"  # of 7 x 5, sharded in 4 and 3 rows
-ESCAPE = "x\x1b[2K\nforged: whole\u202e"
+ESCAPE = "x\x1b[2K\nforged: intact\u202e"
 
 Change = Callable[[Path], Any]
 KINDS: dict[str, tuple[str, Change]] = {}  # name: (format it applies to, what to do)
-MISFITS: dict[str, Change] = {}  # whole, but of no use to this run: not passed over
+MISFITS: dict[str, Change] = {}  # intact, but of no use to this run: not passed over
 FILES: dict[str, Change] = {}  # for model.init_from
 
 
@@ -469,7 +469,7 @@ _kind("index: an entry that is a text", state("tensors", WEIGHT, to="gone"))
 _kind("a weight that is NaN", put(WEIGHT, lambda value: value * math.nan))
 _kind("a moment that is Inf", put("optimizer.state.first.weight.exp_avg", lambda value: value + math.inf))
 
-# ---- whole checkpoints that do not fit this run
+# ---- intact checkpoints that do not fit this run
 
 _GROUP = ("state", "optimizer", "param_groups", "0")
 _MOMENTS = {"step": 2.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}

@@ -105,7 +105,7 @@ def test_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     run_ranks(_save, 2, tmp_path, "sharded")
     assert main(["show", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    for expected in ("whole", "step          3 (epoch 0, sample 36)", "test on 2 ranks", "eval/loss 0.25"):
+    for expected in ("intact", "step          3 (epoch 0, sample 36)", "test on 2 ranks", "eval/loss 0.25"):
         assert expected in shown
     assert main(["verify", str(tmp_path / STEP)]) == 0
     shard = tmp_path / STEP / "model-00001-of-00002.safetensors"

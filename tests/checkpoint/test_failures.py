@@ -209,7 +209,7 @@ def _all_damaged(run_dir: Path) -> None:
     state = tiny.train_state()
     tiny.checkpointer(run_dir).save(state)
     (run_dir / "checkpoints" / "latest" / TENSORS).write_bytes(b"")
-    with pytest.raises(UserError, match=r"none of the 1 checkpoints in .* is whole"):
+    with pytest.raises(UserError, match=r"none of the 1 checkpoints in .*  is intact"):
         tiny.restore(tiny.checkpointer(run_dir), state, "auto")
 
 

@@ -17,7 +17,7 @@ from tests.checkpoint import hostile, tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import load_weights, resuming
 from trainer.checkpoint.__main__ import main
-from trainer.checkpoint.source import Source
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.errors import UserError
 
 DEADLINE_S = 30  # for what takes a tenth of a second
@@ -203,7 +203,7 @@ def _one_rank_sees_it(run_dir: Path) -> list[str]:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise UserError("this host sees another disk")
 
-    for module, name in ((resuming, "whole"), (resuming, "check_fits"), (Source, "read_into")):
+    for module, name in ((resuming, "verified"), (resuming, "check_fits"), (OpenCheckpoint, "read_into")):
         good = getattr(module, name)
         if rank == 1:
             setattr(module, name, fail)

@@ -25,8 +25,8 @@ from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.hashing import write_text
 from trainer.checkpoint.listing import Listing, Retention, newest_of
 from trainer.checkpoint.manifest import MANIFEST, verify
+from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.remote import Remote
-from trainer.checkpoint.source import whole
 from trainer.checkpoint.store import Store
 from trainer.errors import UserError
 from trainer.files.address import Address
@@ -308,7 +308,7 @@ def test_commands_take_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(["show", run]) == main(["verify", run]) == 0
         net = tiny.Net()
         load_weights(net, run)
-        here = whole(tmp_path / "first" / "checkpoints" / "step_00000002").weights(False)
+        here = verified(tmp_path / "first" / "checkpoints" / "step_00000002").weights(False)
         assert all(here[name].equal(value) for name, value in net.state_dict().items())
     assert main(["convert", run, str(tmp_path / "w.safetensors"), "--to", "safetensors"]) == 0
     (tmp_path / "there" / "checkpoints" / "step_00000002" / MANIFEST).unlink()

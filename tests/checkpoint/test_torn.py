@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from tests.checkpoint import tiny
 from tests.ranks import RankFailure, run_ranks
 from trainer.checkpoint import hashing, manifest, store
-from trainer.checkpoint.source import Source
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.errors import UserError
 
 OLD, NEW = 2, 3
@@ -109,18 +109,18 @@ def _spread(points: list[list[str]], number: int) -> list[tuple[int, int]]:
     return [place for place in in_turn if place is not None][:number]
 
 
-def _found_by_auto(run_dir: Path) -> Source:
+def _found_by_auto(run_dir: Path) -> OpenCheckpoint:
     """The checkpoint that resume=auto takes after its clean-up."""
     checkpoints = store.Store(run_dir / "checkpoints")
     checkpoints.clean()
     for directory in checkpoints.newest_first():
         with contextlib.suppress(UserError):
             manifest.verify(directory)
-            return Source.open(directory)
-    raise AssertionError("neither the old nor the new checkpoint is whole")
+            return OpenCheckpoint.open(directory)
+    raise AssertionError("neither the old nor the new checkpoint is intact")
 
 
-def _is_same(source: Source, state: dict[str, Any]) -> bool:
+def _is_same(source: OpenCheckpoint, state: dict[str, Any]) -> bool:
     tensors = source.read()
     same = all(tensor.equal(tensors[name]) for name, tensor in state["tensors"].items())
     return same and tensors.keys() == state["tensors"].keys() and source.facts["state"] == state["plain"]

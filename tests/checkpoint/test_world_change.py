@@ -12,7 +12,7 @@ import torch
 from tests import runs
 from tests.checkpoint.whole_runs import DDP, FSDP, PS, SINGLE, differences, run
 from tests.ranks import run_ranks
-from trainer.checkpoint.source import Source
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.distributed.process_group import process_group
 
 SHARDED = "checkpoint=sharded"
@@ -92,7 +92,7 @@ def test_the_same_tensors_and_the_next_samples(tmp_path: Path, part: str) -> Non
     changed = _seen(tmp_path / "changed", gone_on.values())
     for name in changes:
         (before, _), (after, _) = whole[begun[name]], changed[gone_on[name]]
-        saved = Source.open(half[name])
+        saved = OpenCheckpoint.open(half[name])
         tensors = {"tensors": saved.read(), "plain": saved.facts["state"]}
         assert differences(tensors, after[0]["begin"]) == [], name
         assert differences(after[0]["begin"], after[0]["end"]) != [], name

@@ -57,6 +57,7 @@ def checkpointer(
 
 def restore(checkpointer: Checkpointer, state: TrainState, resume: str | None) -> bool:
     """Continue from the checkpoint of ``resume``; False if there is none."""
+    checkpointer.delete_leftovers()
     source = checkpointer.find(resume)
     if source is not None:
         checkpointer.restore(state, source)

@@ -15,8 +15,8 @@ from trainer.comm import plan
 from trainer.comm.algorithms import formulas
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
-from trainer.comm.algorithms.places import Hosts
 from trainer.comm.algorithms.push_pull import exchange
+from trainer.comm.algorithms.rank_order import Hosts
 from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 from trainer.comm.algorithms.traffic import count_traffic
 from trainer.comm.network import cost_model as predicting

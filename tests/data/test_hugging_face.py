@@ -50,7 +50,7 @@ def test_rows_are_read_once_in_one_order_resumed_or_not(options: dict, sharded: 
     for workers in (0, 2):
         readers = [loader(2, rank, workers) for rank in (0, 1)]
         for reader in readers:
-            reader.resume([writer.place() for writer in writers])
+            reader.resume([writer.state_dict() for writer in writers])
         ranks = [[rows for rows, _ in reader.epoch(1, 16)] for reader in readers]
         assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole[2:]))
 

@@ -67,7 +67,7 @@ def test_a_place_spares_the_reading_of_what_came_before(workers: int, sharded: b
         batches = writer.epoch(0)
         for _ in range(3):
             next(batches)
-        saved.append(writer.place())
+        saved.append(writer.state_dict())
     for world in (1, 4):
         streams = [Stateful() for _ in range(world)]
         loaders = [loader(world, rank, stream) for rank, stream in enumerate(streams)]
@@ -96,7 +96,7 @@ def test_shards_are_read_side_by_side_each_by_one_rank() -> None:
             loaders = [train_loader(stream(), 8, world, rank, sharded=True) for rank in range(world)]
             ranks = [read(loader) for loader in loaders]
             assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole))
-            assert set(loaders[1].place()["shards"]) == {str(shard) for shard in range(1, 4, world)}
+            assert set(loaders[1].state_dict()["shards"]) == {str(shard) for shard in range(1, 4, world)}
 
 
 def test_more_says_whether_another_step_follows() -> None:
@@ -179,4 +179,4 @@ def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:
     with pytest.raises(
         UserError, match="read as 4 shards when the checkpoint was saved, and is now read as 1"
     ):
-        train_loader(Stateful(), 8).resume([other.place()])
+        train_loader(Stateful(), 8).resume([other.state_dict()])

@@ -109,7 +109,7 @@ def test_ranks_resumed_read_what_one_would_have(folder: Path, sharded: bool) -> 
     for world, workers in ((2, 0), (4, 1)):
         readers = [loader(world, rank, workers) for rank in range(world)]
         for reader in readers:
-            reader.resume([writer.place()])
+            reader.resume([writer.state_dict()])
         ranks = [[tokens for tokens, _ in reader.epoch(2, 7 * 16)] for reader in readers]
         assert torch.equal(torch.cat(global_batches(ranks)), torch.cat(whole[7:]))
 
@@ -128,13 +128,13 @@ def _peak_mib(path: Path) -> float:
     batches = loader.epoch(0)
     for _ in range(200):
         next(batches)
-    place = loader.place()
+    state = loader.state_dict()
     far = {
         shard: (2**20, {"file": 0, "offset": there[1]["offset"] + 2**28, "tokens": 0})
-        for shard, there in place["shards"].items()
+        for shard, there in state["shards"].items()
     }
     again = train_loader(TextStream("train", str(path), 1024), 32, sharded=True)
-    again.resume([{**place, "shards": far}])
+    again.resume([{**state, "shards": far}])
     batches = again.epoch(0, 2**24)
     for _ in range(50):
         next(batches)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint.source import Source
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.distributed.gather_shards import gather_shards_to_rank0
 from trainer.local_shard import local_shard
 from trainer.optim.train_state import Progress, TrainState
@@ -81,7 +81,7 @@ def test_no_rank_holds_what_is_sharded(tmp_path: Path) -> None:
     first, *others = run_ranks(_all, 4, tmp_path)
     whole_mb, more_mb = first["memory"]
     assert more_mb < whole_mb / 2, f"{more_mb} MB for a state of {whole_mb}"
-    weights = Source.open(tmp_path / "checkpoints" / "step_00000000").read("model.")
+    weights = OpenCheckpoint.open(tmp_path / "checkpoints" / "step_00000000").read("model.")
     for number in range(DEPTH):
         rows = weights[f"{number}.weight"][:: WIDTH // 4, 0]
         assert rows.sub(number).div(0.25).round().tolist() == [0, 1, 2, 3]

@@ -349,10 +349,10 @@ def test_what_shares_memory_is_refused_where_it_would_not_do_so_any_more() -> No
     buffered.register_buffer("last", buffered.weight.data[1])
     for each in (model, buffered):
         with pytest.raises(UserError, match="would no longer be tied"):
-            Strategy(torch.device("meta"), Computing()).place(each)
+            Strategy(torch.device("meta"), Computing()).move_to_devices(each)
     for each in (frozen, views_of_one_storage()):
-        Strategy(torch.device("meta"), Computing()).place(each)
-    Strategy(torch.device("cpu"), Computing()).place(model)
+        Strategy(torch.device("meta"), Computing()).move_to_devices(each)
+    Strategy(torch.device("cpu"), Computing()).move_to_devices(model)
 
 
 @pytest.mark.slow

@@ -153,7 +153,9 @@ def checked(
         parameter.grad = gradient
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, **options)
     state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=torch.amp.GradScaler(enabled=False))
-    facts: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1, rank=0, place=lambda rank: "here")
+    facts: Any = SimpleNamespace(
+        device=torch.device("cpu"), world_size=1, rank=0, describe=lambda rank: "here"
+    )
     check = GradientCheck(facts, differ=False, is_to_blame=lambda: True)
     check._on_cuda = on_cuda
     with check.around_update(7, state, norm):

@@ -4,14 +4,14 @@ from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.listing import newest_run_id
 from trainer.checkpoint.manifest import is_run_id, read_manifest
 from trainer.checkpoint.model import read_averages, read_model
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import fetch_history, run_at
 from trainer.checkpoint.resuming import saved_seed
-from trainer.checkpoint.source import Source
 from trainer.checkpoint.weights import load_weights, weights_for
 
 __all__ = [
     "Checkpointer",
-    "Source",
+    "OpenCheckpoint",
     "fetch_history",
     "is_run_id",
     "load_weights",

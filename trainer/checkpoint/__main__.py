@@ -13,7 +13,7 @@ from typing import Any
 from trainer.checkpoint.convert import DTYPES, FILE_BYTES, FORMS, convert
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.source import Source, whole
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.errors import UserError
 from trainer.files.address import Location, location
 from trainer.files.untrusted import printable
@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help in (
-        ("show", "what a checkpoint, or each checkpoint of a run, holds, and whether it is whole"),
-        ("verify", "compare every file with its sha256; the exit status says whether all are whole"),
+        ("show", "what a checkpoint, or each checkpoint of a run, holds, and whether it is intact"),
+        ("verify", "compare every file with its sha256; the exit status says whether all are intact"),
         ("convert", "write the weights of a checkpoint in a form of other programs"),
     ):
         command = commands.add_parser(name, help=help)
@@ -87,23 +87,23 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
 
 
 def _report(directory: Location, in_full: bool) -> bool:
-    """Print a report of one checkpoint; True if it is whole."""
+    """Print a report of one checkpoint; True if it is intact."""
     try:
-        source: Source | None = whole(directory)
-        health = "whole"
+        source: OpenCheckpoint | None = verified(directory)
+        health = "intact"
     except UserError as error:
         source, health = None, f"DAMAGED: {error}"
     print(f"{printable(directory)}: {health}")
     if in_full:
         try:
-            for name, value in _facts(source or Source.open(directory)).items():
+            for name, value in _facts(source or OpenCheckpoint.open(directory)).items():
                 print(f"  {printable(name):13s} {printable(value)}")
         except UserError as error:
             print(f"  {error}")
     return source is not None
 
 
-def _facts(source: Source) -> dict[str, str]:
+def _facts(source: OpenCheckpoint) -> dict[str, str]:
     manifest, progress = source.manifest, source.facts["state"]["progress"]
     parameters = [shape for name, (shape, _) in source.shapes.items() if name.startswith("model.")]
     facts = {

@@ -19,9 +19,10 @@ from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.matching import (
     of_modules_own,
 )
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.resuming import Resuming
-from trainer.checkpoint.source import MODEL_CONFIG, PLACES, STATE, Source, check_size
+from trainer.checkpoint.state_file import DATA_STATES, MODEL_CONFIG, STATE, check_size
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.writing import write_tensors
@@ -44,7 +45,7 @@ class Checkpointer:
 
     Attributes:
         restored_metrics: those saved with the checkpoint that ``restore`` went on from.
-        restored_places: where the data of each rank stood then.
+        restored_data_states: where the data of each rank stood then.
         exact: of an exact run, what decides its bits (plain values); kept.
     """
 
@@ -84,7 +85,7 @@ class Checkpointer:
         self._expected: Expected | None = None
         self._checked = False
         self.restored_metrics: dict[str, float] = {}
-        self.restored_places: list[dict[str, Any]] = []
+        self.restored_data_states: list[dict[str, Any]] = []
         self.exact: dict[str, Any] | None = None
         self._in_flight: InBackground | None = None
         self._copied: Future[dict[str, Tensor]] | None = None
@@ -135,11 +136,11 @@ class Checkpointer:
         self,
         state: TrainState,
         metrics: Mapping[str, float] | None = None,
-        place: Mapping[str, Any] | None = None,
+        data_state: Mapping[str, Any] | None = None,
     ) -> None:
         """Save ``state``. ``metrics``, such as those of its evaluation, rank it for ``keep_best``.
 
-        ``place`` is the position of this rank's data, in plain values and tensors, if it has to be saved.
+        ``data_state`` is where this rank's data stands, in plain values and tensors, if it has to be saved.
 
         With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
         is computed, until ``wait_until_copied``, and is written while training continues. The next ``save``,
@@ -158,12 +159,12 @@ class Checkpointer:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
         self._finish()
         tensors, plain = self._agreement.everywhere(lambda: self._taken_apart(state))
-        everyones = self._agreement.gather(dict(place or {}))
-        of_places, places = take_apart({PLACES: everyones if self._dist.rank == 0 else []})
-        own = buffer_names(state.model) | {name for name in tensors if of_modules_own(name)} | set(of_places)
-        tensors |= of_places
+        everyones = self._agreement.gather(dict(data_state or {}))
+        of_data, data_states = take_apart({DATA_STATES: everyones if self._dist.rank == 0 else []})
+        own = buffer_names(state.model) | {name for name in tensors if of_modules_own(name)} | set(of_data)
+        tensors |= of_data
         who = plan(tensors, own, self._settings.format == "full", self._agreement)
-        facts = self._facts(plain, places)
+        facts = self._facts(plain, data_states)
         if self._dist.rank == 0:
             facts["tensors"] = index_to_json(who.index(tensors))
         tensors = who.part_of(tensors, self._dist.rank)
@@ -183,9 +184,9 @@ class Checkpointer:
         for rank, theirs in enumerate(found):
             for name, kinds in theirs.items():
                 more = f" (and {len(theirs) - 1} more)" if len(theirs) > 1 else ""
-                kind, place = " and ".join(sorted(kinds)), self._dist.place(rank)
+                kind, where = " and ".join(sorted(kinds)), self._dist.describe(rank)
                 raise NonFiniteError(
-                    f"{name.removeprefix('model.')}{more} holds {kind} after step {step} on {place}; nothing "
+                    f"{name.removeprefix('model.')}{more} holds {kind} after step {step} on {where}; nothing "
                     "of that step is saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto goes on "
                     "from the checkpoint before",
                     ranks=(rank,),
@@ -205,13 +206,17 @@ class Checkpointer:
             self._copied.result()
             self._copied = None
 
-    def find(self, resume: str | None) -> Source | None:
+    def delete_leftovers(self) -> None:
+        """As `Resuming.delete_leftovers`."""
+        self._resuming.delete_leftovers()
+
+    def find(self, resume: str | None) -> OpenCheckpoint | None:
         """As `Resuming.find`."""
         return self._resuming.find(resume)
 
-    def restore(self, state: TrainState, source: Source) -> None:
+    def restore(self, state: TrainState, source: OpenCheckpoint) -> None:
         """As `Resuming.restore`."""
-        self.restored_places = self._resuming.restore(state, source)
+        self.restored_data_states = self._resuming.restore(state, source)
         self.restored_metrics = source.manifest.metrics
         if source.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
@@ -284,7 +289,7 @@ class Checkpointer:
             digests[STATE] = write_text(directory / STATE, json.dumps(facts))
         return digests
 
-    def _facts(self, plain: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
+    def _facts(self, plain: dict[str, Any], data_states: dict[str, Any]) -> dict[str, Any]:
         return {
             "num_samples": self._num_samples,
             "strategy": self._strategy,
@@ -293,7 +298,7 @@ class Checkpointer:
             "config": self._config,
             "state": plain,
             "exact": self.exact,
-            **places,
+            **data_states,
             "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
             MODEL_CONFIG: self._expected.model_config if self._expected is not None else None,
         }

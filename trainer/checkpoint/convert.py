@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from trainer.checkpoint.hashing import fsync_directory, write_text
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.checkpoint.safetensors_files import INDEX, NAMES, SINGLE, ToStore, write_file
-from trainer.checkpoint.source import MODEL_CONFIG, Source, whole
+from trainer.checkpoint.state_file import MODEL_CONFIG
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
 from trainer.files.address import Location
@@ -50,7 +51,7 @@ def convert(
         raise UserError(f"{out} exists already")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory")
-    source = whole(directory)
+    source = verified(directory)
     weights = source.weights(averaged)
     temporary = out.with_name(f".tmp_{out.name}")
     try:
@@ -94,7 +95,11 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype 
 
 
 def _write_hf(
-    folder: Path, source: Source, weights: dict[str, Tensor], dtype: torch.dtype | None, file_bytes: int
+    folder: Path,
+    source: OpenCheckpoint,
+    weights: dict[str, Tensor],
+    dtype: torch.dtype | None,
+    file_bytes: int,
 ) -> None:
     config: dict[str, Any] | None = source.facts.get(MODEL_CONFIG)
     if config is not None:

@@ -132,7 +132,7 @@ def verify(
     """Compare the files with the manifest: all blocks, or every ``parts``-th from ``part`` on.
 
     ``look`` gets each of these blocks: its file, its offset, and its bytes. The files are read once; four
-    threads hash. This compares bytes only: `source.whole` also checks that every file that a
+    threads hash. This compares bytes only: `open_checkpoint.verified` also checks that every file that a
     checkpoint needs is listed, and that the contents agree.
 
     Raises:

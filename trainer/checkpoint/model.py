@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from trainer.checkpoint.listing import Listing, best_checkpoint
 from trainer.checkpoint.matching import model_targets
-from trainer.checkpoint.source import Source, whole
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
@@ -31,8 +31,8 @@ def read_model(
     which: str,
     best: KeepBest | None,
     agreement: Agreement,
-) -> Source:
-    """Load a checkpoint into `model`, whole or sharded, and return it (a collective).
+) -> OpenCheckpoint:
+    """Load a checkpoint into `model`, sharded or not, and return it (a collective).
 
     Changes nothing in `run_dir`. A run may be writing there.
 
@@ -46,7 +46,7 @@ def read_model(
     for left in reversed(range(_TRIES)):
         found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
         try:
-            source = _first_whole(found, agreement, which)
+            source = _first_intact(found, agreement, which)
             agreement.everywhere(partial(_read, model, source))
         except UserError:
             if not left or agreement.on_main(partial(_are_there, found)):
@@ -82,10 +82,10 @@ def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBes
     return named[:1]
 
 
-def _first_whole(found: list[Location], agreement: Agreement, which: str) -> Source:
+def _first_intact(found: list[Location], agreement: Agreement, which: str) -> OpenCheckpoint:
     reasons: list[str] = []
     for directory in found:
-        look = partial(whole, directory.resolve(), agreement.rank, agreement.world_size)
+        look = partial(verified, directory.resolve(), agreement.rank, agreement.world_size)
         try:
             return agreement.everywhere(look)
         except UserError as error:
@@ -94,10 +94,10 @@ def _first_whole(found: list[Location], agreement: Agreement, which: str) -> Sou
             reasons.append(str(error))
             if agreement.rank == 0:
                 log.warning("passing over %s: %s", directory.name, error)
-    raise UserError(f"none of the {len(found)} checkpoints in {found[0].parent} is whole: {reasons[0]}")
+    raise UserError(f"none of the {len(found)} checkpoints in {found[0].parent}  is intact: {reasons[0]}")
 
 
-def read_averages(model: nn.Module, source: Source, agreement: Agreement) -> None:
+def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement) -> None:
     """Replace weights by their moving averages in `source` (a collective).
 
     Raises:
@@ -114,7 +114,7 @@ def read_averages(model: nn.Module, source: Source, agreement: Agreement) -> Non
         agreement.everywhere(lambda: source.read_into(targets))
 
 
-def _read(model: nn.Module, source: Source) -> None:
+def _read(model: nn.Module, source: OpenCheckpoint) -> None:
     held = get_model_state_dict(model)
     targets = model_targets(held, source.shapes)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}

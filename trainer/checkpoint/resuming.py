@@ -16,7 +16,7 @@ from trainer.checkpoint.matching import (
     saved_state,
     targets_for,
 )
-from trainer.checkpoint.source import Source, whole
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
@@ -30,7 +30,7 @@ _MAY_DIFFER = ("run_dir", "resume", "fault.", "checkpoint.remote")  # changes ar
 
 
 class Resuming:
-    """Finds what a run resumes from and restores it. Both methods are collective."""
+    """Finds what a run resumes from and restores it. All methods are collective."""
 
     def __init__(
         self,
@@ -44,7 +44,13 @@ class Resuming:
         self._store, self._others, self._agreement = store, others, agreement
         self._num_samples, self._config = num_samples, config
 
-    def find(self, resume: str | None) -> Source | None:
+    def delete_leftovers(self) -> None:
+        """Delete what killed saves of this run left behind, and log what other runs have here."""
+        self._agreement.on_main(self._store.clean)
+        if self._agreement.rank == 0:
+            self._report_others()
+
+    def find(self, resume: str | None) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
 
         Args:
@@ -53,9 +59,6 @@ class Resuming:
         Raises:
             UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
         """
-        self._agreement.on_main(self._store.clean)
-        if self._agreement.rank == 0:
-            self._report_others()
         if resume is None:
             return None
         source = self._choose(resume)
@@ -65,8 +68,8 @@ class Resuming:
         self._agreement.everywhere(lambda: self._check_data(source))
         return source
 
-    def restore(self, state: TrainState, source: Source) -> list[dict[str, Any]]:
-        """Continue from ``source``; returns the position of each rank's data in it.
+    def restore(self, state: TrainState, source: OpenCheckpoint) -> list[dict[str, Any]]:
+        """Continue from ``source``; returns the state of each rank's data in it.
 
         Raises:
             UserError: on every rank alike: it is of another model, or cannot be read.
@@ -86,13 +89,13 @@ class Resuming:
                 "ema: %s holds no averages of these weights; they begin with its weights", source.directory
             )
         self._agreement.everywhere(lambda: check_fits(state, plain, targets))
-        places = self._agreement.everywhere(source.places)
+        data_states = self._agreement.everywhere(source.data_states)
         self._agreement.everywhere(lambda: source.read_into(targets))
         self._agreement.everywhere(lambda: state.load_state_dict(saved_state(plain, targets)))
         self._report(source, state.progress)
-        return places
+        return data_states
 
-    def _check_data(self, source: Source) -> None:
+    def _check_data(self, source: OpenCheckpoint) -> None:
         now, then = self._num_samples, source.facts.get("num_samples", self._num_samples)
         if now != then:
             raise UserError(
@@ -106,7 +109,7 @@ class Resuming:
         if others := [path.name for path in self._store.of_others()]:
             log.warning("left alone, as another run's: %s in %s", first_five(others), self._store.root)
 
-    def _choose(self, resume: str) -> Source | None:
+    def _choose(self, resume: str) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` means, verified; each rank reads its share of it. Collective."""
         auto = resume == "auto"
         found = self._agreement.on_main(
@@ -115,7 +118,7 @@ class Resuming:
         reasons: list[str] = []
         for directory in found:
             try:
-                look = partial(whole, directory, self._agreement.rank, self._agreement.world_size)
+                look = partial(verified, directory, self._agreement.rank, self._agreement.world_size)
                 return self._agreement.everywhere(look)
             except UserError as error:
                 if not auto:
@@ -125,13 +128,13 @@ class Resuming:
                     log.warning("resume=auto passes over %s: %s", directory.name, error)
         if found:
             raise UserError(
-                f"none of the {len(found)} checkpoints in {self._store.root} is whole: {reasons[0]}; "
+                f"none of the {len(found)} checkpoints in {self._store.root}  is intact: {reasons[0]}; "
                 f"`python -m trainer.checkpoint verify {self._store.root}` shows all, "
                 "another run_dir starts a new run"
             )
         return None
 
-    def _report(self, source: Source, progress: Progress) -> None:
+    def _report(self, source: OpenCheckpoint, progress: Progress) -> None:
         if self._agreement.rank != 0:
             return
         log.info("resumed from %s at step %d", source.directory, progress.step)
@@ -161,7 +164,7 @@ def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | Non
         candidates = newest_of(Listing(run_dir / "checkpoints", run_id), others)
     for directory in candidates:
         with contextlib.suppress(UserError):
-            return Source.open(directory).seed
+            return OpenCheckpoint.open(directory).seed
     return None
 
 

@@ -1,7 +1,7 @@
 """Files of the safetensors format: 8 bytes of length, a header of JSON, and the bytes of the tensors.
 
 https://github.com/huggingface/safetensors. A file of this format contains no code. They are written here by
-chunks, without whole tensors in memory, and read by ranges.
+chunks, without full tensors in memory, and read by ranges.
 """
 
 import json

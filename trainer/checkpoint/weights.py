@@ -14,9 +14,9 @@ from trainer.checkpoint.expected import unusual
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.matching import first_five, of_modules_own
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
-from trainer.checkpoint.source import Source, whole
 from trainer.errors import UserError
 from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json, reason
@@ -42,7 +42,7 @@ def weights_for(
 
     ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``), a
     ``.safetensors`` file, a folder saved by transformers, the directory of a checkpoint, or that of a run,
-    for its newest whole checkpoint. Prefixes that wrappers put before names are dropped if the names are then
+    for its newest intact one. Prefixes that wrappers put before names are dropped if the names are then
     the model's. Tensors under a name in ``ignore`` ("fc": fc.weight, fc.bias), and those that ``path`` lacks,
     keep their values. The log lists both, and tensors in ``path`` that were not used.
 
@@ -151,22 +151,22 @@ def _load(file: PlainFile) -> dict[str, Tensor]:
     return named
 
 
-def _checkpoint_in(directory: Location) -> Source:
-    """The checkpoint in ``directory``, or the newest whole one if it is a run."""
+def _checkpoint_in(directory: Location) -> OpenCheckpoint:
+    """The checkpoint in ``directory``, or the newest intact one if it is a run."""
     inner = directory / "checkpoints"
     listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
     found = [] if (directory / MANIFEST).exists() else listing.newest_first()
     if not found:
-        return whole(directory.resolve())
+        return verified(directory.resolve())
     for candidate in found:
         try:
-            source = whole(candidate)
+            source = verified(candidate)
         except UserError as error:
             log.warning("model.init_from=%s passes over %s: %s", directory, candidate.name, error)
         else:
             log.info("model.init_from=%s: from %s", directory, candidate.name)
             return source
-    raise UserError(f"none of its {len(found)} checkpoints is whole")
+    raise UserError(f"none of its {len(found)} checkpoints is intact")
 
 
 def _renamed(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor], base: str | None) -> dict[str, Tensor]:

@@ -75,16 +75,16 @@ class _TimedBucket:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     try:
-        place = find_ranks(options.timeout_s)
-        me = connect(place, options.backend, options.timeout_s)
+        joined = find_ranks(options.timeout_s)
+        me = connect(joined, options.backend, options.timeout_s)
     except (JoinError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr, flush=True)
         return 1
-    runs = _all_reduces(place, me, options)
+    runs = _all_reduces(joined, me, options)
     say = print if me.rank == 0 else lambda *_, **__: None
     sent_as = options.wire_dtype if _wire(options) else options.dtype
     say(
-        f"bench: {len(set(place.hosts))} hosts, {me.world_size} processes, {dist.get_backend()} on "
+        f"bench: {len(set(joined.hosts))} hosts, {me.world_size} processes, {dist.get_backend()} on "
         f"{me.device.type}, {options.dtype} sent as {sent_as}, {options.rounds} rounds\n\n"
         f"{'size':>10}  {'algorithm':<18}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
         flush=True,
@@ -95,11 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured = _measure(me, runs, size, options)
         except PeerError as error:
             # No clean-up: the peers may be gone.
-            print(f"bench: {place.name(me.rank)}: {place.name(error.peer)} {error.reason}", file=sys.stderr)
+            print(f"bench: {joined.name(me.rank)}: {joined.name(error.peer)} {error.reason}", file=sys.stderr)
             return 1
         rows += measured
         say(*measured, sep="\n", flush=True)
-    results = {"hosts": place.hosts, "rows": [asdict(row) for row in rows]}
+    results = {"hosts": joined.hosts, "rows": [asdict(row) for row in rows]}
     written = me.rank > 0 or write(options.json, json.dumps(results, indent=1) + "\n")
     dist.destroy_process_group()
     return int(not written or any(row.wrong for row in rows))
@@ -152,7 +152,7 @@ def _wire(options: argparse.Namespace) -> torch.dtype | None:
     return _DTYPES[options.wire_dtype] if narrow else None
 
 
-def _all_reduces(place: JoinedRanks, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
+def _all_reduces(joined: JoinedRanks, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
     """The algorithms, ready to run (a collective of all ranks)."""
     wire = _wire(options)
     on_gpu = me.device.type == "cuda"
@@ -172,10 +172,10 @@ def _all_reduces(place: JoinedRanks, me: GroupRank, options: argparse.Namespace)
         bucket.copy_(compressed)
 
     def ours(algorithm: str) -> AllReduce:
-        schedule = build(algorithm, me.rank, place.hosts)
+        schedule = build(algorithm, me.rank, joined.hosts)
         if not on_gpu:
             assert segment_bytes is not None
-            executor = CpuExecutor(links, schedule, place.hosts, wire, segment_bytes)
+            executor = CpuExecutor(links, schedule, joined.hosts, wire, segment_bytes)
             return executor.run
         nccl = dist.new_group(backend="nccl", timeout=timeout)
         assert isinstance(nccl, dist.ProcessGroup)

@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     try:
         with deadline(3 * options.timeout_s, lambda: _leave("the store of rank 0 does not answer")):
-            place = find_ranks(options.timeout_s)
+            joined = find_ranks(options.timeout_s)
     except JoinError as error:
         print(f"preflight: {error}", file=sys.stderr, flush=True)
         return 1
@@ -43,13 +43,13 @@ def main(argv: list[str] | None = None) -> int:
 
     def give_up(operation: str) -> None:
         report.stopped_in, report.error = operation, f"no answer for {options.timeout_s + _GRACE_S:g} s"
-        os._exit(_conclude(place, report, options))
+        os._exit(_conclude(joined, report, options))
 
     try:
-        _examine(place, report, options, give_up)
+        _examine(joined, report, options, give_up)
     except Exception as error:  # the backends raise many types; each means that this operation failed here
         report.error = str(error).strip() or repr(error)
-    code = _conclude(place, report, options)
+    code = _conclude(joined, report, options)
     if code == 0:
         dist.destroy_process_group()
     return code
@@ -67,7 +67,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _examine(
-    place: JoinedRanks, report: RankReport, options: argparse.Namespace, give_up: Callable[[str], None]
+    joined: JoinedRanks, report: RankReport, options: argparse.Namespace, give_up: Callable[[str], None]
 ) -> None:
     """Run everything; `report.stopped_in` always names the current operation."""
 
@@ -85,7 +85,7 @@ def _examine(
         name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ
     }
     with trying("connect"):
-        me = connect(place, options.backend, options.timeout_s)
+        me = connect(joined, options.backend, options.timeout_s)
     report.backend = f"{dist.get_backend()} on {me.device.type}"
     with trying("monitored_barrier"):
         control = dist.new_group(backend="gloo", timeout=timeout)
@@ -97,11 +97,11 @@ def _examine(
     if "nccl" in report.backend:  # the trainer uses gloo beside it
         on_host = replace(me, device=torch.device("cpu"), group=control)
         _check_operations(on_host, None, trying, report, " (gloo)")
-    with trying("links between hosts", steps=len(set(place.hosts)) + 1):
-        report.links = measure_links(me, place.ranks_by_host)
+    with trying("links between hosts", steps=len(set(joined.hosts)) + 1):
+        report.links = measure_links(me, joined.ranks_by_host)
     with trying("costs of the processors", steps=2):
-        report.costs = measure_costs(me, place.ranks_by_host)
-    if used := interface.in_use(without_port=int(place.master.rpartition(":")[2] or 0)):
+        report.costs = measure_costs(me, joined.ranks_by_host)
+    if used := interface.in_use(without_port=int(joined.master.rpartition(":")[2] or 0)):
         report.interface, report.address = used
     with trying("monitored_barrier at the end"):
         dist.monitored_barrier(control, timeout, wait_all_ranks=True)
@@ -150,20 +150,20 @@ def _check_operations(
                 report.in_sub_groups[name + suffix] = wrong(check(sub_group)) or ""
 
 
-def _conclude(place: JoinedRanks, report: RankReport, options: argparse.Namespace) -> int:
+def _conclude(joined: JoinedRanks, report: RankReport, options: argparse.Namespace) -> int:
     """Send all reports to rank 0, which prints and decides; return the exit code of this process."""
-    store, rank = place.control, place.rank
+    store, rank = joined.control, joined.rank
     # Rank 0 may notice a failure one deadline later than this rank, and then waits one more for the others.
     limit_s = 2 * options.timeout_s + 4 * _GRACE_S
     alone = (
-        f"{place.name(rank)} failed in {report.stopped_in or 'the end'}: {report.error}; "
-        f"the store of rank 0 at {place.master} does not answer either"
+        f"{joined.name(rank)} failed in {report.stopped_in or 'the end'}: {report.error}; "
+        f"the store of rank 0 at {joined.master} does not answer either"
     )
     with deadline(limit_s + _GRACE_S, lambda: _leave(alone)):
         try:
             store.set(f"report/{rank}", report.dumps())
             if rank == 0:
-                verdict = PreflightReport(place, _reports(place, options.timeout_s + 2 * _GRACE_S))
+                verdict = PreflightReport(joined, _reports(joined, options.timeout_s + 2 * _GRACE_S))
                 print(verdict, flush=True)
                 written = write(options.json, verdict.json())
                 store.set("verdict", str(int(not (verdict.passed and written))))
@@ -180,15 +180,15 @@ def _leave(message: str) -> None:
     os._exit(1)
 
 
-def _reports(place: JoinedRanks, timeout_s: float) -> list[RankReport | None]:
+def _reports(joined: JoinedRanks, timeout_s: float) -> list[RankReport | None]:
     """All ranks' reports; None for a rank without one."""
     deadline = time.monotonic() + timeout_s
     reports: list[RankReport | None] = []
-    for rank in range(place.world_size):
+    for rank in range(joined.world_size):
         key = f"report/{rank}"
         with suppress(RuntimeError):
-            place.control.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        reports.append(RankReport.loads(place.control.get(key)) if place.control.check([key]) else None)
+            joined.control.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        reports.append(RankReport.loads(joined.control.get(key)) if joined.control.check([key]) else None)
     return reports
 
 

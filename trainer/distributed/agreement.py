@@ -31,7 +31,7 @@ def compare_across_ranks(
         for key in sorted(reference.keys() | theirs.keys()):
             if reference.get(key) != theirs.get(key):
                 raise UserError(
-                    f"{dist.place(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
+                    f"{dist.describe(rank)} differs from rank 0 in {key}: {theirs.get(key)!r} against "
                     f"{reference.get(key)!r}; {way_out}"
                 )
 

@@ -53,7 +53,7 @@ class Dist:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def place(self, rank: int) -> str:
+    def describe(self, rank: int) -> str:
         return f"rank {rank} (host {self.hosts[rank]})"
 
 

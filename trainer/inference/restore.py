@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from trainer.build import build_dataset, build_model, build_task, build_to_device, load_held_out, split
-from trainer.checkpoint import Source, read_averages, read_model
+from trainer.checkpoint import OpenCheckpoint, read_averages, read_model
 from trainer.config import Config, TrainConfig, flatten
 from trainer.config.overrides import leaves
 from trainer.data.loading.base import EvalLoader
@@ -43,7 +43,7 @@ class RestoredRun(ModelContext):
     """A `ModelContext` from a run's settings, and the checkpoint of its weights."""
 
     config: Config
-    source: Source  # the checkpoint
+    source: OpenCheckpoint  # the checkpoint
     agreement: Agreement
     train_set: Callable[[], Any]  # built at the first call
 
@@ -137,7 +137,7 @@ def _built(config: Config, train_set: Callable[[], Any]) -> Deferred:
     return deferred(lambda: build_model(config.model, facts), config.seed)
 
 
-def _read(model: nn.Module, config: Config, checkpoint: str, agreement: Agreement) -> Source:
+def _read(model: nn.Module, config: Config, checkpoint: str, agreement: Agreement) -> OpenCheckpoint:
     run_dir = location(config.run_dir or "")
     run_id = agreement.on_main(lambda: run_id_of(run_dir))
     best = config.checkpoint.keep_best

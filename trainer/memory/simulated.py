@@ -23,7 +23,7 @@ from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import Computing, Fill
 from trainer.strategies.data_parallel import to_gather
 from trainer.strategies.parameter_server.synchronous import ParameterServer
-from trainer.strategies.split import places_of
+from trainer.strategies.split import stages_of
 
 CPU = torch.device("cpu")
 FIRST = torch.device("cpu", 0)
@@ -50,9 +50,9 @@ class SimulatedStrategy:
         """The device of each tensor of `model` that is not on the first, by the tensor's id."""
         found: dict[int, torch.device] = {}
         if self.split_over:
-            for module, place in places_of(model, len(self.split_over)).items():
+            for module, stage in stages_of(model, len(self.split_over)).items():
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                    found.setdefault(id(tensor), self.split_over[place])
+                    found.setdefault(id(tensor), self.split_over[stage])
         return found
 
 
@@ -90,14 +90,14 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> SimulatedStrate
 class _Whole(Strategy):
     """A whole model; for DDP without its C++ buckets, which need tensors with memory."""
 
-    def place(self, model: nn.Module) -> nn.Module:
-        return super().place(model) if self._split_over else model
+    def move_to_devices(self, model: nn.Module) -> nn.Module:
+        return super().move_to_devices(model) if self._split_over else model
 
 
 class Unconnected(ParameterServer):
     """The memory of one rank of a parameter server: messages, shards, pushed gradients."""
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def move_to_devices(self, model: nn.Module) -> nn.Module:
         return model
 
     def _connect(self, model: nn.Module) -> None:

@@ -30,7 +30,7 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
         own = config.train.own_leaves(strategy.num_replicas, strategy.replica)
         if config.train.precision == "bf16":
             strategy.notes.append("train.exact: in bf16, single and ddp have equal bits, and fsdp others")
-        strategy.order = ByLeaves(config.train.exact, strategy.num_replicas, own, dist.place(dist.rank))
+        strategy.order = ByLeaves(config.train.exact, strategy.num_replicas, own, dist.describe(dist.rank))
     return strategy
 
 

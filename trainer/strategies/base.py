@@ -92,13 +92,13 @@ class Strategy:
             fill: gives `model`, or a module in it, possibly on the meta device, its values on the CPU.
         """
         fill(model)
-        model = self.place(model)
+        model = self.move_to_devices(model)
         self.order.attach(model)
         if self.computing.compile:
             model.compile(mode=self.computing.compile_mode)
         return model
 
-    def place(self, model: nn.Module) -> nn.Module:
+    def move_to_devices(self, model: nn.Module) -> nn.Module:
         """Move a whole model to where this process computes."""
         if self.device.type != "cpu":
             refuse_shared_memory(model, str(self.device))

@@ -35,7 +35,7 @@ class DataParallel(Strategy):
         refuse_max_norm(model, "strategy=dp")
         fill(model)
         call = torch.compile(_call, mode=self.computing.compile_mode) if self.computing.compile else _call
-        replica = GpuReplica(self.place(model), self.autocast, call)
+        replica = GpuReplica(self.move_to_devices(model), self.autocast, call)
         return nn.DataParallel(replica, device_ids=self.devices)
 
     def unwrap(self, model: nn.Module) -> nn.Module:

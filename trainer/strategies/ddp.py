@@ -60,7 +60,7 @@ class Ddp(Strategy):
         fill(model)
         if self.settings.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        model = self.place(model)
+        model = self.move_to_devices(model)
         if self.computing.compile:
             # Not DDP's wrapper, at whose bookkeeping torch would stop compiling before it reaches the module.
             # The graph is still split at the bucket borders, since torch compiles it when DDP calls it.

@@ -23,25 +23,25 @@ class Split:
     other modules are on the device of the unit before them, and modules that share a weight are together.
 
     Attributes:
-        moves: tensors moved from one place to another, so far; also counted if both are the same device.
+        moves: tensors moved from one stage to another, so far; also counted if both are the same device.
         passes: forward passes of the whole model so far.
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         self.moves = self.passes = 0
-        self._at = 0  # the index of the computing place
-        places = places_of(model, len(devices))
-        self.num_bytes = [0] * len(devices)  # of parameters and buffers, by place
+        self._at = 0  # the index of the computing stage
+        stages = stages_of(model, len(devices))
+        self.num_bytes = [0] * len(devices)  # of parameters and buffers, by stage
         seen: set[Tensor] = set()
-        for module, place in places.items():
+        for module, stage in stages.items():
             own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            self.num_bytes[place] += sum(tensor.nbytes for tensor in own if tensor not in seen)
+            self.num_bytes[stage] += sum(tensor.nbytes for tensor in own if tensor not in seen)
             seen.update(own)
             for tensor in own:
-                tensor.data = tensor.data.to(devices[place])
-        for module in _outermost(model, places):
-            place = places[module]
-            module.register_forward_pre_hook(partial(self._enter, place, devices[place]), with_kwargs=True)
+                tensor.data = tensor.data.to(devices[stage])
+        for module in _outermost(model, stages):
+            stage = stages[module]
+            module.register_forward_pre_hook(partial(self._enter, stage, devices[stage]), with_kwargs=True)
         model.forward = partial(self._forward, model.forward, devices[0])
 
     def _forward(self, forward: Callable[..., Any], first: torch.device, *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +52,8 @@ class Split:
         # Targets are on the device of the inputs.
         return self._moved(output, first, self._at != 0)
 
-    def _enter(self, place: int, device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        elsewhere, self._at = place != self._at, place
+    def _enter(self, stage: int, device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        elsewhere, self._at = stage != self._at, stage
         return self._moved(args, device, elsewhere), self._moved(kwargs, device, elsewhere)
 
     def _moved(self, value: Any, device: torch.device, elsewhere: bool) -> Any:
@@ -104,8 +104,8 @@ def _is_about_first(func: Any) -> bool:
     return changes or name in ("__setitem__", "__getitem__")
 
 
-def places_of(model: nn.Module, count: int) -> dict[nn.Module, int]:
-    """The place of every module, for its own parameters and buffers."""
+def stages_of(model: nn.Module, count: int) -> dict[nn.Module, int]:
+    """The stage of every module, for its own parameters and buffers."""
     order = {module: number for number, module in enumerate(model.modules())}
     units = sorted(getattr(model, "fsdp_units", None) or _units_by_size(model, count), key=order.__getitem__)
     if len(units) < count:
@@ -118,33 +118,33 @@ def places_of(model: nn.Module, count: int) -> dict[nn.Module, int]:
     chosen: dict[nn.Module, int] = {}
     for number, unit in enumerate(units):
         middle = before + _bytes(unit) / 2
-        place = min(count - 1, int(middle * count / max(1, total)))
-        # Every place gets a unit, for any size of the first and last.
-        place = max(min(place, number), count - (len(units) - number))
-        chosen[unit] = place
+        stage = min(count - 1, int(middle * count / max(1, total)))
+        # Every stage gets a unit, for any size of the first and last.
+        stage = max(min(stage, number), count - (len(units) - number))
+        chosen[unit] = stage
         before += _bytes(unit)
-    places: dict[nn.Module, int] = {}
+    stages: dict[nn.Module, int] = {}
     owners: dict[Tensor, int] = {}
 
-    def walk(module: nn.Module, place: int) -> int:
-        """Assign a place to `module` and all in it, from `place` on; return that of its last unit."""
-        if module in places:
-            return place
-        place = chosen.get(module, place)
-        if not _holds_units(module, chosen):  # whole in one place, with modules that share its weights
-            place_here = next((owners[p] for p in module.parameters() if p in owners), place)
+    def walk(module: nn.Module, stage: int) -> int:
+        """Assign a stage to `module` and all in it, from `stage` on; return that of its last unit."""
+        if module in stages:
+            return stage
+        stage = chosen.get(module, stage)
+        if not _holds_units(module, chosen):  # whole in one stage, with modules that share its weights
+            stage_here = next((owners[p] for p in module.parameters() if p in owners), stage)
             for part in module.modules():
-                places.setdefault(part, place_here)
-            owners.update(dict.fromkeys(module.parameters(), place_here))
-            return place
-        places[module] = next((owners[p] for p in module.parameters(recurse=False) if p in owners), place)
-        owners.update(dict.fromkeys(module.parameters(recurse=False), places[module]))
+                stages.setdefault(part, stage_here)
+            owners.update(dict.fromkeys(module.parameters(), stage_here))
+            return stage
+        stages[module] = next((owners[p] for p in module.parameters(recurse=False) if p in owners), stage)
+        owners.update(dict.fromkeys(module.parameters(recurse=False), stages[module]))
         for child in module.children():
-            place = walk(child, place)
-        return place
+            stage = walk(child, stage)
+        return stage
 
     walk(model, 0)
-    return places
+    return stages
 
 
 def _holds_units(module: nn.Module, units: dict[nn.Module, int]) -> bool:
@@ -152,16 +152,16 @@ def _holds_units(module: nn.Module, units: dict[nn.Module, int]) -> bool:
     return module not in units and any(part in units for part in module.modules())
 
 
-def _outermost(model: nn.Module, places: dict[nn.Module, int]) -> Iterator[nn.Module]:
-    """Modules with parameters that are whole in one place, and whose parent is not, or is the model."""
+def _outermost(model: nn.Module, stages: dict[nn.Module, int]) -> Iterator[nn.Module]:
+    """Modules with parameters that are whole in one stage, and whose parent is not, or is the model."""
     for child in model.children():
         parts = [part for part in child.modules() if any(True for _ in part.parameters(recurse=False))]
-        if len({places[part] for part in parts}) == 1 and not isinstance(
+        if len({stages[part] for part in parts}) == 1 and not isinstance(
             child, nn.ModuleList | nn.ModuleDict
         ):
             yield child
         elif parts:
-            yield from _outermost(child, places)
+            yield from _outermost(child, stages)
 
 
 def _units_by_size(module: nn.Module, count: int, share: float | None = None) -> Iterator[nn.Module]:

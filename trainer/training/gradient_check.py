@@ -118,7 +118,7 @@ class GradientCheck:
         beyond = (
             f", or beyond +-{self._limit:g}, as far as train.exact counts," if self._limit < math.inf else ""
         )
-        where = " and ".join(map(self._dist.place, blamed)) or "some rank"
+        where = " and ".join(map(self._dist.describe, blamed)) or "some rank"
         raise NonFiniteError(
             f"{what}{more} is NaN or Inf{beyond} in step {step} on {where}; no rank applied that step. "
             "Look for a root or a logarithm of 0, or a division by 0, in the model and the loss; or lower "

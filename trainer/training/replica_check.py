@@ -120,20 +120,20 @@ class ReplicaCheck:
         self, step: int, by_rank: Sequence[int], everyones: Sequence[Mapping[str, int]]
     ) -> ReplicasDifferError:
         """Name the odd ranks, by majority within each group; without a majority, say which ranks differ."""
-        place, blamed, sentences = self._dist.place, [], []
+        describe, blamed, sentences = self._dist.describe, [], []
         for group in self._groups:
             ranked = Counter(by_rank[rank] for rank in group).most_common()
             camps = [[rank for rank in group if by_rank[rank] == value] for value, _ in ranked]
             majority = camps[0]
             for camp in camps[1:]:
                 where = _first_difference(everyones[camp[0]], everyones[majority[0]])
-                named = " and ".join(map(place, camp))
+                named = " and ".join(map(describe, camp))
                 if 2 * len(majority) > len(group):
                     blamed += camp
                     sentences.append(f"{named}, unlike ranks {_listed(majority)}, first in {where}")
                 else:
                     sentences.append(
-                        f"{named}, unlike {' and '.join(map(place, majority))}, first in {where}; "
+                        f"{named}, unlike {' and '.join(map(describe, majority))}, first in {where}; "
                         "without a majority it is unknown which is right"
                     )
         equal_at = "" if self._checked_at is None else f" (they were equal at step {self._checked_at})"

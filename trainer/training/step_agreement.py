@@ -82,7 +82,7 @@ class StepAgreement:
             bad, stop, ended, most, minus_least = self._flags.tolist()
         if bad:
             raise NonFiniteError(
-                f"the loss of {where} is NaN or Inf on {self._dist.place(int(bad) - 1)}; {then}. Lower "
+                f"the loss of {where} is NaN or Inf on {self._dist.describe(int(bad) - 1)}; {then}. Lower "
                 "optim.lr, set train.clip_grad_norm, or check the data of that rank",
                 ranks=(int(bad) - 1,),
             )

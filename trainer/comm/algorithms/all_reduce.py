@@ -3,28 +3,28 @@
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from trainer.comm.algorithms.places import Hosts, by_host, line, places_in_hosts
-from trainer.comm.algorithms.places import tree as tree_of
+from trainer.comm.algorithms.rank_order import Hosts, by_host, line, positions_in_hosts
+from trainer.comm.algorithms.rank_order import tree as tree_of
 from trainer.comm.algorithms.schedule import Collective, Kind, Op, Phase, Schedule, chosen, in_phases
 
 Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its schedule
 
 
-def _ring(ring: Sequence[int], place: int, parts: int, low: int = 0) -> Schedule:
+def _ring(ring: Sequence[int], position: int, parts: int, low: int = 0) -> Schedule:
     """Reduce-scatter, then all-gather, of the len(ring) parts from `low`; each rank sends to the right."""
     size = len(ring)
-    left, right = ring[place - 1], ring[(place + 1) % size]
+    left, right = ring[position - 1], ring[(position + 1) % size]
 
     def op(kind: Kind, peer: int, index: int) -> Op:
         begin = low + index % size
         return Op(kind, peer, begin, begin + 1)
 
-    owned = (low + (place + 1) % size, low + (place + 1) % size + 1)
+    owned = (low + (position + 1) % size, low + (position + 1) % size + 1)
     if size == 1:
         return Schedule(parts, (), owned, ())
     span, repeat = (low, low + size), size - 1
-    reduce = Phase((op(Kind.SEND, right, place), op(Kind.ADD, left, place - 1)), repeat, span)
-    gather = Phase((op(Kind.SEND, right, place + 1), op(Kind.COPY, left, place)), repeat, span)
+    reduce = Phase((op(Kind.SEND, right, position), op(Kind.ADD, left, position - 1)), repeat, span)
+    gather = Phase((op(Kind.SEND, right, position + 1), op(Kind.COPY, left, position)), repeat, span)
     return Schedule(parts, (reduce,), owned, (gather,))
 
 
@@ -34,8 +34,8 @@ def ring(rank: int, hosts: Sequence[int]) -> Schedule:
     Sends 2N(P-1)/P bytes per rank, the minimum, in 2(P-1) rounds. Source: Patarasuk & Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
     """
-    order, place = line(Hosts.of(hosts))
-    return _ring(order, place[rank], parts=len(hosts))
+    order, position = line(Hosts.of(hosts))
+    return _ring(order, position[rank], parts=len(hosts))
 
 
 @lru_cache(maxsize=16)
@@ -73,23 +73,23 @@ def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
     largest chunks, so little crosses hosts. Source: Rabenseifner, "Optimization of collective reduction
     operations", ICCS 2004; Thakur, Rabenseifner & Gropp 2005, section 4.5.
     """
-    order, places = line(Hosts.of(hosts))
-    place, world_size = places[rank], len(hosts)
+    order, positions = line(Hosts.of(hosts))
+    position, world_size = positions[rank], len(hosts)
     levels = world_size.bit_length() - 1
     core, excess = 1 << levels, world_size - (1 << levels)
 
-    # The first 2 * excess places are pairs: the first of each takes part, the second only sends data to it.
+    # The first 2 * excess positions are pairs: the first computes, the second only sends data to it.
     def core_rank(index: int) -> int:
         return order[2 * index if index < excess else index + excess]
 
-    folded = place < 2 * excess
-    partner = order[place ^ 1] if folded else -1
-    if folded and place % 2:
+    folded = position < 2 * excess
+    partner = order[position ^ 1] if folded else -1
+    if folded and position % 2:
         idle = (Phase((), repeat=levels),) if levels else ()
         fold_in, fold_out = Op(Kind.SEND, partner, 0, core), Op(Kind.COPY, partner, 0, core)
         return Schedule(core, (Phase((fold_in,)), *idle), (0, 0), (*idle, Phase((fold_out,))))
 
-    index = place // 2 if folded else place - excess
+    index = position // 2 if folded else position - excess
     low, high = 0, core
     halving: list[Phase] = []
     doubling: list[Phase] = []
@@ -121,7 +121,7 @@ def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
     Training System with Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
     """
     members = by_host(Hosts.of(hosts))
-    host, index = places_in_hosts(Hosts.of(hosts))[rank]
+    host, index = positions_in_hosts(Hosts.of(hosts))[rank]
     local, num_hosts = members[host], len(members)
     rings = _shard_rings(Hosts.of(hosts))
     num_shards = len(rings)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import log2
 
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
-from trainer.comm.algorithms.places import Hosts
 from trainer.comm.algorithms.push_pull import exchange
+from trainer.comm.algorithms.rank_order import Hosts
 from trainer.comm.algorithms.traffic import Traffic, count_traffic
 
 _ITEMSIZE = 4

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
-from trainer.comm.algorithms.places import Hosts, by_host, line, places_in_hosts
-from trainer.comm.algorithms.places import tree as tree_of
+from trainer.comm.algorithms.rank_order import Hosts, by_host, line, positions_in_hosts
+from trainer.comm.algorithms.rank_order import tree as tree_of
 from trainer.comm.algorithms.schedule import Collective, Kind, Op, Phase, Schedule, chosen, in_phases
 
 _OPPOSITE = {Kind.SEND: Kind.ADD, Kind.COPY: Kind.SEND}
@@ -55,21 +55,21 @@ def _ring(rank: int, hosts: Hosts) -> Found:
 
     Source: see `algorithms.ring`, of which this is the second half.
     """
-    order, place_of = line(hosts)
-    place = place_of[rank]
+    order, position_of = line(hosts)
+    position = position_of[rank]
     return (
         order,
-        place,
-        _pass_on(order[place - 1], order[(place + 1) % len(order)], place, range(len(order) + 1)),
+        position,
+        _pass_on(order[position - 1], order[(position + 1) % len(order)], position, range(len(order) + 1)),
     )
 
 
-def _pass_on(left: int, right: int, place: int, bounds: Sequence[int]) -> tuple[Phase, ...]:
-    """A ring in which the rank at place i starts with the parts [bounds[i], bounds[i + 1])."""
+def _pass_on(left: int, right: int, position: int, bounds: Sequence[int]) -> tuple[Phase, ...]:
+    """A ring in which the rank at position i starts with the parts [bounds[i], bounds[i + 1])."""
     size = len(bounds) - 1
 
     def ops(number: int) -> tuple[Op, ...]:
-        sent, got = (place - number) % size, (place - number - 1) % size
+        sent, got = (position - number) % size, (position - number - 1) % size
         send = Op(Kind.SEND, right, bounds[sent], bounds[sent + 1])
         return send, Op(Kind.COPY, left, bounds[got], bounds[got + 1])
 
@@ -104,7 +104,7 @@ def _subtrees(hosts: Hosts) -> tuple[tuple[int, ...], list[int], list[int], int]
     kin = tree_of(hosts)
     order: list[int] = []
     begins, ends = [0] * len(hosts), [0] * len(hosts)
-    waiting = [next(rank for rank, place in enumerate(kin) if place.parent is None)]
+    waiting = [next(rank for rank, member in enumerate(kin) if member.parent is None)]
     while waiting:
         rank = waiting.pop()
         begins[rank] = len(order)
@@ -112,7 +112,7 @@ def _subtrees(hosts: Hosts) -> tuple[tuple[int, ...], list[int], list[int], int]
         waiting += reversed(kin[rank].children)
     for rank in reversed(order):
         ends[rank] = ends[kin[rank].children[-1]] if kin[rank].children else begins[rank] + 1
-    return tuple(order), begins, ends, max(place.depth for place in kin)
+    return tuple(order), begins, ends, max(member.depth for member in kin)
 
 
 def _all_but(kind: Kind, peer: int, begin: int, end: int, parts: tuple[int, int]) -> list[Op]:
@@ -129,18 +129,18 @@ def _halving_doubling(rank: int, hosts: Hosts) -> Found:
     others last. Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations
     in MPICH", IJHPCA 2005, sections 4.1 and 4.3.
     """
-    order, place_of = line(hosts)
-    place, world_size = place_of[rank], len(hosts)
+    order, position_of = line(hosts)
+    position, world_size = position_of[rank], len(hosts)
     levels = world_size.bit_length() - 1
     excess = world_size - (1 << levels)
     blocks, begins = _groups(hosts)
 
-    # The first 2 * excess places are pairs: the first of each takes part, the second only sends data to it.
-    folded = place < 2 * excess
-    partner = order[place ^ 1] if folded else -1
-    index = place // 2 if folded else place - excess
+    # The first 2 * excess positions are pairs: the first computes, the second only sends data to it.
+    folded = position < 2 * excess
+    partner = order[position ^ 1] if folded else -1
+    index = position // 2 if folded else position - excess
     group = _reversed_bits(index, levels)
-    if folded and place % 2:
+    if folded and position % 2:
         own = begins[group] + 1
         idle = (Phase((), repeat=levels),) if levels else ()
         last = Phase(tuple(_all_but(Kind.COPY, partner, own, own + 1, (0, world_size))))
@@ -189,7 +189,7 @@ def _hierarchical(rank: int, hosts: Hosts) -> Found:
     larger host first send their block to a rank in a ring. Source: see `algorithms.hierarchical`.
     """
     groups = by_host(hosts)
-    host, index = places_in_hosts(hosts)[rank]
+    host, index = positions_in_hosts(hosts)[rank]
     local, (rings, blocks, bounds) = groups[host], _rings(hosts)
 
     def parts(ring: int) -> tuple[int, int]:

@@ -25,8 +25,8 @@ def segment_bounds(numel: int, num_segments: int) -> list[tuple[int, int]]:
 
 def first_sweep(segment: int, num_rounds: int, width: int) -> int:
     """The sweep with which `segment` enters: after all visits of the segment `IN_FLIGHT` before it."""
-    turn, place = divmod(segment, IN_FLIGHT)
-    return turn * max(-(-IN_FLIGHT // width), num_rounds + 1) + place // width
+    turn, position = divmod(segment, IN_FLIGHT)
+    return turn * max(-(-IN_FLIGHT // width), num_rounds + 1) + position // width
 
 
 def sweeps(num_segments: int, num_rounds: int, width: int) -> Iterator[list[tuple[int, int]]]:

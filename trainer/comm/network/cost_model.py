@@ -279,9 +279,9 @@ class _Loads:
 def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
     """By rank, the link that it uses: each host's links are shared among its processes in order."""
     sizes, order = np.bincount(hosts), np.argsort(hosts, kind="stable")
-    place = np.empty(len(hosts), np.intp)
-    place[order] = np.arange(len(hosts)) - (np.cumsum(sizes) - sizes)[hosts[order]]
-    return hosts * rails + place * rails // sizes[hosts]
+    position = np.empty(len(hosts), np.intp)
+    position[order] = np.arange(len(hosts)) - (np.cumsum(sizes) - sizes)[hosts[order]]
+    return hosts * rails + position * rails // sizes[hosts]
 
 
 def _sums(of: np.ndarray, by_rank: np.ndarray) -> np.ndarray:

@@ -94,12 +94,12 @@ def _exchange(me: GroupRank, ring: Sequence[int]) -> tuple[float]:
     """Seconds per byte of this process's processors while each host sends to the next; 0 for others."""
     if len(ring) < 2 or me.rank not in ring:
         return (0.0,)
-    place = ring.index(me.rank)
+    position = ring.index(me.rank)
     outgoing, incoming = torch.zeros(2, _STREAM_BYTES, dtype=torch.uint8, device=me.device)
     started = time.process_time()
     transfers = [
-        dist.P2POp(dist.isend, outgoing, ring[(place + 1) % len(ring)]),
-        dist.P2POp(dist.irecv, incoming, ring[place - 1]),
+        dist.P2POp(dist.isend, outgoing, ring[(position + 1) % len(ring)]),
+        dist.P2POp(dist.irecv, incoming, ring[position - 1]),
     ]
     for work in dist.batch_isend_irecv(transfers):
         work.wait()
@@ -118,20 +118,20 @@ def _crowd(me: GroupRank, hosts: Sequence[int]) -> float:
     if len(hosts) < 3:
         return 0.0
     peers = min(_CROWD, len(hosts) - 1)
-    place = hosts.index(me.rank) if me.rank in hosts else None
+    position = hosts.index(me.rank) if me.rank in hosts else None
     message, count, fastest = torch.zeros(1 << 20, dtype=torch.uint8, device=me.device), 1, 0.0
     for _ in range(1 + _TURNS):
         dist.barrier()
         began = time.perf_counter()
-        if place is not None:
+        if position is not None:
             got = torch.empty(peers, count, message.numel(), dtype=torch.uint8, device=me.device)
             transfers = [
                 transfer
                 for number in range(count)
                 for k in range(1, peers + 1)
                 for transfer in (
-                    dist.P2POp(dist.isend, message, hosts[(place + k) % len(hosts)]),
-                    dist.P2POp(dist.irecv, got[k - 1, number], hosts[place - k]),
+                    dist.P2POp(dist.isend, message, hosts[(position + k) % len(hosts)]),
+                    dist.P2POp(dist.irecv, got[k - 1, number], hosts[position - k]),
                 )
             ]
             for work in dist.batch_isend_irecv(transfers):
@@ -141,7 +141,7 @@ def _crowd(me: GroupRank, hosts: Sequence[int]) -> float:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         fastest = max(fastest, peers * count * message.numel() / slowest.item())
         count = max(1, min(16, round(_CROWD_S * fastest / message.numel() / peers)))  # on all ranks alike
-    return fastest if place is not None else 0.0
+    return fastest if position is not None else 0.0
 
 
 def _burst(me: GroupRank) -> tuple[float]:

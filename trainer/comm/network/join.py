@@ -76,8 +76,8 @@ def find_ranks(timeout_s: float) -> JoinedRanks:
     store = dist.PrefixStore("comm", store)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     host = int(os.environ.get("GROUP_RANK", rank // local_world_size))
-    store.set(f"place/{rank}", json.dumps([host, socket.gethostname()]))
-    keys = [f"place/{other}" for other in range(world_size)]
+    store.set(f"host/{rank}", json.dumps([host, socket.gethostname()]))
+    keys = [f"host/{other}" for other in range(world_size)]
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -86,8 +86,8 @@ def find_ranks(timeout_s: float) -> JoinedRanks:
             f"waited {timeout_s:g} s for all {world_size} ranks to come to {master}; missing: {missing} "
             f"({local_world_size} ranks on each host)"
         ) from error
-    places = [json.loads(store.get(key)) for key in keys]
-    hosts, names = (tuple(column) for column in zip(*places, strict=True))
+    found = [json.loads(store.get(key)) for key in keys]
+    hosts, names = (tuple(column) for column in zip(*found, strict=True))
     return JoinedRanks(rank, world_size, hosts, names, store, store.clone(), master)
 
 
@@ -102,7 +102,7 @@ def write(file: Path | None, text: str) -> bool:
     return True
 
 
-def connect(place: JoinedRanks, backend: str | None, timeout_s: float) -> GroupRank:
+def connect(joined: JoinedRanks, backend: str | None, timeout_s: float) -> GroupRank:
     """Create the default process group: nccl with a GPU, else gloo, unless `backend` says otherwise.
 
     A collective without an answer fails after `timeout_s` on gloo; nccl would end the process, so its timeout
@@ -123,10 +123,10 @@ def connect(place: JoinedRanks, backend: str | None, timeout_s: float) -> GroupR
         timeout_s = 3 * timeout_s + 60
     dist.init_process_group(
         backend,
-        store=place.store,
-        rank=place.rank,
-        world_size=place.world_size,
+        store=joined.store,
+        rank=joined.rank,
+        world_size=joined.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    return GroupRank(place.rank, place.world_size, device)
+    return GroupRank(joined.rank, joined.world_size, device)

@@ -47,7 +47,7 @@ class RankReport:
 class PreflightReport:
     """All reports; None for a rank without one in time."""
 
-    place: JoinedRanks
+    joined: JoinedRanks
     reports: list[RankReport | None]
 
     @property
@@ -56,7 +56,7 @@ class PreflightReport:
 
     def _faults(self) -> list[str]:
         """One line for each fault, the silent ranks first: they make others fail."""
-        names = [self.place.name(rank) for rank in range(self.place.world_size)]
+        names = [self.joined.name(rank) for rank in range(self.joined.world_size)]
         silent, wrong, stopped = [], [], []
         for name, report in zip(names, self.reports, strict=True):
             if report is None:
@@ -79,12 +79,12 @@ class PreflightReport:
         results = {
             "passed": self.passed,
             "faults": self._faults(),
-            "world_size": self.place.world_size,
+            "world_size": self.joined.world_size,
             "backend": first.backend,
             "torch": torch.__version__,
             "hosts": [
                 {"ranks": ranks, "name": name, "interface": interface, "address": address}
-                for ranks in self.place.ranks_by_host
+                for ranks in self.joined.ranks_by_host
                 for name, interface, address in [self._host(ranks)]
             ],
             "operations_ms": {name: ms for name, (_, ms) in first.operations.items()},
@@ -100,21 +100,21 @@ class PreflightReport:
     def _host(self, ranks: list[int]) -> tuple[str, str, str]:
         """Name, interface and address."""
         used = Counter((r.interface, r.address) for rank in ranks if (r := self.reports[rank]) and r.address)
-        return self.place.host_names[ranks[0]], *(used.most_common(1)[0][0] if used else ("-", "-"))
+        return self.joined.host_names[ranks[0]], *(used.most_common(1)[0][0] if used else ("-", "-"))
 
     def __str__(self) -> str:
         """The table for people."""
-        place = self.place
+        joined = self.joined
         backend = next((report.backend for report in self.reports if report and report.backend), "no backend")
         lines = [
-            f"preflight: {len(place.ranks_by_host)} hosts, {place.world_size} processes, {backend}, "
-            f"torch {torch.__version__}, store at {place.master or 'this process'}",
+            f"preflight: {len(joined.ranks_by_host)} hosts, {joined.world_size} processes, {backend}, "
+            f"torch {torch.__version__}, store at {joined.master or 'this process'}",
             "",
             f"{'host':<6}{'ranks':<12}{'interface':<12}{'address':<18}name",
         ]
         hosts = [
             f"{host:<6}{f'{ranks[0]}-{ranks[-1]}':<12}{interface:<12}{address:<18}{name}"
-            for host, ranks in enumerate(place.ranks_by_host)
+            for host, ranks in enumerate(joined.ranks_by_host)
             for name, interface, address in [self._host(ranks)]
         ]
         lines += [*_shortened(hosts), "", f"{'operation':<24}{'ms':>9}  {'result':<22}in sub groups"]

@@ -122,7 +122,7 @@ def _repeats(places: np.ndarray, block: int) -> bool:
 def _alike(
     schedules: Sequence[Schedule], block: int, corresponds: Callable[[int, int, int, int], bool]
 ) -> bool:
-    """Whether each rank does the same as the one at its place in the first block.
+    """Whether each rank does the same as the one at its position in the first block.
 
     `corresponds` compares a rank and its peer with that one and its peer.
     """

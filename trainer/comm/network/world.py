@@ -6,8 +6,8 @@ from functools import cached_property
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
-from trainer.comm.algorithms.places import Hosts
 from trainer.comm.algorithms.push_pull import exchange
+from trainer.comm.algorithms.rank_order import Hosts
 from trainer.comm.algorithms.schedule import Collective, Schedule
 from trainer.comm.network.cost_model import Machine, Prediction, Predictor, predict
 from trainer.comm.network.rounds import Family

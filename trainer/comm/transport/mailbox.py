@@ -69,8 +69,8 @@ class Outbox:
         self._next = (self._next + 1) % len(self._slots)
         slot.wait()
         copy = slot.memory[: sum(chunk.numel() for chunk in chunks) * dtype.itemsize].view(dtype)
-        for place, chunk in zip(copy.split([chunk.numel() for chunk in chunks]), chunks, strict=True):
-            place.copy_(chunk)
+        for target, chunk in zip(copy.split([chunk.numel() for chunk in chunks]), chunks, strict=True):
+            target.copy_(chunk)
         return slot, copy
 
     def drain(self) -> None:

@@ -54,12 +54,14 @@ class Members:
         try:
             yield
         except PeerError as error:
-            message = f"{what} stopped at {self._place(self.rank)}: {self._place(error.peer)} {error.reason}"
+            message = (
+                f"{what} stopped at {self._describe(self.rank)}: {self._describe(error.peer)} {error.reason}"
+            )
             raise CommError(message, self.ranks[error.peer]) from error
 
     def in_world(self, waited_s: dict[int, float]) -> dict[int, float]:
         """The seconds waited for each member, by its global rank."""
         return {self.ranks[member]: seconds for member, seconds in waited_s.items()}
 
-    def _place(self, member: int) -> str:
+    def _describe(self, member: int) -> str:
         return f"rank {self.ranks[member]} on host {self._names[member]}"

@@ -61,7 +61,7 @@ class NcclReducer:
         self._group, self._schedule, self._clock, self._collective = group, schedule, clock, collective
         self._wire_dtype, self._segment_bytes = wire_dtype, segment_bytes
         self._divisor, self._cuda_graph = divisor, cuda_graph
-        self._recorded: dict[int, tuple[_Key, Callable[[], None] | None]] = {}  # by place
+        self._recorded: dict[int, tuple[_Key, Callable[[], None] | None]] = {}  # by bucket
         self._pool = torch.cuda.graph_pool_handle() if cuda_graph else None
         self.stream = stream or torch.cuda.Stream(clock.device)
         self._send_to, self._receive_from = schedule.peers(Kind.SEND), schedule.peers(Kind.ADD, Kind.COPY)
@@ -80,19 +80,19 @@ class NcclReducer:
         """
         gradients = bucket.buffer()
         future: Future[torch.Tensor] = Future(devices=[self._clock.device])
-        marks = self.launch(gradients, self._divisor, place=bucket.index())
+        marks = self.launch(gradients, self._divisor, index=bucket.index())
         record.read_gpu = self._clock.times(*marks)
         with torch.cuda.stream(self.stream):
             future.set_result(gradients)  # records the current stream
         return future
 
     def launch(
-        self, bucket: torch.Tensor, divisor: int, number: int = 0, place: int = 0
+        self, bucket: torch.Tensor, divisor: int, number: int = 0, index: int = 0
     ) -> tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]:
         """Do on the side stream what `CpuExecutor.run` does, after the work now on the current stream.
 
         Args:
-            place: a key for the recording of a bucket.
+            index: a key for the recording of a bucket.
 
         Returns:
             Marks of the current stream now, and of the side stream at begin and end.
@@ -109,20 +109,20 @@ class NcclReducer:
         bucket.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
             start = self._clock.mark()
-            self._launch(place, bucket, layout, divisor)
+            self._launch(index, bucket, layout, divisor)
             return ready, start, self._clock.mark()
 
-    def _launch(self, place: int, bucket: torch.Tensor, layout: Layout, divisor: int) -> None:
+    def _launch(self, index: int, bucket: torch.Tensor, layout: Layout, divisor: int) -> None:
         """Launch a bucket's work on the current stream, by replaying it if it was recorded."""
         key: _Key = (bucket.data_ptr(), layout)
-        known, play = self._recorded.get(place, (None, None))
+        known, play = self._recorded.get(index, (None, None))
         if self._cuda_graph and known == key:
             if play is None:
                 play = _recorded(lambda: self._collect(bucket, layout, divisor), self.stream, self._pool)
-                self._recorded[place] = key, play
+                self._recorded[index] = key, play
             play()
             return
-        self._recorded[place] = key, None
+        self._recorded[index] = key, None
         self._collect(bucket, layout, divisor)
 
     def _collect(self, bucket: torch.Tensor, layout: Layout, divisor: int) -> None:

@@ -85,11 +85,11 @@ class TrainLoader(Protocol):
                 given for a stream, which is only read forward.
         """
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint stores of this rank's data, besides the number of samples."""
 
-    def resume(self, places: list[dict[str, Any]]) -> None:
-        """Continue from what ``place`` returned on all ranks. Called before the first epoch.
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        """Continue from what ``state_dict`` returned on all ranks. Called before the first epoch.
 
         Raises:
             UserError: the checkpoint is of other data.

@@ -45,11 +45,11 @@ class IndexTrainLoader:
         self._sampler.epoch, self._sampler.first_sample, self._sampler.parts = epoch, first_sample, parts
         return _Counted(raise_errors(self._loader), len(self._sampler), self._sampler.batch.accumulation)
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def resume(self, places: list[dict[str, Any]]) -> None:
-        if any(places):
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        if any(states):
             raise UserError("the checkpoint is of training on a stream, and this data is read by index")
 
 

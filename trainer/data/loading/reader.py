@@ -72,14 +72,14 @@ class BatchReader(Dataset[Any]):
         self._has_looked.value = True
         before = generators(self.dataset)
         batch = self._read_batch(key)
-        for place, (generator, state) in generators(self.dataset).items():
-            if place in before and before[place][0] is generator and before[place][1] != state:
+        for path, (generator, state) in generators(self.dataset).items():
+            if path in before and before[path][0] is generator and before[path][1] != state:
                 logger.warning(
                     "%s draws from a random generator that it keeps, in %s: its samples depend on the number "
                     "of ranks and workers, and differ after a resume; draw from torch's, NumPy's or Python's "
                     "global generator, which are seeded for each sample, or seed its own from the index",
                     name_of(self.dataset),
-                    place.strip("."),
+                    path.strip("."),
                 )
         return batch
 

@@ -35,7 +35,7 @@ class StreamTrainLoader:
         self.num_skipped = 0
 
     def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
-        """Samples between the place given to `resume` and ``first_sample`` are read and dropped."""
+        """Samples between the position given to `resume` and ``first_sample`` are read and dropped."""
         if parts is not None:
             raise UserError(
                 "strategy.max_staleness above 0 assigns parts of steps on request, but a stream is only read "
@@ -44,36 +44,37 @@ class StreamTrainLoader:
         requests, begin = self._requests, self._reader.begin
         requests.epoch, requests.first_sample, requests.reading = epoch, first_sample, requests.reading + 1
         requests.caught_up = first_sample == 0
-        knows_place = self._reader.keeps_place and bool(begin.shards) and begin.epoch == epoch
-        if first_sample and not knows_place and self._replica == 0:
+        knows_position = self._reader.keeps_state and bool(begin.shards) and begin.epoch == epoch
+        if first_sample and not knows_position and self._replica == 0:
             log.warning(
                 "%s cannot save its position (state_dict): the first %s samples of the epoch are read and "
                 "dropped",
                 type(self._reader.stream).__name__,
                 f"{first_sample:,}",
             )
-        place = begin if knows_place else StreamPosition(self._reader.num_shards, epoch)
+        position = begin if knows_position else StreamPosition(self._reader.num_shards, epoch)
         # Nothing here refers to this object: in a reference cycle, the DataLoader would be left to the
         # garbage collector, and wait 5 s for each of its workers.
         batches = _caught_up(self._loader, requests, self._num_workers, self._reader.heartbeat)
-        self._batches = _StepAhead(batches, self._batch.accumulation, place)
+        self._batches = _StepAhead(batches, self._batch.accumulation, position)
         return self._batches
 
-    def place(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         assert self._batches is not None, "no epoch has begun"
-        return self._batches.place.state_dict()
+        return self._batches.position.state_dict()
 
-    def resume(self, places: list[dict[str, Any]]) -> None:
-        if not any(places):
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        if not any(states):
             return  # saved between two epochs
-        place = StreamPosition.merged(places)
-        if place.num_shards != self._reader.num_shards:
+        position = StreamPosition.merged(states)
+        if position.num_shards != self._reader.num_shards:
             raise UserError(
-                f"the training stream was read as {place.num_shards} shards when the checkpoint was saved, "
-                f"and is now read as {self._reader.num_shards}, which changes the order of its samples; use "
-                "the former number (data.sharded), or start a new run from these weights with model.init_from"
+                f"the training stream was read as {position.num_shards} shards when the checkpoint was "
+                f"saved, and is now read as {self._reader.num_shards}, which changes the order of its "
+                "samples; use the former number (data.sharded), or start a new run from these weights "
+                "with model.init_from"
             )
-        self._reader.begin = place
+        self._reader.begin = position
 
 
 class StreamEvalLoader:
@@ -121,13 +122,13 @@ class _StepAhead(Batches):
     """Micro-batches of unknown number: those of the next step are fetched with the last one of this step.
 
     Attributes:
-        place: the position of the stream after the micro-batches returned so far.
+        position: that of the stream after the micro-batches returned so far.
     """
 
     def __init__(
-        self, batches: Iterator[tuple[Any, Shards]], accumulation: int, place: StreamPosition
+        self, batches: Iterator[tuple[Any, Shards]], accumulation: int, position: StreamPosition
     ) -> None:
-        self._batches, self._accumulation, self.place = batches, accumulation, place
+        self._batches, self._accumulation, self.position = batches, accumulation, position
         self._now: deque[tuple[Any, Shards]] = deque()
         self._fetch()
 
@@ -146,5 +147,5 @@ class _StepAhead(Batches):
         if len(self._now) == 1:
             self._fetch()
         batch, shards = self._now.popleft()
-        self.place = self.place.moved_on(shards)
+        self.position = self.position.moved_on(shards)
         return batch

@@ -34,15 +34,17 @@ class StreamPosition:
     @classmethod
     def merged(cls, saved: list[dict[str, Any]]) -> "StreamPosition":
         """The position from what all ranks saved, each of its own shards; all are in the same epoch."""
-        place = cls(saved[0]["num_shards"], saved[0]["epoch"])
+        position = cls(saved[0]["num_shards"], saved[0]["epoch"])
         for part in saved:
-            place = place.moved_on({int(shard): tuple(there) for shard, there in part["shards"].items()})
-        return place
+            position = position.moved_on(
+                {int(shard): tuple(there) for shard, there in part["shards"].items()}
+            )
+        return position
 
     def moved_on(self, shards: Mapping[int, tuple[int, Any]]) -> "StreamPosition":
         """The farther position in each shard: several workers read the same ones, each as far as it needs."""
         farther = {
-            shard: max(there, self.shards.get(shard, there), key=lambda place: place[0])
+            shard: max(there, self.shards.get(shard, there), key=lambda state: state[0])
             for shard, there in shards.items()
         }
         return StreamPosition(self.num_shards, self.epoch, {**self.shards, **farther})
@@ -125,7 +127,7 @@ class Cursor:
         self.position += 1
         return self._next.pop()
 
-    def place(self) -> tuple[int, Any]:
+    def state(self) -> tuple[int, Any]:
         """Where the stream continues. Called when no sample is waiting to be taken."""
         assert not self._next, "the stream's own state is beyond the sample that waits"
         return self.position, copy.deepcopy(self._stream.state_dict())
@@ -153,7 +155,7 @@ class StreamReader(Dataset[Any]):
         shards = [stream.shard(self.num_shards, i) for i in range(self.num_shards)] if sharded else [stream]
         # Each with its state before anything is read: every epoch starts from it.
         self._shards = [(shard, shard.state_dict() if has_state(shard) else None) for shard in shards]
-        self.keeps_place = has_state(stream)
+        self.keeps_state = has_state(stream)
         self.num_samples = _length(stream)
         self.begin = StreamPosition()
         self._reading: int | None = None
@@ -194,7 +196,7 @@ class StreamReader(Dataset[Any]):
         if shard not in self._cursors:
             stream, beginning = self._shards[shard]
             position, state = 0, beginning
-            if self.keeps_place and self.begin.epoch == request.epoch:
+            if self.keeps_state and self.begin.epoch == request.epoch:
                 there = self.begin.shards.get(shard, (0, beginning))
                 if there[0] <= -(-(request.first - shard) // self.num_shards):
                     position, state = there
@@ -236,9 +238,9 @@ class TrainStreamReader(StreamReader):
         samples = self._read(request)
         if len(samples) < len(request.numbers):
             return None
-        read = {number % self.num_shards for number in request.numbers} if self.keeps_place else ()
+        read = {number % self.num_shards for number in request.numbers} if self.keeps_state else ()
         batch = collated(samples, self.stream, request.numbers)
-        return batch, {shard: self._cursors[shard].place() for shard in read}
+        return batch, {shard: self._cursors[shard].state() for shard in read}
 
     def _catch_up(self, request: Request) -> CaughtUp:
         until = time.monotonic() + _CATCH_UP_S

@@ -74,7 +74,7 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
     def state_dict(self) -> dict[str, Any]:
         if self._start is not None:
             return dict(self._start)
-        return self._window.place() if self._window.origins else {"begin": None}
+        return self._window.state() if self._window.origins else {"begin": None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start = None if "begin" in state else state
@@ -130,7 +130,7 @@ class _Buffer:
         self.position += step
         return taken
 
-    def place(self) -> dict[str, int]:
+    def state(self) -> dict[str, int]:
         """The chunk of the next token, and how many tokens of the chunk come before it."""
         at, file, offset = max(origin for origin in self.origins if origin[0] <= self.position)
         return {"file": file, "offset": offset, "tokens": self.position - at}

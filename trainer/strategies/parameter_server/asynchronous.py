@@ -258,7 +258,7 @@ class AsyncParameterServer(ParameterServer):
 
     def _refused(self, rank: int) -> NonFiniteError:
         return NonFiniteError(
-            f"the norm of the gradients of {self.dist.place(rank)} is NaN or Inf; no server applied them. "
+            f"the norm of the gradients of {self.dist.describe(rank)} is NaN or Inf; no server applied them. "
             "Lower optim.lr, set train.clip_grad_norm, or check the data of that rank",
             ranks=(rank,),
         )

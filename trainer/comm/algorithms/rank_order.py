@@ -30,7 +30,7 @@ def by_host(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=16)
-def places_in_hosts(hosts: Hosts) -> tuple[tuple[int, int], ...]:
+def positions_in_hosts(hosts: Hosts) -> tuple[tuple[int, int], ...]:
     """Each rank's (host, index within the host), both counted as in `by_host`."""
     found = {r: (h, i) for h, ranks in enumerate(by_host(hosts)) for i, r in enumerate(ranks)}
     return tuple(found[rank] for rank in range(len(hosts)))
@@ -45,7 +45,7 @@ def line(hosts: Hosts) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Kin:
-    """A rank's place in the tree of `tree`."""
+    """A rank's position in the tree of `tree`."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -67,7 +67,7 @@ def tree(hosts: Hosts) -> tuple[Kin, ...]:
             parent = leaders[(host - 1) // 2] if host > 0 else None
         return Kin(parent, tuple(children), _heap_depth(host) + _heap_depth(index))
 
-    return tuple(kin(*place) for place in places_in_hosts(hosts))
+    return tuple(kin(*position) for position in positions_in_hosts(hosts))
 
 
 def _heap_depth(index: int) -> int:

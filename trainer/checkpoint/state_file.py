@@ -1,0 +1,80 @@
+"""state.json of a checkpoint: its contents with checked types, and what they name."""
+
+from dataclasses import asdict
+from typing import Any
+
+from trainer.checkpoint.hashing import check_blocks
+from trainer.checkpoint.layout import Index
+from trainer.checkpoint.manifest import Manifest, open_listed, step_in_name
+from trainer.checkpoint.matching import first_five
+from trainer.errors import UserError
+from trainer.files.address import Location
+from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
+from trainer.optim.train_state import Progress
+
+STATE = "state.json"
+MODEL_CONFIG = "model_config"  # in the facts: the config.json of a Hugging Face model
+DATA_STATES = "places"  # in the facts: where the data of each rank stands
+
+
+def check_size(state_bytes: int, num_bytes: int) -> None:
+    """UserError if STATE is larger than the limit for a checkpoint of ``num_bytes``."""
+    limit = max(MAX_JSON_BYTES, num_bytes // 64)
+    if state_bytes > limit:
+        raise UserError(
+            f"{STATE} has {state_bytes:,} bytes, and more than {limit:,} are not read: keep large parts of "
+            "a module's extra state in tensors, or bytes"
+        )
+
+
+def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any], Fields]:
+    """The contents of state.json, with checked types, and its index of tensors."""
+    path = directory / STATE
+    with open_listed(directory, manifest, STATE) as file:
+        check_size(file.size, manifest.num_bytes)
+        data = file.read(file.size)
+        check_blocks(file, manifest.files[STATE], range(len(manifest.files[STATE].sha256)))
+    facts = Fields(str(path), read_json(path, data))
+    facts.text("strategy"), facts.text("torch_version"), facts.mapping("config")
+    state, data_states = facts.mapping("state"), facts.sequence(DATA_STATES, of=dict)
+    for section in ("model", "schedule", "scaler", "buffers", "ema"):
+        state.mapping(section)
+    optimizer = state.mapping("optimizer")
+    optimizer.mapping("state")
+    for index, group in enumerate(optimizer.sequence("param_groups")):
+        Fields(f"{path}: param_groups.{index}", group).sequence("params", of=str)
+    saved = state.mapping("progress")
+    progress = Progress(**{name: saved.count(name) for name in asdict(Progress())})
+    if facts.has("num_samples"):  # without: a stream
+        facts.count("num_samples")
+    if facts.has(MODEL_CONFIG):
+        facts.mapping(MODEL_CONFIG)
+    if facts.has("exact"):
+        exact = facts.mapping("exact")
+        exact.count("leaves"), exact.count("since"), exact.mapping("ground")
+    if facts.has("not_finite"):
+        facts.sequence("not_finite", of=str)
+    if facts.count("world_size") < 1:
+        raise UserError(f"{printable(path)} has world_size 0")
+    if len(data_states) != facts.values["world_size"]:
+        raise UserError(
+            f"{printable(path)} has the data's states of {len(data_states)} ranks, but world_size "
+            f"{facts.values['world_size']}"
+        )
+    named = step_in_name(directory)
+    if not progress.step == manifest.step == (manifest.step if named is None else named):
+        raise UserError(
+            f"{printable(directory)} contradicts itself: its state is of step {progress.step}, its "
+            f"manifest of step {manifest.step}; its name must be step_{manifest.step:08d}"
+        )
+    values = {**facts.values, "state": {**state.values, "progress": asdict(progress)}}
+    return values, facts.mapping("tensors")
+
+
+def compare_names(path: Location, named: list[str], index: Index) -> None:
+    """UserError unless the index has every tensor that the state names, once, and no others."""
+    if missing := sorted(set(named) - set(index)):
+        raise UserError(f"{printable(path)} names tensors that are not there: {first_five(missing)}")
+    if sorted(named) != sorted(index):
+        foreign = sorted(set(index) - set(named)) or ["some twice"]
+        raise UserError(f"{printable(path)} does not name the tensors that are there: {first_five(foreign)}")
