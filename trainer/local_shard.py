@@ -1,4 +1,4 @@
-"""This process's part of a tensor that may be sharded over ranks."""
+"""This process's shard of a tensor that may be sharded over ranks."""
 
 import torch
 from torch import Tensor
@@ -6,23 +6,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The local part of `tensor`, detached: all of it, or this rank's shard of a DTensor."""
+    """The local tensor of `tensor`, detached: all of it, or this rank's shard of a DTensor."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():  # detaching a DTensor takes five times as long
             tensor = tensor.to_local()
     return tensor.detach()
 
 
-def local_shard(whole: Tensor, sharded: DTensor) -> Tensor:
-    """This process's part of `sharded`, as a view of `whole`: of a mapped file the rest is never read."""
+def local_shard(full: Tensor, sharded: DTensor) -> Tensor:
+    """This process's shard of `sharded`, as a view of `full`: of a mapped file the rest is never read."""
     *copies, placement = sharded.placements
     assert all(copy == Replicate() for copy in copies), sharded.placements
     if placement == Replicate():
-        return whole
+        return full
     assert placement == Shard(0), sharded.placements
     mesh = sharded.device_mesh
-    place = mesh.get_coordinate()
-    if place is None:  # the mesh has only other ranks, such as parameter servers
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # the mesh has only other ranks, such as parameter servers
         return sharded.to_local()
-    index, parts = place[-1], whole.chunk(mesh.size(-1))
-    return parts[index] if index < len(parts) else whole[:0]
+    index, shards = coordinate[-1], full.chunk(mesh.size(-1))
+    return shards[index] if index < len(shards) else full[:0]

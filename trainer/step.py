@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.distributed.seeding import seed_part
+from trainer.distributed.seeding import seed_micro_batch
 from trainer.gradient_norm import scale_down
 from trainer.tasks.label_weights import Divisor, loss_of, weight_of
 
@@ -43,14 +43,18 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     step = heartbeat.step = state.progress.step + 1
     if not context.agreement.knows_weights:
         context.agreement.weigh(weights_ahead(context, batches) if strategy.trains else ())
-    divisors = context.agreement.divisors(context.batch.num_parts, strategy.num_replicas, strategy.order)
+    divisors = context.agreement.divisors(
+        context.batch.num_micro_batches, strategy.num_replicas, strategy.order
+    )
     strategy.begin_step()
     if strategy.trains:
         losses = compute_gradients(context, batches, divisors, step, strategy.replica, tell_others=True)
     else:
         losses = torch.zeros((), device=context.dist.device)
         heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
-        seed_part(context.seed, step, context.batch.num_parts + context.dist.rank, strategy.devices)
+        seed_micro_batch(
+            context.seed, step, context.batch.num_micro_batches + context.dist.rank, strategy.devices
+        )
         context.agreement.start(losses, context.stop_request.is_set, batches.more)
     heartbeat.enter("optimizer")
     stop, data_left = context.agreement.finish(f"step {step}")
@@ -103,7 +107,7 @@ def compute_gradients(
     """
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
     another_follows = context.state.progress.step + 1 < context.total_steps
-    first_part, order = context.batch.first_part(replica), strategy.order
+    first_micro_batch, order = context.batch.first_micro_batch(replica), strategy.order
     own_losses: list[Tensor] = []
     is_first = step == context.steps_before + 1
     watched = strategy.watched(context.model, step - 1 - context.steps_before)
@@ -115,7 +119,7 @@ def compute_gradients(
         last = micro_step == len(divisors)
         weights = weights_ahead(context, batches) if last and tell_others and another_follows else ()
         heartbeat.enter("forward")
-        seed_part(context.seed, step, first_part + micro_step - 1, strategy.devices)
+        seed_micro_batch(context.seed, step, first_micro_batch + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):
             with strategy.autocast():
                 loss = loss_of(context.task, context.model, batch, divisor, watched, is_first=is_first)

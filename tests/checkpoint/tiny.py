@@ -15,7 +15,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.checkpoint.tree import take_apart
 from trainer.config import CheckpointConfig
 from trainer.distributed.process_group import Dist
-from trainer.distributed.seeding import seed_part
+from trainer.distributed.seeding import seed_micro_batch
 from trainer.optim.train_state import Progress, TrainState
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def train(state: TrainState, steps: int, before_update: Callable[[], None] = lam
         generator = torch.Generator().manual_seed(state.progress.step)
         x = torch.randn(12, 5, generator=generator)
         state.model.train()
-        seed_part(5, state.progress.step, torch_dist.get_rank())
+        seed_micro_batch(5, state.progress.step, torch_dist.get_rank())
         loss = state.model(x.to(next(state.model.parameters()).device)).square().mean()
         state.scaler.scale(loss).backward()
         for parameter in state.model.parameters():

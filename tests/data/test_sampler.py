@@ -125,9 +125,11 @@ def test_leaves_are_the_same_consecutive_samples_at_any_world_size(replicas: int
     ]
     assert trained == [range(begin, begin + 2) for begin in range(32, 48, 2)]
     parts = [
-        split.first_part(rank) + micro for rank, split in enumerate(splits) for micro in range(len(own[rank]))
+        split.first_micro_batch(rank) + micro
+        for rank, split in enumerate(splits)
+        for micro in range(len(own[rank]))
     ]
-    assert parts == list(range(8)) and {split.num_parts for split in splits} == {8}
+    assert parts == list(range(8)) and {split.num_micro_batches for split in splits} == {8}
     held_out = [list(EvalSampler(range(43), split, replica=rank)) for rank, split in enumerate(splits)]
     assert len({len(batches) for batches in held_out}) == 1
     assert sorted(index for batches in held_out for batch in batches for index in batch) == list(range(43))

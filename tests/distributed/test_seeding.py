@@ -29,10 +29,10 @@ def test_each_rank_and_seed_draws_other_numbers() -> None:
 def test_each_micro_batch_draws_by_its_three_numbers_alone() -> None:
     draws = []
     for numbers in ((0, 1, 2), (0, 1, 3), (0, 2, 1), (1, 1, 2), (0, -1, 2), (2**63, 11, 2), (2**63, 1, 12)):
-        seeding.seed_part(*numbers)
+        seeding.seed_micro_batch(*numbers)
         draws.append(tuple(_draw()))
         seeding.seed_everything(7, 7)
-        seeding.seed_part(*numbers)
+        seeding.seed_micro_batch(*numbers)
         assert tuple(_draw()) == draws[-1]
     for generator in range(len(draws[0])):
         assert len({draw[generator] for draw in draws}) == len(draws)
@@ -53,11 +53,11 @@ def test_generators_are_kept() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_generators_of_cuda_are_seeded_and_kept() -> None:
     device = torch.device("cuda", 0)
-    seeding.seed_part(3, 1, 0, [device])
+    seeding.seed_micro_batch(3, 1, 0, [device])
     with seeding.generators_kept():
         expected = torch.rand(5, device=device)
     assert torch.equal(torch.rand(5, device=device), expected)
-    seeding.seed_part(3, 1, 0, [device])
+    seeding.seed_micro_batch(3, 1, 0, [device])
     assert torch.equal(torch.rand(5, device=device), expected)
-    seeding.seed_part(3, 1, 1, [device])
+    seeding.seed_micro_batch(3, 1, 1, [device])
     assert not torch.equal(torch.rand(5, device=device), expected)

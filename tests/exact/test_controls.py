@@ -98,13 +98,13 @@ def test_one_flipped_bit_in_the_gradient_of_one_rank_changes_the_hash(tmp_path: 
 
 
 def _with_other_threads(*overrides: str) -> str:
-    seeded = step.seed_part
+    seeded = step.seed_micro_batch
 
-    def seed_part(seed: int, step_: int, *rest: Any) -> None:
+    def seed_micro_batch(seed: int, step_: int, *rest: Any) -> None:
         torch.set_num_threads(1 + (step_ == 3))
         seeded(seed, step_, *rest)
 
-    step.seed_part = seed_part
+    step.seed_micro_batch = seed_micro_batch
     return _refused(*overrides)
 
 

@@ -127,9 +127,9 @@ Look = Callable[[str, int, memoryview], None]
 
 
 def verify(
-    directory: Location, part: int = 0, parts: int = 1, look: Look = lambda name, offset, block: None
+    directory: Location, reader: int = 0, num_readers: int = 1, look: Look = lambda name, offset, block: None
 ) -> Manifest:
-    """Compare the files with the manifest: all blocks, or every ``parts``-th from ``part`` on.
+    """Compare the files with the manifest: all blocks, or every ``num_readers``-th from ``reader`` on.
 
     ``look`` gets each of these blocks: its file, its offset, and its bytes. The files are read once; four
     threads hash. This compares bytes only: `open_checkpoint.verified` also checks that every file that a
@@ -141,10 +141,10 @@ def verify(
     manifest = read_manifest(directory)
     for name in sorted(manifest.files):  # the fast check first
         open_listed(directory, manifest, name).close()
-    first = part
+    first = reader
     for name, digest in sorted(manifest.files.items()):
-        blocks = range(first, len(digest.sha256), parts)
-        first = (first - len(digest.sha256)) % parts
+        blocks = range(first, len(digest.sha256), num_readers)
+        first = (first - len(digest.sha256)) % num_readers
         if blocks:
             with open_listed(directory, manifest, name) as file:
                 check_blocks(file, digest, blocks, functools.partial(look, name))

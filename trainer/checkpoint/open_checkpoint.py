@@ -82,8 +82,8 @@ class OpenCheckpoint:
         """The run's progress, in a new object."""
         return Progress(**self.facts["state"]["progress"])
 
-    def check(self, part: int, parts: int) -> None:
-        """Verify part ``part`` of ``parts``. UserError if it is damaged, or has NaN or Inf."""
+    def check(self, reader: int, num_readers: int) -> None:
+        """Verify what ``reader`` of ``num_readers`` has to read. UserError if it is damaged or not finite."""
         groups = self.facts["state"]["optimizer"]["param_groups"]
         trained = {f"{of}{name}" for group in groups for name in group["params"] for of in _OF_TRAINED}
         begun = set(self.facts.get("not_finite", ()))
@@ -113,7 +113,7 @@ class OpenCheckpoint:
                         held = " and ".join(sorted(kinds[name]))
                         raise UserError(f"{printable(self.directory)}: {printable(name)} holds {held}")
 
-        verify(self.directory, part, parts, look)
+        verify(self.directory, reader, num_readers, look)
 
     def data_states(self) -> list[dict[str, Any]]:
         """Where the data of each rank stands, from its loader."""
@@ -200,10 +200,10 @@ def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> Non
         offset += memory.numel() * dtype.itemsize
 
 
-def verified(directory: Location, part: int = 0, parts: int = 1) -> OpenCheckpoint:
+def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> OpenCheckpoint:
     """The checkpoint in ``directory``, found to be complete, undamaged and sound.
 
-    With ``parts``, each of that many readers checks one part of the files.
+    With ``num_readers``, each of them checks other blocks of the files.
 
     Raises:
         UserError: it is not; the message says why.
@@ -213,7 +213,7 @@ def verified(directory: Location, part: int = 0, parts: int = 1) -> OpenCheckpoi
     except UserError:
         verify(directory)  # if it is damaged, this says so
         raise
-    source.check(part, parts)
+    source.check(reader, num_readers)
     return source
 
 

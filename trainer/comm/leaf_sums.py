@@ -57,18 +57,18 @@ class Encoder:
     def _add(self, sums: Tensor, count: Tensor, gradient: Tensor) -> None:
         if gradient.itemsize < 4:
             gradient = gradient.float()
-        scaled, whole = self._scratch.get(gradient.dtype, (gradient[:0], sums[:0]))
+        scaled, integers = self._scratch.get(gradient.dtype, (gradient[:0], sums[:0]))
         if len(scaled) < len(gradient):
-            scaled, whole = torch.empty_like(gradient), torch.empty_like(sums)
-            self._scratch[gradient.dtype] = scaled, whole
-        scaled, whole = scaled[: len(gradient)], whole[: len(gradient)]
+            scaled, integers = torch.empty_like(gradient), torch.empty_like(sums)
+            self._scratch[gradient.dtype] = scaled, integers
+        scaled, integers = scaled[: len(gradient)], integers[: len(gradient)]
         lowest, highest = torch.aminmax(gradient)  # NaN if any is; a tenth of the time of a norm
         if gradient.is_cuda:
             count += ~((lowest > -self._limit) & (highest < self._limit))
         elif not (lowest.item() > -self._limit and highest.item() < self._limit):
             count += 1
         torch.mul(gradient, _SCALE, out=scaled)  # exact, as by any power of two
-        sums += whole.copy_(scaled)
+        sums += integers.copy_(scaled)
 
 
 def decode(sums: Tensor, count: Tensor, out: Tensor) -> None:

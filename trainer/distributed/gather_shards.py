@@ -1,4 +1,4 @@
-"""Brings a tensor that is sharded over the ranks to rank 0, part by part: no rank ever holds it whole."""
+"""Brings a tensor that is sharded over the ranks to rank 0, shard by shard: no rank ever holds all of it."""
 
 from collections.abc import Iterator
 
@@ -13,10 +13,10 @@ from trainer.local_shard import to_local
 def gather_shards_to_rank0(
     tensor: Tensor, device: torch.device | str, group: dist.ProcessGroup | None = None
 ) -> Iterator[Tensor]:
-    """Yield on rank 0 the parts of `tensor` along its first dimension, in order and on the CPU.
+    """Yield on rank 0 the shards of `tensor` along its first dimension, in order and on the CPU.
 
     A collective over `group`, to the end: other ranks get nothing, but must exhaust the iterator too. A
-    tensor that is not sharded is a single part, which rank 0 has already. Costs rank 0 the memory of the
+    tensor that is not sharded is a single shard, which rank 0 has already. Costs rank 0 the memory of the
     largest shard.
 
     Args:
@@ -37,7 +37,7 @@ def gather_shards_to_rank0(
         if rank in holders and local.numel():
             dist.send(local.to(device), dst=0, group=group)
         return
-    shapes = [part.shape for part in torch.empty(tensor.shape, device="meta").chunk(len(holders))]
+    shapes = [chunk.shape for chunk in torch.empty(tensor.shape, device="meta").chunk(len(holders))]
     for holder, shape in zip(holders, shapes, strict=False):  # the last holders may have empty shards
         if holder == 0:
             yield local.cpu()

@@ -1,4 +1,4 @@
-"""Random numbers: a seed for each part of a run, and generators kept as they are."""
+"""Random numbers: a seed for each micro-batch, and generators kept as they are."""
 
 import hashlib
 import random
@@ -12,7 +12,7 @@ import torch
 def seed_everything(seed: int, rank: int) -> None:
     """Seed Python, NumPy and torch (CPU and every CUDA device), differently on each ``rank``.
 
-    What is drawn within a step follows from `seed_part`, and the order of the data from neither.
+    What is drawn within a step follows from `seed_micro_batch`, and the order of the data from neither.
     ``numpy.random.SeedSequence`` mixes the numbers: neighbouring ones are unrelated.
     """
     words = np.random.SeedSequence([seed, rank]).generate_state(4, np.uint32)
@@ -21,7 +21,7 @@ def seed_everything(seed: int, rank: int) -> None:
     torch.manual_seed((int(words[2]) << 32) | int(words[3]))
 
 
-def seed_part(seed: int, step: int, part: int, devices: Sequence[torch.device] = ()) -> None:
+def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[torch.device] = ()) -> None:
     """Seed Python, NumPy, torch's CPU generator and those of ``devices`` for one micro-batch.
 
     What the micro-batch draws follows from the three numbers alone, so a resumed run draws what it would have
@@ -29,9 +29,9 @@ def seed_part(seed: int, step: int, part: int, devices: Sequence[torch.device] =
 
     Args:
         step: -1 for evaluation, which draws the same each time.
-        part: the number of the micro-batch within the step, over all replicas.
+        micro_batch: the number of the micro-batch within the step, over all replicas.
     """
-    drawn = hashlib.blake2b(f"{seed} {step} {part}".encode(), digest_size=20).digest()
+    drawn = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=20).digest()
     for_torch = int.from_bytes(drawn[:8], "little")
     random.seed(drawn[8:16])  # an int takes longer
     np.random.seed(int.from_bytes(drawn[16:], "little"))

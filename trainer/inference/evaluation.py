@@ -12,7 +12,7 @@ from trainer.data.loading.base import EvalLoader
 from trainer.distributed.agreement import on_main
 from trainer.distributed.gather_samples import Rows, SampleGather
 from trainer.distributed.process_group import Dist
-from trainer.distributed.seeding import seed_part
+from trainer.distributed.seeding import seed_micro_batch
 from trainer.errors import UserError
 from trainer.exact.order import in_order
 from trainer.loggers import RunLog
@@ -51,10 +51,10 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
     table: Tensor | None = None
     gathered: list[tuple[list[int], Rows]] = []
     first: Any = None
-    parts, part = context.strategy.evaluators(context.dist.rank)
+    num_shares, share = context.strategy.evaluators(context.dist.rank)
     for number, (host_batch, indices) in enumerate(loader):
         context.dist.heartbeat.enter("evaluate")
-        seed_part(context.seed, -1, number * parts + part, context.strategy.devices)
+        seed_micro_batch(context.seed, -1, number * num_shares + share, context.strategy.devices)
         batch = context.to_device(host_batch)
         first = batch if first is None else first
         if gives_sums:

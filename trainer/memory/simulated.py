@@ -163,8 +163,8 @@ class _Scattered(nn.Module):
         lengths = [len(leaf) for leaf in leaves((inputs, named)) if isinstance(leaf, Tensor) and leaf.ndim]
 
         def part(value: Any) -> Any:
-            whole = not isinstance(value, Tensor) or value.ndim == 0
-            return value if whole else value[: -(-len(value) // self._count)]
+            is_plain = not isinstance(value, Tensor) or value.ndim == 0
+            return value if is_plain else value[: -(-len(value) // self._count)]
 
         def moved(value: Any) -> Any:
             return value.to(self._other) if isinstance(value, Tensor) else value

@@ -48,8 +48,8 @@ class Strategy:
     """One whole model on one device; the others override what differs.
 
     Attributes:
-        num_replicas: the number of parts of the global batch.
-        replica: the index of this process's part.
+        num_replicas: how many processes share the global batch.
+        replica: the index of this process's share.
         trains: whether this process computes gradients; if not, it still takes part in all else.
         devices: the devices that this process uses.
         gradients_differ: whether ranks update different parameters, or different parts of them.
@@ -126,7 +126,7 @@ class Strategy:
         """Called before the first step, with the complete state that training changes."""
 
     def evaluators(self, rank: int) -> tuple[int, int]:
-        """The number of parts of the held-out data, and the part of `rank`: each rank has one."""
+        """The number of shares of the held-out data, and that of `rank`: each rank has one."""
         return self.num_replicas, self.replica
 
     def autocast(self) -> AbstractContextManager:

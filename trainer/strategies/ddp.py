@@ -204,17 +204,17 @@ def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Param
 
     No user code runs: not the model's, which is replaced by _StandIn, and no hook on a gradient.
     """
-    whole = dict(gradients)
-    for parameter in whole:
+    given = dict(gradients)
+    for parameter in given:
         parameter.grad = None
     users, model.module = model.module, _StandIn(model.module)
     try:
         model(torch.zeros((), device=gradients[0][1].device))
     finally:
         model.module = users
-    with without_gradient_hooks(whole):
+    with without_gradient_hooks(given):
         for parameter, gradient in gradients:
-            parameter.backward(gradient if gradient is whole[parameter] else torch.zeros_like(gradient))
+            parameter.backward(gradient if gradient is given[parameter] else torch.zeros_like(gradient))
 
 
 class _StandIn(nn.Module):

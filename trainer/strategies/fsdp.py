@@ -89,24 +89,24 @@ class Fsdp(Strategy):
             reshard_after_forward=self.settings.reshard_after_forward,
             offload_policy=CPUOffloadPolicy() if self.settings.cpu_offload else OffloadPolicy(),
         )
-        # Fill each unit just before it is sharded, so that only one is whole in memory, as in a step.
-        whole = StaleReferenceCheck(model)
+        # Fill each unit just before it is sharded, so that only one is unsharded in memory, as in a step.
+        stale_check = StaleReferenceCheck(model)
         for norm in norms:
             fill(norm)
-            whole.note(norm)
+            stale_check.note(norm)
             shard(norm, mp_policy=in_fp32)
         for unit in units:
             if self.computing.compile:  # without the gathering hooks, at which torch would stop compiling
                 unit.forward = torch.compile(unit.forward, mode=self.computing.compile_mode)
             fill(unit)
-            whole.note(unit)
+            stale_check.note(unit)
             shard(unit, mp_policy=self._precision(unit))
         if self.computing.compile and not units:
             model.forward = torch.compile(model.forward, mode=self.computing.compile_mode)
         fill(model)
-        whole.note(model)
+        stale_check.note(model)
         shard(model, mp_policy=self._precision(model, is_root=True))
-        whole.guard()
+        stale_check.guard()
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(_reshard_without_gradient)
         if self.settings.prefetch_units is not None:
@@ -219,15 +219,15 @@ class Fsdp(Strategy):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise UserError(
-                    f"strategy=fsdp: {_place(error)} uses a parameter of a unit, which is whole only while "
-                    "the unit itself is called; add to the model's fsdp_units a module that contains "
+                    f"strategy=fsdp: {_user_line(error)} uses a parameter of a unit, which is gathered only "
+                    "while the unit itself is called; add to the model's fsdp_units a module that contains "
                     "this line's and all that it uses, or list fewer units; without fsdp_units, set "
                     "strategy.unit_min_params above the size of that unit; and compute no gradient "
                     "through a unit in the forward pass; or use strategy=ddp"
                 ) from error
             if self.param_dtype != torch.float32 and "dtype" in str(error):
                 raise UserError(
-                    f"strategy=fsdp: {_place(error)} mixes dtypes: {error}. Parameters are gathered, and "
+                    f"strategy=fsdp: {_user_line(error)} mixes dtypes: {error}. Parameters are gathered, and "
                     f"units' inputs cast, as {self.param_dtype}, but buffers keep their dtype; cast at that "
                     "line, or use strategy.param_dtype=fp32, or strategy=ddp"
                 ) from error
@@ -260,7 +260,7 @@ class Fsdp(Strategy):
         self._may_hold_gathers = True
 
     def weights_changed(self, model: nn.Module) -> None:
-        # Drops whole copies that outlive a forward pass (the root's, or all with
+        # Drops full copies that outlive a forward pass (the root's, or all with
         # reshard_after_forward=false), and units gathered ahead but not called again, which torch keeps for
         # the next call.
         for module in model.modules():
@@ -274,8 +274,10 @@ class Fsdp(Strategy):
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
 
     def measured(self) -> dict[str, Any]:
-        whole = self.mesh.ndim == 1 and not self._accumulates  # else a pass is only a part of a step
-        if not whole or not isinstance(self.comm, ScheduleCommConfig):
+        sees_full_steps = (
+            self.mesh.ndim == 1 and not self._accumulates
+        )  # else a pass is only a part of a step
+        if not sees_full_steps or not isinstance(self.comm, ScheduleCommConfig):
             return {}
         return self._typical_pass(self.dist.hosts, self.comm.wire_dtype)
 
@@ -300,7 +302,7 @@ def _once_through() -> Iterator[None]:
 
 
 def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
-    """Reshard the root, which stays whole for the backward pass, if there is none."""
+    """Reshard the root, which stays gathered for the backward pass, if there is none."""
     if not torch.is_grad_enabled():
         cast(FSDPModule, root).reshard()
 
@@ -308,9 +310,9 @@ def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
 def _prefetch(model: nn.Module, depth: int) -> None:
     """Have each unit gather the next `depth` ones when its own parameters have arrived, in both directions.
 
-    The host then launches their all-gathers earlier, and that many more units are whole at a time. By default
-    torch gathers one ahead in the backward pass and, only on CUDA streams, in the forward pass. The order is
-    that of the modules in the model.
+    The host then launches their all-gathers earlier, and that many more units are gathered at a time. By
+    default torch gathers one ahead in the backward pass and, only on CUDA streams, in the forward pass. The
+    order is that of the modules in the model.
     """
     begun: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     ended: list[FSDPModule] = [module for module in _children_first(model) if isinstance(module, FSDPModule)]
@@ -361,7 +363,7 @@ def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
     return rows
 
 
-def _place(error: BaseException) -> str:
+def _user_line(error: BaseException) -> str:
     """The innermost line outside torch."""
     frames = traceback.extract_tb(error.__traceback__)
     torchs = str(Path(torch.__file__).parent)

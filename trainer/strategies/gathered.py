@@ -96,7 +96,7 @@ class _GatheredUnit:
         self.parameters: Mapping[str, Tensor] = {}
 
     def gathered(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its parameters, and not those of units within it, while they are whole."""
+        """Its parameters, and not those of units within it, while they are gathered."""
         named = self.module.named_parameters(self._prefix)
         return ((name, p) for name, p in named if not isinstance(p, DTensor))
 

@@ -89,7 +89,7 @@ def loss_of(
     method = f"{type(task).__name__}.loss"
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(f"{method} returns {_kind(loss)}, but must return a scalar to differentiate, a mean")
-    after = _gradients(model.parameters() if is_first else watched)  # FSDP's units are whole from then on
+    after = _gradients(model.parameters() if is_first else watched)  # FSDP's units are gathered from then on
     if [key for _, *key in before] != [key for _, *key in after]:
         raise UserError(
             f"{method} changes the gradients of parameters, as backward() and zero_grad() do, but they are "

@@ -69,7 +69,7 @@ def model_flops(
     if tflops is None or not dist.is_main:
         return None
     peak = tflops * 1e12 * dist.world_size * len(devices)
-    return ModelFlops(model, task, batch.num_parts, peak, devices[0])
+    return ModelFlops(model, task, batch.num_micro_batches, peak, devices[0])
 
 
 class ModelFlops:

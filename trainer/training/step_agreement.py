@@ -110,19 +110,20 @@ class StepAgreement:
         most, minus_least = extremes.tolist()
         self._weights, self._even = weights, most == -minus_least
 
-    def divisors(self, num_parts: int, num_replicas: int, order: SumOrder) -> list[Divisor]:
+    def divisors(self, num_micro_batches: int, num_replicas: int, order: SumOrder) -> list[Divisor]:
         """The divisor of each micro-batch's mean loss in the next step, so that the losses add up.
 
         The mean over ranks, or with `train.exact` their sum, is then the mean over all counted labels, and 0
         without any. A collective if micro-batches differ in how many labels count, and free otherwise.
 
         Args:
-            num_parts: micro-batches of the step, over all replicas.
+            num_micro_batches: micro-batches of the step, over all replicas.
         """
         assert self._weights is not None
         if self._even:
             return [
-                num_parts // order.mean_over(num_replicas) if weight else None for weight in self._weights
+                num_micro_batches // order.mean_over(num_replicas) if weight else None
+                for weight in self._weights
             ]
         self._dist.heartbeat.enter("data")
         total = order.total(self._weights, self._dist.device)

@@ -1,7 +1,7 @@
-"""Asynchronous rounds: each worker asks for parts of steps, pulls and pushes; each push is an update.
+"""Asynchronous rounds: each worker asks for shares of steps, pulls and pushes; each push is an update.
 
-A round is several steps of as many parts as there are workers. A worker that asks gets the next part, so a
-slow worker computes fewer, and each part is computed once. Source: Ho et al., "More effective distributed ML
+A round is several steps of as many shares as there are workers. A worker that asks gets the next share, so a
+slow worker computes fewer, and each share is computed once. Source: Ho et al., "More effective distributed ML
 via a stale synchronous parallel parameter server", NIPS 2013, for the bound on how far a worker may be ahead.
 """
 
@@ -19,7 +19,7 @@ from trainer.comm.parameter_server.order import Order
 from trainer.comm.parameter_server.server import Server
 from trainer.errors import UserError
 
-_PART, _LEAVE, _PULL, _PUSH, _END = range(5)
+_NEXT_SHARE, _LEAVE, _PULL, _PUSH, _END = range(5)
 _FACTS = 1  # of a push: the factor for its gradients; NaN: they must not be applied
 
 Apply = Callable[[dict[int, Tensor], Tensor], None]
@@ -27,15 +27,15 @@ Apply = Callable[[dict[int, Tensor], Tensor], None]
 
 
 class AsyncServer:
-    """One server's part in rounds; the first server assigns the parts.
+    """One server's role in rounds; the first server assigns the shares.
 
     Args:
         max_staleness: pushes that a worker may be ahead of the slowest; math.inf: unlimited.
 
     Attributes:
         staleness: pushes by the number of updates that their values lacked.
-        not_finite: the worker whose push must not be applied; no part is assigned after it.
-        refused: why the optimizer cannot apply pushes; no part is assigned after it.
+        not_finite: the worker whose push must not be applied; no share is assigned after it.
+        refused: why the optimizer cannot apply pushes; no share is assigned after it.
     """
 
     def __init__(self, server: Server, order: Order, max_staleness: float, apply: Apply) -> None:
@@ -68,7 +68,7 @@ class AsyncServer:
         while True:
             link.receive(request, REQUEST).wait()
             kind, stops = request.tolist()
-            if kind == _PART:
+            if kind == _NEXT_SHARE:
                 with self.order.turn("part", worker):
                     number = self._hand_out(bool(stops))
                 _answer(link, number)
@@ -92,7 +92,7 @@ class AsyncServer:
                 return
 
     def _hand_out(self, stops: bool) -> int:
-        """The number of the next part; -1 if there is none."""
+        """The number of the next share; -1 if there is none."""
         if (stops or self._stops()) and not self._is_replayed:
             self._stop()
         if self._handed_out == self._limit:
@@ -125,16 +125,16 @@ class AsyncServer:
         self._clocks[worker] += 1
 
     def _stop(self) -> None:
-        """Assign only as many further parts as complete the steps already begun."""
+        """Assign only as many further shares as complete the steps already begun."""
         num_workers = len(self._server.links)
         self._limit = min(self._limit, -(-self._handed_out // num_workers) * num_workers)
 
 
 class AsyncWorker:
-    """A worker's part in rounds: what to compute next, and when to pull.
+    """A worker's role in rounds: what to compute next, and when to pull.
 
     Attributes:
-        part: what it computes now: a step of the round and a replica.
+        share: what it computes now: a step of the round and a replica.
 
     Args:
         bounded: whether to wait for slower workers before each pull.
@@ -161,27 +161,27 @@ class AsyncWorker:
         self._is_over = False
 
     def draw(self) -> tuple[int, int] | None:
-        """The next part: a step of the round and a replica; None at the end of the round."""
-        part = self._ahead.pop(0) if self._ahead else self._ask()
-        self._drawn += part is not None
-        return part
+        """The next share: a step of the round and a replica; None at the end of the round."""
+        share = self._ahead.pop(0) if self._ahead else self._ask()
+        self._drawn += share is not None
+        return share
 
-    def has_part(self) -> bool:
-        """Whether there is another part to compute; at the end of the round, tell all servers."""
+    def has_share(self) -> bool:
+        """Whether there is another share to compute; at the end of the round, tell all servers."""
         if self._drawn <= self._begun:  # else a sampler that reads ahead has asked already
-            part = self._ask()
-            if part is None:
+            share = self._ask()
+            if share is None:
                 self._client.request(_END)
                 return False
-            self._ahead.append(part)
+            self._ahead.append(share)
         self._begun += 1
-        self.part = self._assigned.pop(0)
+        self.share = self._assigned.pop(0)
         return True
 
     def _ask(self) -> tuple[int, int] | None:
         if self._is_over:
             return None
-        number = self._client.ask_first(_PART, self._stops())
+        number = self._client.ask_first(_NEXT_SHARE, self._stops())
         self._is_over = number < 0
         if self._is_over:
             return None

@@ -35,7 +35,7 @@ class LoaderSettings(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """The part of each batch that a process reads.
+    """The share of each batch that a process reads.
 
     Attributes:
         timeout_s: how long to wait for a batch from the workers.
@@ -48,7 +48,7 @@ class Share:
     heartbeat: Heartbeat | None = None
 
 
-Parts = Callable[[], Iterator[tuple[int, int]]]
+Shares = Callable[[], Iterator[tuple[int, int]]]
 """Yields (steps from here, replica): whose share of which step a process reads next, if not only its own."""
 
 
@@ -77,11 +77,11 @@ class TrainLoader(Protocol):
     def num_skipped(self) -> int:
         """Broken samples met so far, in all worker processes of this rank."""
 
-    def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
-        """The micro-batches of an epoch from sample ``first_sample`` on, or only the ``parts`` of it.
+    def epoch(self, epoch: int, first_sample: int = 0, shares: Shares | None = None) -> Batches:
+        """The micro-batches of an epoch from sample ``first_sample`` on, or only the ``shares`` of it.
 
         Raises:
-            UserError: a sample cannot be read, or too many in a row; also during iteration. Or ``parts`` is
+            UserError: a sample cannot be read, or too many in a row; also during iteration. Or ``shares`` is
                 given for a stream, which is only read forward.
         """
 

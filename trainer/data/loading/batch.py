@@ -22,11 +22,11 @@ class BatchSplit:
         return self.micro_size * self.accumulation
 
     @property
-    def num_parts(self) -> int:
+    def num_micro_batches(self) -> int:
         """Micro-batches of a step, over all replicas."""
         return self.num_replicas * self.accumulation
 
-    def first_part(self, replica: int) -> int:
+    def first_micro_batch(self, replica: int) -> int:
         """The number within the step of the first micro-batch of `replica`."""
         return replica * self.accumulation
 
@@ -63,10 +63,10 @@ class LeafSplit(BatchSplit):
     first_leaf: int = 0
 
     @property
-    def num_parts(self) -> int:
+    def num_micro_batches(self) -> int:
         return self.num_leaves
 
-    def first_part(self, replica: int) -> int:
+    def first_micro_batch(self, replica: int) -> int:
         return self.first_leaf
 
     def micro_batches(self, first: int, replica: int) -> Iterator[tuple[int, range]]:

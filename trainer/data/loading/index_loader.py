@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from trainer.data.loading.base import Batches, LoaderSettings, Parts, Share, data_loader, raise_errors
+from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, data_loader, raise_errors
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.reader import EvalReader, TrainReader
 from trainer.data.loading.sampler import EvalSampler, TrainSampler
@@ -40,9 +40,9 @@ class IndexTrainLoader:
     def num_skipped(self) -> int:
         return self._reader.num_skipped
 
-    def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
+    def epoch(self, epoch: int, first_sample: int = 0, shares: Shares | None = None) -> Batches:
         """Samples before ``first_sample`` are not read."""
-        self._sampler.epoch, self._sampler.first_sample, self._sampler.parts = epoch, first_sample, parts
+        self._sampler.epoch, self._sampler.first_sample, self._sampler.shares = epoch, first_sample, shares
         return _Counted(raise_errors(self._loader), len(self._sampler), self._sampler.batch.accumulation)
 
     def state_dict(self) -> dict[str, Any]:

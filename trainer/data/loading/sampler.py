@@ -47,7 +47,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         self.num_samples = len(dataset)
         self.epoch = 0
         self.first_sample = 0
-        self.parts: Callable[[], Iterator[tuple[int, int]]] | None = None
+        self.shares: Callable[[], Iterator[tuple[int, int]]] | None = None
 
     def __len__(self) -> int:
         """Micro-batches of the next iteration."""
@@ -58,15 +58,15 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.num_samples, generator=generator)
         epoch, batch = self.epoch, self.batch
-        for step, replica in self._parts():
+        for step, replica in self._shares_to_read():
             numbers = batch.micro_batches(self.first_sample + step * batch.global_size, replica)
             for _, of_micro_batch in itertools.islice(numbers, batch.accumulation):
                 yield epoch, order[of_micro_batch.start : of_micro_batch.stop : of_micro_batch.step].tolist()
 
-    def _parts(self) -> Iterator[tuple[int, int]]:
+    def _shares_to_read(self) -> Iterator[tuple[int, int]]:
         """Yield (step, replica), the shares to be read next; by default this replica's share of each step."""
-        if self.parts is not None:
-            return self.parts()
+        if self.shares is not None:
+            return self.shares()
         return ((step, self.replica) for step in range(len(self) // self.batch.accumulation))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from trainer.data.loading.base import Batches, LoaderSettings, Parts, Share, data_loader, raise_errors
+from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, data_loader, raise_errors
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.sampler import EvalRequests, TrainRequests
 from trainer.data.loading.stream_reader import CaughtUp, EvalStreamReader, StreamPosition, TrainStreamReader
@@ -34,12 +34,12 @@ class StreamTrainLoader:
         self.steps_per_epoch = None if self.num_samples is None else self.num_samples // batch.global_size
         self.num_skipped = 0
 
-    def epoch(self, epoch: int, first_sample: int = 0, parts: Parts | None = None) -> Batches:
+    def epoch(self, epoch: int, first_sample: int = 0, shares: Shares | None = None) -> Batches:
         """Samples between the position given to `resume` and ``first_sample`` are read and dropped."""
-        if parts is not None:
+        if shares is not None:
             raise UserError(
-                "strategy.max_staleness above 0 assigns parts of steps on request, but a stream is only read "
-                "forward; set it to 0"
+                "strategy.max_staleness above 0 assigns shares of steps on request, but a stream is only "
+                "read forward; set it to 0"
             )
         requests, begin = self._requests, self._reader.begin
         requests.epoch, requests.first_sample, requests.reading = epoch, first_sample, requests.reading + 1

@@ -124,7 +124,7 @@ class TextFiles:
                 file.seek(at - 1)
                 return at + max(0, file.read(CHUNK_BYTES).find(b"\n"))
 
-            def whole(at: int) -> int:
+            def character_start(at: int) -> int:
                 """The position after continuation bytes of UTF-8."""
                 file.seek(at)
                 near = file.read(4)
@@ -136,7 +136,7 @@ class TextFiles:
                 if first >= stop:
                     return
                 if (last := min(aligned(block * CHUNK_BYTES), stop)) > first:
-                    start, end_of_text = whole(first), whole(last)
+                    start, end_of_text = character_start(first), character_start(last)
                     file.seek(start)
                     yield TextChunk(number, first, last - first, file.read(end_of_text - start), last == size)
                     first = last

@@ -113,12 +113,12 @@ class AsyncParameterServer(ParameterServer):
 
         return ChangedBuffers(self._model, warn, lambda here: here, small_bytes=-1)
 
-    # ---- parts of a round
+    # ---- a round
 
     def train_step(self, context: "TrainingContext", batches: "Batches") -> StepResult:
         """Make a round: the steps up to the next after which all ranks meet, or fewer (a collective).
 
-        Parameters change with each finished part of a step, in an order that is not known in advance.
+        Parameters change with each finished share of a step, in an order that is not known in advance.
 
         Raises:
             NonFiniteError: on all ranks; gradients that are not finite were not applied.
@@ -127,7 +127,7 @@ class AsyncParameterServer(ParameterServer):
         steps = steps_until_all_meet(context)
         last = heartbeat.step = progress.step + steps
         log_now = context.settings.logs(last)
-        batches = context.train_loader.epoch(progress.epoch, progress.samples_in_epoch, self._parts)
+        batches = context.train_loader.epoch(progress.epoch, progress.samples_in_epoch, self._assigned_shares)
         loss = torch.zeros((), device=self.device)
         context.checkpointer.wait_until_copied()
         if log_now:
@@ -160,14 +160,14 @@ class AsyncParameterServer(ParameterServer):
             context.count_step(torch.zeros_like(loss), data_left=True)
         return StepResult(loss, grad_norm, stop, leaves_a_step(context, progress))
 
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        """The parts assigned to this worker, as (step of the round, replica)."""
+    def _assigned_shares(self) -> Iterator[tuple[int, int]]:
+        """The shares assigned to this worker, as (step of the round, replica)."""
         assert self._async_worker is not None
-        while (part := self._async_worker.draw()) is not None:
-            yield part
+        while (share := self._async_worker.draw()) is not None:
+            yield share
 
     def _turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[tuple[int, int]]:
-        """Serve a round of at most `steps` steps; yields each part that this process computes."""
+        """Serve a round of at most `steps` steps; yields each share that this process computes."""
         self._stops, recorded = stops, self._recorded_round(steps)
         if self._async_server is not None:
             events = None if recorded is None else recorded[self.servers.index(self.dist.rank)]
@@ -175,8 +175,8 @@ class AsyncParameterServer(ParameterServer):
         if self._async_worker is not None:
             self._async_worker.begin()
             with self._plain_errors():
-                while self._async_worker.has_part():
-                    yield self._async_worker.part
+                while self._async_worker.has_share():
+                    yield self._async_worker.share
 
     def _recorded_round(self, steps: int) -> list[list[str]] | None:
         """Each server's recorded events. Raises UserError on all ranks if the round is not recorded."""
@@ -335,5 +335,5 @@ def steps_until_all_meet(context: "TrainingContext") -> int:
 
 
 def leaves_a_step(context: "TrainingContext", progress: Progress) -> bool:
-    assert context.train_loader.num_samples is not None, "a stream assigns no parts"
+    assert context.train_loader.num_samples is not None, "a stream assigns no shares"
     return progress.leaves_a_step(context.settings.global_batch_size, context.train_loader.num_samples)

@@ -21,9 +21,9 @@ class ServerShards:
     def __init__(
         self, mesh: DeviceMesh, buckets: Sequence[ShardedBucket], shapes: Mapping[str, Tensor]
     ) -> None:
-        place = mesh.get_coordinate()
+        coordinate = mesh.get_coordinate()
         self._mesh, self._buckets, self._shapes = mesh, buckets, shapes
-        self.server = place[0] if place is not None else None
+        self.server = coordinate[0] if coordinate is not None else None
         self.values = [
             torch.empty(bucket.numels[self.server] if self.server is not None else 0, dtype=bucket.dtype)
             for bucket in buckets
@@ -53,14 +53,14 @@ class ServerShards:
             yield found
 
     def _sharded(self, name: str, local: Tensor) -> DTensor:
-        whole = self._shapes[name]
+        full = self._shapes[name]
         return DTensor.from_local(
             local,
             self._mesh,
             [Shard(0)],
             run_check=False,
-            shape=whole.shape,
-            stride=torch.empty(whole.shape, device="meta").stride(),
+            shape=full.shape,
+            stride=torch.empty(full.shape, device="meta").stride(),
         )
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class ServerShards:
 
     @torch.no_grad()
     def take(self, name: str, value: Tensor) -> None:
-        """Copy this rank's rows of a whole parameter."""
+        """Copy this rank's rows of a full parameter."""
         local = self._locals[name]
         if self.server is not None and len(local):
             begin, _ = rows_of(len(value), self._mesh.size(), self.server)

@@ -119,7 +119,7 @@ class ParameterServer(Strategy):
         if self._server is not None:
             self._finish_serving()
 
-    # ---- parts of a step
+    # ---- a step
 
     def begin_step(self) -> None:
         if self._server is not None:
