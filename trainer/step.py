@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.distributed.seeding import seed_micro_batch
 from trainer.gradient_norm import scale_down
-from trainer.tasks.label_weights import Divisor, loss_of, weight_of
+from trainer.tasks.label_counts import Divisor, label_count, loss_of
 
 if TYPE_CHECKING:
     from trainer.data.loading.base import Batches
@@ -41,8 +41,10 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     """
     state, strategy, heartbeat = context.state, context.strategy, context.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
-    if not context.agreement.knows_weights:
-        context.agreement.weigh(weights_ahead(context, batches) if strategy.trains else ())
+    if not context.agreement.knows_label_counts:
+        context.agreement.agree_on_label_counts(
+            label_counts_ahead(context, batches) if strategy.trains else ()
+        )
     divisors = context.agreement.divisors(
         context.batch.num_micro_batches, strategy.num_replicas, strategy.order
     )
@@ -77,12 +79,12 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     return StepResult(losses, grad_norm, stop, data_left)
 
 
-def weights_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
-    """Read this rank's micro-batches of the next step, and return their weights."""
+def label_counts_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
+    """Read this rank's micro-batches of the next step, and return how many labels of each count."""
     begin = time.perf_counter()
-    weights = [weight_of(context.task, batch) for batch in batches.ahead()]
+    counts = [label_count(context.task, batch) for batch in batches.ahead()]
     context.meter.data_s += time.perf_counter() - begin
-    return weights
+    return counts
 
 
 def compute_gradients(
@@ -117,7 +119,9 @@ def compute_gradients(
         batch = context.to_device(next(batches))
         meter.data_s += time.perf_counter() - data_begin
         last = micro_step == len(divisors)
-        weights = weights_ahead(context, batches) if last and tell_others and another_follows else ()
+        label_counts = (
+            label_counts_ahead(context, batches) if last and tell_others and another_follows else ()
+        )
         heartbeat.enter("forward")
         seed_micro_batch(context.seed, step, first_micro_batch + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):
@@ -128,7 +132,7 @@ def compute_gradients(
             meter.count_batch(context.task, batch, divisor, order.row(micro_step - 1))
             if last and tell_others:
                 own_loss = reduce(torch.add, own_losses)
-                context.agreement.start(own_loss, context.stop_request.is_set, batches.more, weights)
+                context.agreement.start(own_loss, context.stop_request.is_set, batches.more, label_counts)
             heartbeat.enter("backward")
             context.state.scaler.scale(loss).backward()
             context.frozen.drop_gradients()

@@ -185,7 +185,7 @@ def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.Monke
     seen: list[str] = []
     agreement = StepAgreement(SimpleNamespace(device=CPU, rank=0, world_size=1))  # type: ignore[arg-type]
     with Operations():
-        agreement._write(torch.zeros(()), stop_requested=True, data_left=False, weights=())
+        agreement._write(torch.zeros(()), stop_requested=True, data_left=False, label_counts=())
     assert seen.count("fill_") == 4
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
     assert agreement.finish("step 1") == (True, False)

@@ -45,9 +45,9 @@ class SumOrder:
         """The number by which the sum over ranks, of losses and gradients, is divided afterwards."""
         return num_replicas
 
-    def total(self, weights: Sequence[float], device: torch.device) -> Tensor:
-        """The sum of the weights of all micro-batches of a step, a scalar in fp64 (a collective)."""
-        return sum_over_ranks(torch.full((), math.fsum(weights), dtype=torch.float64, device=device))
+    def total(self, label_counts: Sequence[float], device: torch.device) -> Tensor:
+        """The sum of the counted labels of all micro-batches of a step, a scalar in fp64 (a collective)."""
+        return sum_over_ranks(torch.full((), math.fsum(label_counts), dtype=torch.float64, device=device))
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
         """Called once, with the unwrapped model, when its parameters and buffers are where they stay.
@@ -104,9 +104,9 @@ class ByLeaves(SumOrder):
     def mean_over(self, num_replicas: int) -> int:
         return 1
 
-    def total(self, weights: Sequence[float], device: torch.device) -> Tensor:
+    def total(self, label_counts: Sequence[float], device: torch.device) -> Tensor:
         table = torch.zeros(self.num_rows, dtype=torch.float64, device=device)
-        table[self._own.start : self._own.stop] = torch.tensor(weights, dtype=torch.float64)
+        table[self._own.start : self._own.stop] = torch.tensor(label_counts, dtype=torch.float64)
         return in_order(table)
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:

@@ -18,7 +18,7 @@ from trainer.exact.order import in_order
 from trainer.loggers import RunLog
 from trainer.strategies import Strategy
 from trainer.tasks import Evaluation, Task, offers
-from trainer.tasks.label_weights import real_tensor
+from trainer.tasks.label_counts import real_tensor
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.distributed.process_group import Dist
 from trainer.exact.order import AS_THEY_COME, SumOrder, in_order
 from trainer.tasks import Task
-from trainer.tasks.label_weights import Divisor, divided, scalar
+from trainer.tasks.label_counts import Divisor, divided, scalar
 from trainer.training.mfu import ModelFlops
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError
 from trainer.exact.order import SumOrder
-from trainer.tasks.label_weights import Divisor, divisors
+from trainer.tasks.label_counts import Divisor, divisors
 
 
 class StepAgreement:
@@ -25,9 +25,9 @@ class StepAgreement:
     def __init__(self, dist_: Dist) -> None:
         self._dist = dist_
         # MAX over ranks of (rank + 1 if its loss is not finite else 0), its stop request, no data left, and
-        # the extremes of the weights of its next micro-batches.
+        # the extremes of the label counts of its next micro-batches.
         self._flags = torch.zeros(5, device=dist_.device)
-        self._not_finite, self._stop, self._ended, *self._weighed = self._flags.unbind()
+        self._not_finite, self._stop, self._ended, *self._count_extremes = self._flags.unbind()
         self._bad = torch.tensor(float(dist_.rank + 1), device=dist_.device)
         self._good = torch.tensor(0.0, device=dist_.device)
         self._work: dist.Work | None = None
@@ -36,23 +36,23 @@ class StepAgreement:
             self._stream = torch.cuda.Stream(dist_.device)
             self._done = torch.cuda.Event()
             self._on_host = torch.zeros(5, pin_memory=True)
-        self._weights: Sequence[float] | None = None  # of this rank's micro-batches of the next step
+        self._label_counts: Sequence[float] | None = None  # of this rank's micro-batches of the next step
         self._even = True  # whether those of all ranks are equal
 
     def start(
-        self, loss: Tensor, stop_requested: bool, data_left: bool, weights: Sequence[float] = ()
+        self, loss: Tensor, stop_requested: bool, data_left: bool, label_counts: Sequence[float] = ()
     ) -> None:
         """Send this rank's values.
 
         Args:
             loss: a detached scalar on the rank's device.
-            weights: of its micro-batches of the next step; empty if it has none to compute.
+            label_counts: of its micro-batches of the next step; empty if it has none to compute.
         """
-        self._weights = weights
+        self._label_counts = label_counts
         if self._on_cuda:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                self._write(loss, stop_requested, data_left, weights)
+                self._write(loss, stop_requested, data_left, label_counts)
                 if self._work is not None:
                     self._work.wait()  # makes this stream wait, not the host
                 self._on_host.copy_(self._flags, non_blocking=True)
@@ -60,7 +60,7 @@ class StepAgreement:
             loss.record_stream(self._stream)
         else:
             bad = 0.0 if math.isfinite(loss) else self._dist.rank + 1.0
-            self._flags = torch.tensor([bad, stop_requested, not data_left, *_extremes(weights)])
+            self._flags = torch.tensor([bad, stop_requested, not data_left, *_extremes(label_counts)])
             self._send()
 
     def finish(self, where: str, then: str = "no rank applied that step") -> tuple[bool, bool]:
@@ -91,24 +91,24 @@ class StepAgreement:
 
     def all_have(self, data_left: bool) -> bool:
         """Whether all ranks have data for the first step of an epoch (a collective)."""
-        self._weights = None
+        self._label_counts = None
         missing = torch.tensor(float(not data_left), device=self._dist.device)
         if self._dist.world_size > 1:
             dist.all_reduce(missing, dist.ReduceOp.MAX)
         return not missing.item()
 
     @property
-    def knows_weights(self) -> bool:
-        """Whether `start` sent the next step's weights; not so before the first step of an epoch."""
-        return self._weights is not None
+    def knows_label_counts(self) -> bool:
+        """Whether `start` sent the next step's label counts; not so before the first step of an epoch."""
+        return self._label_counts is not None
 
-    def weigh(self, weights: Sequence[float]) -> None:
-        """Agree on the weights of the next step, as `start` and `finish` do (a collective)."""
-        extremes = torch.tensor(_extremes(weights), device=self._dist.device)
+    def agree_on_label_counts(self, label_counts: Sequence[float]) -> None:
+        """Agree on the label counts of the next step, as `start` and `finish` do (a collective)."""
+        extremes = torch.tensor(_extremes(label_counts), device=self._dist.device)
         if self._dist.world_size > 1:
             dist.all_reduce(extremes, dist.ReduceOp.MAX)
         most, minus_least = extremes.tolist()
-        self._weights, self._even = weights, most == -minus_least
+        self._label_counts, self._even = label_counts, most == -minus_least
 
     def divisors(self, num_micro_batches: int, num_replicas: int, order: SumOrder) -> list[Divisor]:
         """The divisor of each micro-batch's mean loss in the next step, so that the losses add up.
@@ -119,23 +119,25 @@ class StepAgreement:
         Args:
             num_micro_batches: micro-batches of the step, over all replicas.
         """
-        assert self._weights is not None
+        assert self._label_counts is not None
         if self._even:
             return [
-                num_micro_batches // order.mean_over(num_replicas) if weight else None
-                for weight in self._weights
+                num_micro_batches // order.mean_over(num_replicas) if count else None
+                for count in self._label_counts
             ]
         self._dist.heartbeat.enter("data")
-        total = order.total(self._weights, self._dist.device)
-        return divisors(self._weights, total / order.mean_over(num_replicas))
+        total = order.total(self._label_counts, self._dist.device)
+        return divisors(self._label_counts, total / order.mean_over(num_replicas))
 
-    def _write(self, loss: Tensor, stop_requested: bool, data_left: bool, weights: Sequence[float]) -> None:
+    def _write(
+        self, loss: Tensor, stop_requested: bool, data_left: bool, label_counts: Sequence[float]
+    ) -> None:
         torch.where(torch.isfinite(loss), self._good, self._bad, out=self._not_finite)
         # fill_ passes the number with the launch. `flags[1] = number` in torch before 2.15 copies it
         # from the host and waits, on a stream that waits for the forward pass: the queue runs dry.
         self._stop.fill_(stop_requested)
         self._ended.fill_(not data_left)
-        for flag, extreme in zip(self._weighed, _extremes(weights), strict=True):
+        for flag, extreme in zip(self._count_extremes, _extremes(label_counts), strict=True):
             flag.fill_(extreme)
         self._send()
 
@@ -144,6 +146,6 @@ class StepAgreement:
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
 
 
-def _extremes(weights: Sequence[float]) -> tuple[float, float]:
+def _extremes(label_counts: Sequence[float]) -> tuple[float, float]:
     """The largest and the negated smallest; MAX over ranks then gives those of all."""
-    return max(weights, default=-math.inf), -min(weights, default=math.inf)
+    return max(label_counts, default=-math.inf), -min(label_counts, default=math.inf)

@@ -21,12 +21,12 @@ from trainer.config import ParameterServerConfig
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError, UserError, writing
 from trainer.optim.train_state import Progress, TrainState
-from trainer.step import StepResult, compute_gradients, weights_ahead
+from trainer.step import StepResult, compute_gradients, label_counts_ahead
 from trainer.strategies.base import Computing
 from trainer.strategies.buffers import ChangedBuffers
 from trainer.strategies.parameter_server.no_collectives import NoCollectives
 from trainer.strategies.parameter_server.synchronous import ParameterServer
-from trainer.tasks.label_weights import divisors
+from trainer.tasks.label_counts import divisors
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,7 +135,7 @@ class AsyncParameterServer(ParameterServer):
         with heartbeat.in_any_order():
             for step, replica in self._turns(steps, lambda: context.stop_request.is_set):
                 heartbeat.enter("data")
-                own = weights_ahead(context, batches)
+                own = label_counts_ahead(context, batches)
                 own_divisors = divisors(own, math.fsum(own))
                 step += progress.step + 1
                 loss += compute_gradients(context, batches, own_divisors, step, replica, tell_others=False)

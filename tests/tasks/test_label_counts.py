@@ -24,7 +24,7 @@ from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling, MultiLabel, Regression
-from trainer.tasks.label_weights import divided, loss_of, weight_of
+from trainer.tasks.label_counts import divided, label_count, loss_of
 
 STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in which no label counts
 
@@ -71,13 +71,13 @@ PLAIN = (
 PLAIN += ("optim.momentum=0", "optim.weight_decay=0", "checkpoint.every_epochs=null")
 DATA = {
     "digits": (
-        "data.dataset._target_=tests.tasks.test_label_weights.Blanked",
+        "data.dataset._target_=tests.tasks.test_label_counts.Blanked",
         "model.hidden=[32]",
         "data.task.label_smoothing=0",
     ),
     "text": (
         "data=text",
-        "data.dataset._target_=tests.tasks.test_label_weights.Padded",
+        "data.dataset._target_=tests.tasks.test_label_counts.Padded",
         "data.dataset.block_size=16",
         "model=gpt",
         "model.width=16",
@@ -87,7 +87,7 @@ DATA = {
         "+data.task.show_tokens=0",
     ),
     "stream": (
-        "data.dataset._target_=tests.tasks.test_label_weights.Unlabelled",
+        "data.dataset._target_=tests.tasks.test_label_counts.Unlabelled",
         "model.input_shape=[10]",
         "model.hidden=[8]",
         "data.task.label_smoothing=0.1",
@@ -283,13 +283,13 @@ def test_a_weight_that_is_no_number_of_labels_is_refused(weight: Any, shown: str
             return torch.tensor(weight, dtype=torch.float64)
 
     with pytest.raises(UserError, match=f"Mine.weight gives {shown}, but must give how many labels"):
-        weight_of(Mine(), None)
+        label_count(Mine(), None)
     Mine.weight = lambda self, batch: None  # type: ignore[assignment,return-value]
     with pytest.raises(UserError, match=r"Mine\.weight gives a NoneType, but"):
-        weight_of(Mine(), None)
+        label_count(Mine(), None)
     Mine.weight = lambda self, batch: 10**400  # type: ignore[assignment,return-value]
     with pytest.raises(UserError, match=r"Mine\.weight gives a number above 1e308, but"):
-        weight_of(Mine(), None)
+        label_count(Mine(), None)
 
 
 @pytest.mark.parametrize(
@@ -446,9 +446,9 @@ def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
 def test_the_weight_is_of_what_the_task_sees() -> None:
     """The flags for mirroring are outside the batch."""
     batch = (torch.zeros(3, 1, 8, 8), torch.tensor([1, -100, 2]))
-    assert weight_of(Classification(), batch) == 2
-    assert weight_of(Classification(), Mirrored(batch, torch.zeros(3))) == 2
-    assert weight_of(Regression(), batch) == 1
+    assert label_count(Classification(), batch) == 2
+    assert label_count(Classification(), Mirrored(batch, torch.zeros(3))) == 2
+    assert label_count(Regression(), batch) == 1
 
 
 def test_labels_of_text_are_refused() -> None:

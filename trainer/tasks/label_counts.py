@@ -16,10 +16,10 @@ from trainer.tasks import Task
 
 Divisor = float | Tensor | None
 """The divisor of a micro-batch's mean loss before losses are added; None: it adds nothing."""
-_LEAST, _MOST = 1e-30, 1e30  # ranks compare weights in fp32, where others become 0 or infinite
+_LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where others become 0 or infinite
 
 
-def weight_of(task: Task, batch: Any) -> float:
+def label_count(task: Task, batch: Any) -> float:
     """The number of counted labels of a micro-batch on the host; 1 if the task has no `weight`.
 
     Raises:
@@ -43,9 +43,9 @@ def weight_of(task: Task, batch: Any) -> float:
     return value
 
 
-def divisors(weights: Sequence[float], total: float | Tensor) -> list[Divisor]:
-    """The divisors of micro-batches with these weights out of `total`."""
-    return [total / weight if weight else None for weight in weights]
+def divisors(counts: Sequence[float], total: float | Tensor) -> list[Divisor]:
+    """The divisors of micro-batches with these counts of labels out of `total`."""
+    return [total / count if count else None for count in counts]
 
 
 def divided(loss: Tensor, divisor: Divisor) -> Tensor:
