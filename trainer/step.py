@@ -42,9 +42,8 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     state, strategy, heartbeat = context.state, context.strategy, context.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
     if not context.agreement.knows_label_counts:
-        context.agreement.agree_on_label_counts(
-            label_counts_ahead(context, batches) if strategy.trains else ()
-        )
+        label_counts = label_counts_ahead(context, batches) if strategy.trains else ()
+        context.agreement.agree_on_label_counts(label_counts)
     divisors = context.agreement.divisors(
         context.batch.num_micro_batches, strategy.num_replicas, strategy.order
     )
@@ -119,9 +118,8 @@ def compute_gradients(
         batch = context.to_device(next(batches))
         meter.data_s += time.perf_counter() - data_begin
         last = micro_step == len(divisors)
-        label_counts = (
-            label_counts_ahead(context, batches) if last and tell_others and another_follows else ()
-        )
+        looks_ahead = last and tell_others and another_follows
+        label_counts = label_counts_ahead(context, batches) if looks_ahead else ()
         heartbeat.enter("forward")
         seed_micro_batch(context.seed, step, first_micro_batch + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):

@@ -3,6 +3,7 @@
 A loader lives for the whole run; loaders.py chooses between data read by index and streams.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -61,9 +62,9 @@ class Batches(Iterator[Any]):
 
     more: bool
 
+    @abstractmethod
     def ahead(self) -> list[Any]:
         """The micro-batches of the next step, read now. Called between steps."""
-        raise NotImplementedError
 
 
 class TrainLoader(Protocol):

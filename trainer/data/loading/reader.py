@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
 MAX_REPLACEMENTS = 100
 
 
-class BatchReader(Dataset[Any]):
+class BatchReader(Dataset[Any], ABC):
     """Turns what a sampler yields into collated batches of a map-style dataset.
 
     A dataset with ``__getitems__`` returns whole batches and is taken to be deterministic; one that also has
@@ -83,8 +84,8 @@ class BatchReader(Dataset[Any]):
                 )
         return batch
 
-    def _read_batch(self, key: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _read_batch(self, key: Any) -> Any: ...
 
     def _read(self, epoch: int, index: int) -> Any | None:
         """The sample, or None if it is broken and may be skipped."""

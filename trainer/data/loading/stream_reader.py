@@ -2,6 +2,7 @@
 
 import copy
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -133,7 +134,7 @@ class Cursor:
         return self.position, copy.deepcopy(self._stream.state_dict())
 
 
-class StreamReader(Dataset[Any]):
+class StreamReader(Dataset[Any], ABC):
     """Answers requests by reading the stream forward. Created in the main process, used there or in workers.
 
     Attributes:
@@ -172,8 +173,8 @@ class StreamReader(Dataset[Any]):
         finally:
             self.heartbeat.rest()
 
-    def _answer(self, request: Request) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _answer(self, request: Request) -> Any: ...
 
     def _read(self, request: Request) -> list[Any]:
         """The samples of the request, fewer at the end of the stream."""
