@@ -7,9 +7,13 @@ from math import floor, log2
 import pytest
 
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, Kind, Op, Phase, Schedule, build
+from trainer.comm.algorithms.formulas import CLASSIC
+from trainer.comm.algorithms.gather_scatter import ALL_GATHERS
 from trainer.comm.algorithms.pipeline import IN_FLIGHT, sweeps
 from trainer.comm.algorithms.simulate import ScheduleError, simulate
 from trainer.comm.algorithms.traffic import count_traffic
+from trainer.config.choices import COMMS, SCHEDULES
+from trainer.config.overrides import CONF
 
 UNEVEN = [[0, 0, 0, 1], [0, 1, 1, 1], [0, 1, 0, 1], [1, 0, 2, 0, 1], [0, 0, 0, 1, 1, 2]]
 EVEN = [[rank // size for rank in range(num * size)] for num in (2, 3, 4, 5) for size in (1, 2, 3, 4, 8)]
@@ -34,6 +38,11 @@ def test_worlds_on_one_host(algorithm: str, world_sizes: Sequence[int]) -> None:
 @pytest.mark.parametrize("hosts", EVEN + UNEVEN, ids=lambda hosts: "".join(map(str, hosts)))
 def test_host_shapes(algorithm: str, hosts: list[int]) -> None:
     simulate(family(algorithm, hosts))
+
+
+def test_each_is_named_wherever_it_is_chosen_by_name() -> None:
+    assert set(ALGORITHMS) == set(SCHEDULES) == set(ALL_GATHERS) == set(CLASSIC)
+    assert set(COMMS) == {file.stem for file in (CONF / "comm").glob("*.yaml")}
 
 
 def without_each_op(schedule: Schedule) -> list[Schedule]:

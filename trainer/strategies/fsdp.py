@@ -159,11 +159,11 @@ class Fsdp(Strategy):
     def aggregate(self, model: nn.Module) -> None:
         super().aggregate(model)
         if self._used is not None:
-            self._used.launch()
+            self._used.start()
 
     def finish_checks(self) -> None:
         if self._used is not None:
-            self._used.settle()
+            self._used.finish()
 
     @property
     def param_dtype(self) -> torch.dtype:

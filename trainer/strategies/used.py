@@ -62,9 +62,9 @@ class UsedParameters:
         if not self._left:
             self._handle.remove()
         self._send(used, [])
-        self.settle()
+        self.finish()
 
-    def launch(self) -> None:
+    def start(self) -> None:
         """Send a hash of which gradients exist. Called after each step's last backward pass."""
         used = bytes(parameter.grad is not None for parameter in self._parameters)
         self._send(used, self._gathered.changed())
@@ -74,7 +74,7 @@ class UsedParameters:
         self._range = torch.tensor([word, -word, bool(changed)])
         self._work = dist.all_reduce(self._range, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for the hashes of all ranks.
 
         Raises:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log2
 
-from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
+from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.algorithms.push_pull import exchange
 from trainer.comm.algorithms.rank_order import Hosts
 from trainer.comm.algorithms.traffic import Traffic, count_traffic
@@ -80,8 +80,7 @@ def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
         "  the formula counts",
     ]
     remarks = []
-    for name in ALGORITHMS:
-        classic = CLASSIC[name]
+    for name, classic in CLASSIC.items():
         traffic = count_traffic([build(name, r, hosts) for r in range(world_size)], hosts, numel, _ITEMSIZE)
         counted = "-" if classic.counted is None else f"{classic.counted(traffic) / 1e6:.1f}"
         lines.append(

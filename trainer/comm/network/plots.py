@@ -1,5 +1,6 @@
 """Predictions over world size as a plot: .png, .svg or .pdf."""
 
+import itertools
 from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from trainer.comm.network.predict_step import PredictedStep
 from trainer.comm.network.world import PlannedWorld
 
 _ENDINGS = (".png", ".svg", ".pdf")
-_MARKERS = dict(zip(ALGORITHMS, "os^Dv", strict=True))
+_MARKERS = dict(zip(ALGORITHMS, itertools.cycle("os^Dv"), strict=False))
 
 
 def file(name: str) -> Path:
