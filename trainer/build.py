@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import default_collate
 
 from trainer.checkpoint import weights_for
 from trainer.config import Config, DataConfig, TrainConfig, model_settings
@@ -15,6 +16,7 @@ from trainer.config.instantiate import instantiate
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.loading.base import EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit, split_batch, split_leaves
+from trainer.data.loading.collation import Collate
 from trainer.data.loading.loaders import eval_loader, train_loader
 from trainer.data.transforms import Transformed, mirrored_at_random
 from trainer.distributed.agreement import Agreement
@@ -68,7 +70,20 @@ def load_held_out(
 
 def _share(config: Config, dist: Dist, replica: int) -> Share:
     assert config.seed is not None
-    return Share(replica, config.seed, dist.device, config.distributed.timeout_s, dist.heartbeat)
+    collate = build_collate(config.data)
+    return Share(replica, config.seed, dist.device, config.distributed.timeout_s, dist.heartbeat, collate)
+
+
+def build_collate(data: DataConfig) -> Collate:
+    if data.collate is None:
+        return default_collate
+    collate: Collate = instantiate("data.collate", data.collate)
+    if not callable(collate):
+        raise UserError(
+            f"data.collate: {data.collate['_target_']} gives a {type(collate).__name__}, but must give a "
+            "callable that makes a batch of a list of samples; a function takes _partial_: true"
+        )
+    return collate
 
 
 def build_dataset(data: DataConfig, split: str) -> Any:
@@ -78,7 +93,9 @@ def build_dataset(data: DataConfig, split: str) -> Any:
     if nodes := getattr(data, setting):
         transforms = [instantiate(f"data.{setting}[{number}]", node) for number, node in enumerate(nodes)]
         dataset = Transformed(dataset, transforms, f"data.{setting}")
-    return mirrored_at_random(dataset) if data.images.flip and split == "train" else dataset
+    if data.images.flip and split == "train":
+        return mirrored_at_random(dataset, build_collate(data))
+    return dataset
 
 
 def build_to_device(config: Config, device: torch.device, train_set: Any) -> ToDevice:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from trainer.data.loading import loaders
 from trainer.data.loading.base import EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import split_batch
+from trainer.data.loading.collation import Collate
 from trainer.errors import UserError
 
 CPU = torch.device("cpu")
@@ -33,13 +35,14 @@ def train_loader(
     micro: int | None = None,
     seed: int = 0,
     timeout_s: float = 60,
+    collate: Collate = default_collate,
     **settings: Any,
 ) -> TrainLoader:
     return loaders.train_loader(
         dataset,
         Settings(**settings),
         split_batch(global_batch_size, micro, num_replicas),
-        Share(replica, seed, CPU, timeout_s),
+        Share(replica, seed, CPU, timeout_s, collate=collate),
     )
 
 
@@ -53,11 +56,17 @@ def message_of(batches: Iterable[Any]) -> str:
 
 
 def eval_loader(
-    dataset: Any, batch_size: int, num_replicas: int = 1, replica: int = 0, **settings: Any
+    dataset: Any,
+    batch_size: int,
+    num_replicas: int = 1,
+    replica: int = 0,
+    *,
+    collate: Collate = default_collate,
+    **settings: Any,
 ) -> EvalLoader:
     return loaders.eval_loader(
         dataset,
         Settings(**settings),
         split_batch(batch_size * num_replicas, None, num_replicas),
-        Share(replica, 0, CPU),
+        Share(replica, 0, CPU, collate=collate),
     )

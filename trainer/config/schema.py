@@ -76,6 +76,7 @@ class DataConfig:
     download: bool = MISSING
     train_transforms: list[Any] = MISSING
     eval_transforms: list[Any] = MISSING
+    collate: dict[str, Any] | None = MISSING
     images: ImagesConfig = field(default_factory=ImagesConfig)
     on_bad_sample: str = one_of("raise", "skip")
     num_workers: int = at_least(0)

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from trainer.data.device import Mirrored
-from trainer.data.loading.reader import collate, fetches_batches, generators_kept, name_of, sample_of
+from trainer.data.loading.collation import Collate, collated_batch, name_of
+from trainer.data.loading.reader import fetches_batches, generators_kept, sample_of
 from trainer.errors import UserError
 from trainer.nested import leaves
 
@@ -76,15 +77,22 @@ class _EachMirrored(_Upon):
 class _BatchesMirrored(_Upon):
     """For a dataset that returns whole batches: each sample's random number decides."""
 
+    def __init__(self, dataset: Any, setting: str, collate: Collate) -> None:
+        super().__init__(dataset, setting)
+        self._collate = collate
+
     def draw(self, indices: Sequence[int], numbers: np.ndarray) -> Mirrored:
         own = getattr(self.dataset, "draw", None)
-        batch = own(indices, numbers) if own else collate(self.__getitems__(indices), self, indices)
+        fetched = own(indices, numbers) if own else self.__getitems__(indices)
+        batch = collated_batch(fetched, self, indices, self._collate)
         return Mirrored(batch, torch.from_numpy(numbers >> np.uint64(63) == 1))
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         return self.dataset.__getitems__(indices)
 
 
-def mirrored_at_random(dataset: Any) -> Dataset[Any]:
+def mirrored_at_random(dataset: Any, collate: Collate = default_collate) -> Dataset[Any]:
     """Mirror each training image on the device with probability 1/2, drawn from (seed, epoch, index)."""
-    return (_BatchesMirrored if fetches_batches(dataset) else _EachMirrored)(dataset, "data.images.flip")
+    if fetches_batches(dataset):
+        return _BatchesMirrored(dataset, "data.images.flip", collate)
+    return _EachMirrored(dataset, "data.images.flip")

@@ -21,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 
-from trainer.build import build_dataset, build_model, build_task, build_to_device
+from trainer.build import build_collate, build_dataset, build_model, build_task, build_to_device
 from trainer.comm.fsdp_collectives import own_parameters, units_of
 from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.loading.base import Share
@@ -87,7 +87,8 @@ class DryRun:
         self._build = lambda: build_model(config.model, train_set)
         self.to_device = lambda device: build_to_device(config, device, train_set)
         data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
-        loader = train_loader(train_set, data, BatchSplit(1, 1, 1, 1), Share(0, config.seed, CPU))
+        share = Share(0, config.seed, CPU, collate=build_collate(data))
+        loader = train_loader(train_set, data, BatchSplit(1, 1, 1, 1), share)
         self.sample = loader.epoch(0).ahead()[0]
         self._seed = config.seed
         self.num_parameters = parameter_count(self._model(config).module.parameters())

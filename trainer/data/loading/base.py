@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
 
+from trainer.data.loading.collation import Collate
 from trainer.data.loading.worker import WorkerError, begin_worker, keep_sockets_short
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
@@ -36,10 +37,11 @@ class LoaderSettings(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """The share of each batch that a process reads.
+    """The share of each batch that a process reads, and how.
 
     Attributes:
         timeout_s: how long to wait for a batch from the workers.
+        collate: makes a batch of a list of samples.
     """
 
     replica: int
@@ -47,6 +49,7 @@ class Share:
     device: torch.device
     timeout_s: float = 600
     heartbeat: Heartbeat | None = None
+    collate: Collate = default_collate
 
 
 Shares = Callable[[], Iterator[tuple[int, int]]]

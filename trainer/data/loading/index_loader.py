@@ -30,7 +30,9 @@ class IndexTrainLoader:
             replica=share.replica,
             seed=share.seed,
         )
-        self._reader = TrainReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat)
+        self._reader = TrainReader(
+            dataset, share.seed, settings.on_bad_sample, share.heartbeat, share.collate
+        )
         self._loader = data_loader(self._reader, self._sampler, settings, share)
 
         self.num_samples: int | None = self._reader.num_samples
@@ -67,7 +69,7 @@ class IndexEvalLoader:
             replica=share.replica,
         )
         self.batch_size = sampler.batch_size
-        self._reader = EvalReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat)
+        self._reader = EvalReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat, share.collate)
         self._loader = data_loader(self._reader, sampler, settings, share)
 
         self.num_samples: int | None = self._reader.num_samples

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
+from trainer.data.loading.collation import Collate, collated, collated_batch, name_of
 from trainer.data.loading.worker import answer
-from trainer.errors import UserError, on_one_line
+from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.fingerprint import generators
 
@@ -38,13 +39,18 @@ class BatchReader(Dataset[Any], ABC):
         seed: not negative.
         on_bad_sample: ``raise``, or ``skip``: count it in ``num_skipped`` and continue without it.
         heartbeat: records each sample, or the first of each whole batch, before it is read.
+        collate: makes a batch of a list of samples. Random numbers that it draws follow from the last sample.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], seed: int, on_bad_sample: str, heartbeat: Heartbeat | None = None
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        on_bad_sample: str,
+        heartbeat: Heartbeat | None = None,
+        collate: Collate = default_collate,
     ) -> None:
-        self.dataset = dataset
-        self.seed = seed
+        self.dataset, self.seed, self.collate = dataset, seed, collate
         self.heartbeat = heartbeat or Heartbeat()
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self.in_batches = fetches_batches(dataset)
@@ -125,9 +131,10 @@ class TrainReader(BatchReader):
                 fetched = self.dataset.draw(indices, random_numbers(self.seed, epoch, indices))
             else:
                 fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
-            return collate(fetched, self.dataset, indices)
+            return collated_batch(fetched, self.dataset, indices, self.collate)
         with generators_kept():
-            return collated([self._read_or_next(epoch, index) for index in indices], self.dataset, indices)
+            samples = [self._read_or_next(epoch, index) for index in indices]
+            return collated(samples, self.dataset, indices, self.collate)
 
 
 class EvalReader(BatchReader):
@@ -141,11 +148,11 @@ class EvalReader(BatchReader):
             indices = key or [0]
             self.heartbeat.read(indices[0])
             fetched = self.dataset.__getitems__(indices)  # type: ignore[attr-defined]
-            return collate(fetched, self.dataset, indices), key
+            return collated_batch(fetched, self.dataset, indices, self.collate), key
         with generators_kept():
             read = [(index, sample) for index in key if (sample := self._read(0, index)) is not None]
             samples = [sample for _, sample in read] or [self._read_or_next(0, 0)]
-            return collated(samples, self.dataset, key), [index for index, _ in read]
+            return collated(samples, self.dataset, key or [0], self.collate), [index for index, _ in read]
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:
@@ -160,47 +167,6 @@ def sample_of(dataset: Any, index: int) -> Any:
     if (sample := dataset[index]) is None:
         raise ValueError("it is None")
     return sample
-
-
-def collate(fetched: Any, dataset: Any, indices: Sequence[int]) -> Any:
-    """Collate a list of samples, which torch lets `__getitems__` return; anything else is a batch already.
-
-    Raises:
-        UserError: the number of samples differs from that of `indices`, or one is None.
-    """
-    given = fetched if isinstance(fetched, list) else [fetched]
-    if isinstance(fetched, list) and len(given) != len(indices):
-        asked = f"{len(indices)} samples at a time, {indices[0]} the first of them"
-        raise UserError(f"{name_of(dataset)} was asked for {asked}, but returns {len(given)}; fix it")
-    for index, sample in zip(indices, given, strict=False):
-        if sample is None:
-            raise UserError(f"{name_of(dataset)} returns None for sample {index}; fix it")
-    return collated(fetched, dataset, indices) if isinstance(fetched, list) else fetched
-
-
-def collated(samples: list[Any], dataset: Any, indices: Sequence[int]) -> Any:
-    """The batch of `samples`, as torch's default_collate makes it.
-
-    Raises:
-        UserError: it cannot; names the first sample for which it cannot with the first of the batch.
-    """
-    try:
-        return default_collate(samples)
-    except Exception as error:
-        for index, sample in zip(indices, samples, strict=False):
-            try:
-                default_collate([samples[0], sample])
-            except Exception as of_pair:
-                raise UserError(
-                    f"sample {index} of {name_of(dataset)} cannot be in a batch with sample {indices[0]}: "
-                    f"{on_one_line(of_pair)}; have all samples be tensors, numbers or text of the same shape"
-                ) from error
-        raise
-
-
-def name_of(dataset: Any) -> str:
-    """The name of the dataset's class, without the wrappers that settings put around it."""
-    return getattr(dataset, "class_name", type(dataset).__name__)
 
 
 def random_numbers(seed: int, epoch: int, indices: Sequence[int]) -> np.ndarray:

@@ -25,7 +25,9 @@ class StreamTrainLoader:
     """A TrainLoader of data read forward."""
 
     def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
-        self._reader = TrainStreamReader(dataset, share.seed, settings.sharded, share.heartbeat)
+        self._reader = TrainStreamReader(
+            dataset, share.seed, settings.sharded, share.heartbeat, share.collate
+        )
         self._requests = TrainRequests(batch, share.replica, self._reader.num_shards)
         self._loader = data_loader(self._reader, self._requests, settings, share)
         self._batch, self._replica, self._num_workers = batch, share.replica, max(1, settings.num_workers)
@@ -81,7 +83,7 @@ class StreamEvalLoader:
     """An EvalLoader of data read forward; every rank reads all of it."""
 
     def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
-        self._reader = EvalStreamReader(dataset, share.seed, heartbeat=share.heartbeat)
+        self._reader = EvalStreamReader(dataset, share.seed, heartbeat=share.heartbeat, collate=share.collate)
         self._loader = data_loader(self._reader, EvalRequests(batch, share.replica), settings, share)
         self.num_samples, self.batch_size = self._reader.num_samples, batch.micro_size
         self.num_skipped = 0

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
-from trainer.data.loading.reader import BROKEN_DATA, collated, generators_kept, seed_generators
+from trainer.data.loading.collation import Collate, collated
+from trainer.data.loading.reader import BROKEN_DATA, generators_kept, seed_generators
 from trainer.data.loading.worker import answer
 from trainer.data.stream import has_state
 from trainer.errors import UserError
@@ -143,9 +144,14 @@ class StreamReader(Dataset[Any], ABC):
     """
 
     def __init__(
-        self, stream: Any, seed: int, sharded: bool = False, heartbeat: Heartbeat | None = None
+        self,
+        stream: Any,
+        seed: int,
+        sharded: bool = False,
+        heartbeat: Heartbeat | None = None,
+        collate: Collate = default_collate,
     ) -> None:
-        self.stream, self.seed = stream, seed
+        self.stream, self.seed, self.collate = stream, seed, collate
         self.heartbeat = heartbeat or Heartbeat()
         if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
             raise UserError(
@@ -240,7 +246,7 @@ class TrainStreamReader(StreamReader):
         if len(samples) < len(request.numbers):
             return None
         read = {number % self.num_shards for number in request.numbers} if self.keeps_state else ()
-        batch = collated(samples, self.stream, request.numbers)
+        batch = collated(samples, self.stream, request.numbers, self.collate)
         return batch, {shard: self._cursors[shard].state() for shard in read}
 
     def _catch_up(self, request: Request) -> CaughtUp:
@@ -271,7 +277,9 @@ class EvalStreamReader(StreamReader):
         samples = self._read(request)
         with self._reading_alone():
             filled = samples or [self._decode(self._first)]
-        return collated(filled, self.stream, request.numbers), list(request.numbers[: len(samples)])
+        return collated(filled, self.stream, request.numbers, self.collate), list(
+            request.numbers[: len(samples)]
+        )
 
 
 def _length(stream: Any) -> int | None:

@@ -1,0 +1,162 @@
+"""Batches that `data.collate` makes, of samples of unequal sizes too."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from tests import runs
+from tests.data.settings import eval_loader, message_of, train_loader
+from tests.ranks import run_ranks
+from trainer.data.padding import Padding
+from trainer.data.transforms import mirrored_at_random
+from trainer.errors import UserError
+
+
+class Sentences(Dataset[dict[str, Tensor]]):
+    """Sentence i has i % 5 + 1 words, and as many labels; of every third sentence none counts."""
+
+    num_classes = 7
+
+    def __init__(self, split: str = "train", num_samples: int = 24) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        words = torch.arange(index, index + index % 5 + 1)
+        labels = (words % 7) if index % 3 else torch.full_like(words, -100)
+        return {"words": words, "labels": labels, "number": index}
+
+
+class InLists(Sentences):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [self[index] for index in indices]
+
+
+class Forward(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return map(Sentences().__getitem__, range(24))
+
+
+def test_fills_up_to_the_largest() -> None:
+    batch = Padding({"labels": -100, "words": 9}, multiple_of=4)([Sentences()[i] for i in (3, 4, 1)])
+    assert batch["words"].tolist() == [[3, 4, 5, 6] + [9] * 4, [4, 5, 6, 7, 8, 9, 9, 9], [1, 2] + [9] * 6]
+    assert batch["labels"][1].tolist() == [4, 5, 6, 0, 1, -100, -100, -100]
+    assert batch["number"].tolist() == [3, 4, 1]
+    images = [(torch.ones(3, height, width), height) for height, width in ((2, 5), (4, 3))]
+    filled, heights = Padding([0.5, 0])(images)
+    assert filled.shape == (2, 3, 4, 5) and heights.tolist() == [2, 4]
+    assert (
+        (filled[0, :, 2:] == 0.5).all()
+        and (filled[0, :, :2] == 1).all()
+        and (filled[1, :, :, 3:] == 0.5).all()
+    )
+
+
+@pytest.mark.parametrize(
+    ("fill", "samples", "message"),
+    [
+        ({"label": 0}, [{"labels": torch.ones(1)}], "fill is {'label': 0}, but the fields of a sample are"),
+        (0, [torch.ones(1), torch.ones(1, 1)], "differ in more than their sizes: 1 dimensions"),
+        (0, [torch.ones(1), torch.ones(1).int()], "torch.float32"),
+        (0, [{"a": 1}, {"b": 1}], "other fields"),
+    ],
+)
+def test_what_no_filling_up_makes_alike(fill: Any, samples: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Padding(fill)(samples)
+
+
+@pytest.mark.parametrize("kind", ["by index", "in lists", "forward", "mirrored", "mirrored in lists"])
+def test_every_loader_takes_it(kind: str) -> None:
+    padding = Padding({"labels": -100})
+    dataset: Any = Forward() if kind == "forward" else InLists() if "lists" in kind else Sentences()
+    if "mirrored" in kind:
+        dataset = mirrored_at_random(dataset, padding)
+    batches = list(train_loader(dataset, 8, collate=padding).epoch(0))
+    batches = [getattr(batch, "batch", batch) for batch in batches]
+    assert Counter(i for batch in batches for i in batch["number"].tolist()) == Counter(range(24))
+    for batch in batches:
+        assert batch["words"].shape == batch["labels"].shape
+        for number, words in zip(batch["number"].tolist(), batch["words"], strict=True):
+            expected = Sentences()[number]["words"]
+            assert words[: len(expected)].equal(expected) and not words[len(expected) :].any()
+    held_out = [numbers for _, numbers in eval_loader(dataset, 5, collate=padding)]
+    assert sum(map(len, held_out)) == 24
+
+
+def test_names_the_sample_and_the_way_out() -> None:
+    message = message_of(train_loader(Sentences(), 8).epoch(0))
+    assert "of Sentences cannot be in a batch with sample" in message and "trainer.data.padding" in message
+
+    def broken(samples: list[Any]) -> Any:
+        raise KeyError(samples[-1]["number"])
+
+    message = message_of(train_loader(Sentences(), 8, collate=broken).epoch(0))
+    assert "of Sentences cannot be in a batch" in message and "raised by data.collate" in message
+
+
+def test_whole_batches_are_refused() -> None:
+    from trainer.data.digits import Digits
+
+    message = message_of(train_loader(Digits("train"), 8, collate=Padding()).epoch(0))
+    assert "Digits.__getitems__ returns whole batches" in message
+
+
+@dataclass
+class Answer:
+    loss: Tensor
+
+
+class Tagger(nn.Module):
+    """Embeds each word; the loss is the mean over its counted labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(32, 8), nn.Linear(8, 7)
+
+    def forward(self, words: Tensor, labels: Tensor, number: Tensor) -> Any:
+        logits = self.out(self.words(words))
+        return Answer(nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+TAGGING = (
+    *("model._target_=tests.data.test_collate.Tagger", "~model.input_shape", "~model.num_classes"),
+    *("~model.hidden", "data=fake", "data.dataset._target_=tests.data.test_collate.Sentences"),
+    *("data.dataset.num_samples=24", "~data.dataset.input_shape", "~data.dataset.num_classes"),
+    *("~data.dataset.seed", "data.task._target_=trainer.tasks.OwnLoss", "~data.task.label_smoothing"),
+    "+data.task.shifted=false",
+    "data.collate={_target_: trainer.data.padding.Padding, fill: {labels: -100}}",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "train.epochs=2",
+    "checkpoint.every_steps=2",
+    "checkpoint.every_epochs=null",
+)
+
+
+def _tagged(strategy: str, run_dir: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    settings = (*TAGGING, f"strategy={strategy}")
+    result = runs.train(*settings, f"run_dir={run_dir}")
+    resumed = runs.train(
+        *settings, f"run_dir={run_dir}-resumed", f"resume={run_dir}/checkpoints/step_00000004"
+    )
+    assert resumed["param_sha256"] == result["param_sha256"]
+    return runs.trained(*settings, f"run_dir={run_dir}-again"), result
+
+
+@pytest.mark.slow
+def test_labels_count_alike_under_every_strategy(tmp_path: Path) -> None:
+    [(alone, result)] = run_ranks(_tagged, 1, "single", tmp_path / "single", init=False)
+    for strategy in ("ddp", "fsdp"):
+        trained, of_two = run_ranks(_tagged, 2, strategy, tmp_path / strategy, init=False)[0]
+        for name, value in alone.items():
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6)
+        assert of_two["eval/loss"] == pytest.approx(result["eval/loss"], rel=1e-5)

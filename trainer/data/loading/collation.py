@@ -1,0 +1,73 @@
+"""From samples to a batch, by torch's default_collate or the callable of `data.collate`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from trainer.data.device import Mirrored
+from trainer.errors import UserError, on_one_line
+
+Collate = Callable[[list[Any]], Any]
+
+
+def collated_batch(fetched: Any, dataset: Any, indices: Sequence[int], collate: Collate) -> Any:
+    """What `__getitems__` returned as a batch: torch lets it return a list of samples or a batch.
+
+    Raises:
+        UserError: the number of samples differs from that of `indices`, or one is None; or it is a batch, and
+            `collate` is not torch's.
+    """
+    given = fetched if isinstance(fetched, list) else [fetched]
+    if isinstance(fetched, list) and len(given) != len(indices):
+        asked = f"{len(indices)} samples at a time, {indices[0]} the first of them"
+        raise UserError(f"{name_of(dataset)} was asked for {asked}, but returns {len(given)}; fix it")
+    for index, sample in zip(indices, given, strict=False):
+        if sample is None:
+            raise UserError(f"{name_of(dataset)} returns None for sample {index}; fix it")
+    if isinstance(fetched, list):
+        return collated(fetched, dataset, indices, collate)
+    if collate is not default_collate and not isinstance(fetched, Mirrored):
+        raise UserError(
+            f"data.collate makes batches of samples, but {name_of(dataset)}.__getitems__ returns whole "
+            "batches; have it return a list of samples, or set data.collate=null"
+        )
+    return fetched
+
+
+def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: Collate) -> Any:
+    """The batch of `samples`.
+
+    Raises:
+        UserError: `collate` fails; names the first sample for which it fails with the first of the batch.
+    """
+    if isinstance(samples[0], Mirrored):
+        batch = collated([sample.batch for sample in samples], dataset, indices, collate)
+        return Mirrored(batch, torch.stack([sample.which for sample in samples]))
+    try:
+        return collate(samples)
+    except Exception as error:
+        for index, sample in zip(indices, samples, strict=False):
+            try:
+                collate([samples[0], sample])
+            except Exception as of_pair:
+                raise UserError(
+                    f"sample {index} of {name_of(dataset)} cannot be in a batch with sample {indices[0]}: "
+                    f"{on_one_line(of_pair)}; {_way_out(collate)}"
+                ) from error
+        raise
+
+
+def _way_out(collate: Collate) -> str:
+    if collate is not default_collate:
+        return "it was raised by data.collate"
+    return (
+        "have all samples be tensors, numbers or text of the same shape, or fill them up with "
+        "'data.collate={_target_: trainer.data.padding.Padding}'"
+    )
+
+
+def name_of(dataset: Any) -> str:
+    """The name of the dataset's class, without the wrappers that settings put around it."""
+    return getattr(dataset, "class_name", type(dataset).__name__)
