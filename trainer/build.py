@@ -18,6 +18,7 @@ from trainer.data.loading.base import EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit, split_batch, split_leaves
 from trainer.data.loading.collation import Collate
 from trainer.data.loading.loaders import eval_loader, train_loader
+from trainer.data.order import shuffled
 from trainer.data.transforms import Transformed, mirrored_at_random
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
@@ -52,7 +53,8 @@ def load_data(config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist)
     """Build the datasets and loaders that `config` asks for."""
     train_set = build_dataset(config.data, "train")
     replica = strategy.replica if strategy.trains else 0  # a server reads nothing
-    to_train = train_loader(train_set, config.data, batch, _share(config, dist, replica))
+    share, order = _share(config, dist, replica), _callable("data.order", config.data.order, shuffled)
+    to_train = train_loader(train_set, config.data, batch, share, order)
     if not config.train.evaluates:
         return Data(train_set, to_train, None)
     return Data(train_set, to_train, load_held_out(config, batch, strategy, dist)[1])
@@ -75,15 +77,19 @@ def _share(config: Config, dist: Dist, replica: int) -> Share:
 
 
 def build_collate(data: DataConfig) -> Collate:
-    if data.collate is None:
-        return default_collate
-    collate: Collate = instantiate("data.collate", data.collate)
-    if not callable(collate):
+    return _callable("data.collate", data.collate, default_collate)
+
+
+def _callable(name: str, node: dict[str, Any] | None, default: Callable[..., Any]) -> Callable[..., Any]:
+    if node is None:
+        return default
+    found = instantiate(name, node)
+    if not callable(found):
         raise UserError(
-            f"data.collate: {data.collate['_target_']} gives a {type(collate).__name__}, but must give a "
-            "callable that makes a batch of a list of samples; a function takes _partial_: true"
+            f"{name}: {node['_target_']} gives a {type(found).__name__}, but must give a callable; a "
+            "function takes _partial_: true"
         )
-    return collate
+    return found
 
 
 def build_dataset(data: DataConfig, split: str) -> Any:

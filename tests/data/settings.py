@@ -11,6 +11,7 @@ from trainer.data.loading import loaders
 from trainer.data.loading.base import EvalLoader, Share, TrainLoader
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.collation import Collate
+from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
 
 CPU = torch.device("cpu")
@@ -36,6 +37,7 @@ def train_loader(
     seed: int = 0,
     timeout_s: float = 60,
     collate: Collate = default_collate,
+    order: Order = shuffled,
     **settings: Any,
 ) -> TrainLoader:
     return loaders.train_loader(
@@ -43,6 +45,7 @@ def train_loader(
         Settings(**settings),
         split_batch(global_batch_size, micro, num_replicas),
         Share(replica, seed, CPU, timeout_s, collate=collate),
+        order,
     )
 
 

@@ -36,8 +36,9 @@ def check_nodes(config: Config) -> None:
     nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
     nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
     nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
-    if config.data.collate is not None:
-        nodes["data.collate"] = config.data.collate
+    for name in ("collate", "order"):
+        if (node := getattr(config.data, name)) is not None:
+            nodes[f"data.{name}"] = node
     for split in ("train_transforms", "eval_transforms"):
         for number, node in enumerate(getattr(config.data, split)):
             nodes[f"data.{split}[{number}]"] = node

@@ -77,6 +77,7 @@ class DataConfig:
     train_transforms: list[Any] = MISSING
     eval_transforms: list[Any] = MISSING
     collate: dict[str, Any] | None = MISSING
+    order: dict[str, Any] | None = MISSING
     images: ImagesConfig = field(default_factory=ImagesConfig)
     on_bad_sample: str = one_of("raise", "skip")
     num_workers: int = at_least(0)

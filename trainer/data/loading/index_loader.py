@@ -11,6 +11,7 @@ from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, da
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.reader import EvalReader, TrainReader
 from trainer.data.loading.sampler import EvalSampler, TrainSampler
+from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
 
 
@@ -22,13 +23,19 @@ class IndexTrainLoader:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], settings: LoaderSettings, batch: BatchSplit, share: Share
+        self,
+        dataset: Dataset[Any],
+        settings: LoaderSettings,
+        batch: BatchSplit,
+        share: Share,
+        order: Order = shuffled,
     ) -> None:
         self._sampler = TrainSampler(
             dataset,  # type: ignore[arg-type]
             batch,
             replica=share.replica,
             seed=share.seed,
+            order=order,
         )
         self._reader = TrainReader(
             dataset, share.seed, settings.on_bad_sample, share.heartbeat, share.collate

@@ -6,19 +6,28 @@ from trainer.data.loading.base import EvalLoader, LoaderSettings, Share, TrainLo
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.index_loader import IndexEvalLoader, IndexTrainLoader
 from trainer.data.loading.stream_loader import StreamEvalLoader, StreamTrainLoader
+from trainer.data.order import Order, shuffled
 from trainer.data.stream import is_stream
 from trainer.errors import UserError
 
 
-def train_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> TrainLoader:
-    """The loader for this kind of data.
+def train_loader(
+    dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share, order: Order = shuffled
+) -> TrainLoader:
+    """The loader for this kind of data; `order` is for data that is read by index.
 
     Raises:
         UserError: fewer samples than a global batch, or a setting that this kind of data does not support.
     """
     _check_kind(dataset, settings)
-    kind = StreamTrainLoader if is_stream(dataset) else IndexTrainLoader
-    return kind(dataset, settings, batch, share)
+    if not is_stream(dataset):
+        return IndexTrainLoader(dataset, settings, batch, share, order)
+    if order is not shuffled:
+        raise UserError(
+            f"data.order is for data that is read by index, but {type(dataset).__name__} is a stream, which "
+            "has an order of its own; set it to null"
+        )
+    return StreamTrainLoader(dataset, settings, batch, share)
 
 
 def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> EvalLoader:

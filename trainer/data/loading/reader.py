@@ -110,8 +110,9 @@ class BatchReader(Dataset[Any], ABC):
 
     def _read_or_next(self, epoch: int, index: int) -> Any:
         """The sample, or the next one that can be read, so that every batch is full."""
-        for candidate in range(index, index + MAX_REPLACEMENTS):
-            sample = self._read(epoch, candidate % self.num_samples)
+        for further in range(MAX_REPLACEMENTS):
+            # An index may be beyond the number of samples of an epoch, as those of a Mixture.
+            sample = self._read(epoch, (index + further) % self.num_samples if further else index)
             if sample is not None:
                 return sample
         raise UserError(

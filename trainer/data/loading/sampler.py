@@ -1,8 +1,9 @@
 """Which samples each rank reads, and in which order.
 
-Training: an epoch e is a permutation drawn from (seed, e) alone, and a batch is its next B samples, so a run
-on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run resumed with another B continues with the
-very next sample. A remainder of less than B samples at the end of an epoch is not trained on.
+Training: an epoch e is an order (trainer.data.order) drawn from (seed, e) alone, and a batch is its next B
+samples, so a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run resumed with another B
+continues with the very next sample. A remainder of less than B samples at the end of an epoch is not trained
+on.
 A stream keeps its own order; the slices are cut from it in the same way.
 Evaluation: every sample exactly once, with the same number of batches on each rank.
 """
@@ -15,6 +16,7 @@ from torch.utils.data import Sampler
 
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.stream_reader import Request
+from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
 
 
@@ -35,6 +37,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         *,
         replica: int,
         seed: int,
+        order: Order = shuffled,
     ) -> None:
         if len(dataset) < batch.global_size:
             raise UserError(
@@ -45,6 +48,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         self.steps_per_epoch = len(dataset) // batch.global_size
         self.batch, self.replica, self.seed = batch, replica, seed
         self.num_samples = len(dataset)
+        self._dataset, self._order = dataset, order
         self.epoch = 0
         self.first_sample = 0
         self.shares: Callable[[], Iterator[tuple[int, int]]] | None = None
@@ -56,7 +60,12 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         # A tensor, not a list: data=tokens has a billion numbers.
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.num_samples, generator=generator)
+        order = self._order(self._dataset, generator)
+        if order.shape != (self.num_samples,):
+            raise UserError(
+                f"the order of an epoch has the shape {tuple(order.shape)}, but must be an index for each of "
+                f"{self.num_samples} samples"
+            )
         epoch, batch = self.epoch, self.batch
         for step, replica in self._shares_to_read():
             numbers = batch.micro_batches(self.first_sample + step * batch.global_size, replica)

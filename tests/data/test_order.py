@@ -1,0 +1,172 @@
+"""Orders of an epoch: by length, by weight, of a mixture; the same on any number of ranks and after a resume."""
+
+import itertools
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from tests import runs
+from tests.data.settings import message_of, train_loader
+from trainer.data import Mixture
+from trainer.data.digits import Digits
+from trainer.data.order import ByLength, ByWeight, Order, shuffled
+from trainer.errors import UserError
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, num_samples: int = 100, begin: int = 0, split: str = "train") -> None:
+        self.numbers = range(begin, begin + num_samples)
+        self.lengths = [number * 7 % 50 for number in self.numbers]
+        self.sample_weights = [float(number % 4) for number in self.numbers]
+        self.num_classes, self.begin = 10, begin
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> int:
+        return self.numbers[index]
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if self.begin + index == 1_001:
+            raise OSError("truncated")
+        return super().__getitem__(index)
+
+
+class Drawing(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), torch.rand(())
+
+
+def mixture(
+    *weights: float, num_samples: int | None = None, kind: Any = Numbers, split: str = "train"
+) -> Mixture:
+    parts = [partial(kind, 10), partial(kind, 40, 1_000)]
+    return Mixture(split, parts, weights or None, num_samples)
+
+
+def batches(dataset: Any, order: Order, replicas: int = 1, epoch: int = 0, first: int = 0) -> list[list[int]]:
+    """The samples of each global batch of 8."""
+    loaders = [
+        train_loader(dataset, 8, replicas, r, order=order).epoch(epoch, first) for r in range(replicas)
+    ]
+    return [
+        sorted(sample for batch in of_step for sample in batch.tolist())
+        for of_step in zip(*loaders, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "order"),
+    [(Numbers(), ByLength(8, 32)), (Numbers(), ByWeight()), (mixture(1, 1), shuffled)],
+    ids=["length", "weight", "mixture"],
+)
+def test_ranks_epochs_and_resumes(dataset: Any, order: Order) -> None:
+    alone = batches(dataset, order)
+    assert batches(dataset, order, replicas=2) == batches(dataset, order, replicas=4) == alone
+    assert batches(dataset, order, first=24) == alone[3:]
+    assert batches(dataset, order, epoch=1) != alone
+
+
+def test_batches_by_length_are_alike_and_complete() -> None:
+    numbers = Numbers(101)
+    order = ByLength(8, 64)(numbers, torch.Generator().manual_seed(0))
+    assert sorted(order.tolist()) == list(range(101))
+    spread = [max(of) - min(of) for of in (torch.tensor(numbers.lengths)[g] for g in order.split(8))]
+    at_random = torch.tensor(numbers.lengths)[torch.randperm(101)].split(8)
+    assert sum(map(int, spread)) < sum(int(max(of) - min(of)) for of in at_random) / 3
+    assert len(order.split(8)[-1]) == 5  # the short group comes last, or batches would lie across groups
+    means = [torch.tensor(numbers.lengths)[group].float().mean().item() for group in order.split(8)]
+    assert means != sorted(means)
+
+
+def test_weights_are_proportions() -> None:
+    numbers = Numbers(4_000)
+    drawn = Counter((ByWeight()(numbers, torch.Generator().manual_seed(0)) % 4).tolist())
+    assert drawn[0] == 0
+    for weight in (1, 2, 3):
+        assert drawn[weight] == pytest.approx(4_000 * weight / 6, rel=0.1)
+    numbers.sample_weights = [0.0] * 3_999 + [1e-3]
+    assert set(ByWeight()(numbers, torch.Generator()).tolist()) == {3_999}
+
+
+def test_a_mixture_gives_each_its_share() -> None:
+    counted = [
+        Counter(itertools.chain(*batches(mixture(3, 1, num_samples=48), shuffled, epoch=epoch)))
+        for epoch in (0, 1)
+    ]
+    for counts in counted:
+        small = {number: count for number, count in counts.items() if number < 1_000}
+        assert sum(small.values()) == 36 and set(small.values()) == {3, 4} and len(small) == 10
+        assert sum(counts.values()) - 36 == 12 and max(c for n, c in counts.items() if n >= 1_000) == 1
+    assert counted[0] != counted[1]  # another part of the large one
+    assert len(mixture()) == 50 and len(mixture(3, 1, split="eval")) == 50
+    assert [mixture(3, 1, split="eval")[i] for i in range(50)] == [*range(10), *range(1_000, 1_040)]
+    assert mixture().num_classes == 10 and not hasattr(mixture(), "begin")
+
+
+def test_a_sample_of_a_mixture_is_augmented_anew_each_time() -> None:
+    loader = train_loader(mixture(7, 1, num_samples=64, kind=Drawing), 8)
+    drawn = [
+        pair for batch in loader.epoch(0) for pair in zip(*(part.tolist() for part in batch), strict=True)
+    ]
+    assert len(set(drawn)) == 64 and len({number for number, _ in drawn}) <= 18
+
+
+def test_a_broken_sample_of_a_mixture_is_replaced() -> None:
+    loader = train_loader(mixture(1, 4, num_samples=48, kind=Broken), 8, on_bad_sample="skip")
+    seen = [sample for batch in loader.epoch(0) for sample in batch.tolist()]
+    assert len(seen) == 48 and 1_001 not in seen and sum(sample >= 1_000 for sample in seen) >= 37
+
+
+class Forward(IterableDataset[int]):
+    def __init__(self, split: str = "train") -> None:
+        self.numbers = range(64)
+
+    def __iter__(self) -> Any:
+        return iter(self.numbers)
+
+
+def test_what_cannot_be_ordered_is_refused() -> None:
+    def too_few(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return torch.arange(5)
+
+    assert "shape (5,)" in message_of(train_loader(Numbers(), 8, order=too_few).epoch(0))
+    with pytest.raises(UserError, match=r"data\.order is for data that is read by index"):
+        train_loader(Forward(), 8, order=ByWeight())
+    with pytest.raises(UserError, match="needs lengths of the dataset"):
+        ByLength(8)(Digits("train"), torch.Generator())
+    with pytest.raises(UserError, match="datasets\\[1\\] is a stream"):
+        Mixture("train", [Numbers, Forward])
+    with pytest.raises(UserError, match=r"weights is \(1, -1\)"):
+        mixture(1, -1)
+    with pytest.raises(UserError, match="both must be at least 1"):
+        ByLength(0)
+
+
+MIXED = (
+    "data.dataset._target_=trainer.data.Mixture",
+    "+data.dataset.datasets=[{_target_: trainer.data.digits.Digits, _partial_: true},"
+    "{_target_: trainer.data.digits.Digits, _partial_: true}]",
+    "+data.dataset.weights=[3, 1]",
+    "+data.dataset.num_samples=256",
+    "train.max_steps=4",
+    "train.epochs=9",
+)
+
+
+def test_a_run_takes_them_from_the_settings(tmp_path: Path) -> None:
+    mixed = runs.train(*MIXED, f"run_dir={tmp_path}/mixed")
+    again = runs.train(
+        *MIXED,
+        "data.order={_target_: trainer.data.order.shuffled, _partial_: true}",
+        f"run_dir={tmp_path}/again",
+    )
+    assert mixed["samples_seen"] == 4 * 64 and mixed["epochs"] == 1
+    assert mixed["param_sha256"] == again["param_sha256"]

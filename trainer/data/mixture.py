@@ -1,0 +1,98 @@
+"""Several datasets as one, in given proportions."""
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.utils.data import Dataset
+
+from trainer.data.loading.reader import sample_of
+from trainer.data.stream import is_stream
+from trainer.errors import UserError
+
+
+class Mixture(Dataset[Any]):
+    """Datasets read by index, each with its share of every epoch.
+
+    An epoch of training has `num_samples` samples, of which each dataset gives as many as its weight says,
+    to the nearest sample. One that gives more than it has is gone through several times, each sample with
+    its own augmentation each time; of one that gives fewer, another part is drawn in each epoch. Held-out
+    data is all of each dataset, one after the other.
+
+    Attributes that all datasets have, with equal values, are those of the mixture, such as num_classes.
+
+    Args:
+        split: train or eval, which `datasets` are called with.
+        datasets: in the config, nodes with `_partial_: true`.
+        weights: None: in proportion to the numbers of their samples.
+        num_samples: None: as many as all datasets have.
+
+    Raises:
+        UserError: a stream, an empty dataset, or weights that are no proportions.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        datasets: Sequence[Callable[..., Any]],
+        weights: Sequence[float] | None = None,
+        num_samples: int | None = None,
+    ) -> None:
+        self.datasets = [make(split=split) for make in datasets]
+        for number, dataset in enumerate(self.datasets):
+            if is_stream(dataset):
+                raise UserError(f"data.dataset.datasets[{number}] is a stream; a mixture reads by index")
+        sizes = [len(dataset) for dataset in self.datasets]
+        if not all(sizes):
+            raise UserError(f"the datasets of the mixture have {sizes} samples; leave out the empty ones")
+        given = sizes if weights is None or split != "train" else weights
+        if len(given) != len(sizes) or not all(0 < weight < float("inf") for weight in given):
+            raise UserError(
+                f"data.dataset.weights is {weights}, but must have a number above 0 for each of the "
+                f"{len(sizes)} datasets"
+            )
+        total = sum(sizes) if num_samples is None or split != "train" else num_samples
+        self._counts = _shares(total, given)
+        # Dataset k has indices for each of its passes, so that a sample is another one in another pass.
+        passes = [-(-count // size) for count, size in zip(self._counts, sizes, strict=True)]
+        spans = [number * size for number, size in zip(passes, sizes, strict=True)]
+        self._begins = [0, *itertools.accumulate(spans)]
+
+    def __len__(self) -> int:
+        return sum(self._counts)
+
+    def __getitem__(self, index: int) -> Any:
+        number = bisect.bisect_right(self._begins, index) - 1
+        dataset = self.datasets[number]
+        return sample_of(dataset, (index - self._begins[number]) % len(dataset))
+
+    def epoch_order(self, generator: Generator) -> Tensor:
+        """Indices of an epoch of training (see `trainer.data.order`)."""
+        chosen = []
+        for dataset, count, begin in zip(self.datasets, self._counts, self._begins, strict=False):
+            whole = count // len(dataset) * len(dataset)
+            rest = torch.randperm(len(dataset), generator=generator)[: count - whole]
+            chosen += [torch.arange(begin, begin + whole), begin + whole + rest]
+        every = torch.cat(chosen)
+        return every[torch.randperm(len(every), generator=generator)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("datasets", "draw", "lengths", "sample_weights"):
+            raise AttributeError(name)
+        values = [getattr(dataset, name) for dataset in self.datasets]
+        if any(value != values[0] for value in values):
+            raise AttributeError(f"{name} differs: {values}")
+        return values[0]
+
+
+def _shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to `weights` that add up to `total`, by the largest remainders."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda number: counts[number] - exact[number])
+    for number in by_remainder[: total - sum(counts)]:
+        counts[number] += 1
+    return counts
