@@ -206,7 +206,15 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
         (["optim._target_=nowhere.SGD"], r"nowhere.SGD cannot be built: Error loading 'nowhere.SGD': .*\?$"),
         (
             ["data.task={_target_:builtins.dict}", "~data.task.label_smoothing"],
-            "without loss, or without what evaluation needs",
+            r"makes a dict without loss and eval_sums and summarise \(or rows and summarise_rows\)",
+        ),
+        (
+            ["data.task={_target_:tests.test_run.Unsummarised}", "~data.task.label_smoothing"],
+            "makes a Unsummarised without summarise; see",
+        ),
+        (
+            ["data.dataset={_target_:tests.test_run.Uncounted}"],
+            r"Uncounted has __getitem__, but no __len__",
         ),
         (
             ["data.task={_target_:tests.test_run.Learned}", "~data.task.label_smoothing"],
@@ -217,6 +225,18 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
 def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(UserError, match=f"^.*{words}"), context_of(f"run_dir={tmp_path}", *overrides):
         pass
+
+
+class Unsummarised:
+    def loss(self, model: torch.nn.Module, batch: Any) -> None: ...
+    def eval_sums(self, model: torch.nn.Module, batch: Any) -> None: ...
+
+
+class Uncounted:
+    num_classes = 10
+
+    def __init__(self, split: str) -> None: ...
+    def __getitem__(self, index: int) -> None: ...
 
 
 class Learned(torch.nn.Module, Classification):

@@ -161,11 +161,9 @@ def _not_to_be_saved(tensor: Tensor) -> str | None:
 
 def build_task(config: Config) -> Task:
     task: Task = instantiate("data.task", config.data.task)
-    evaluates = offers(task, "eval_sums", "summarise") or offers(task, "rows", "summarise_rows")
-    if not offers(task, "loss") or (config.train.evaluates and not evaluates):
+    if lacking := _lacking(task, config.train.evaluates):
         raise UserError(
-            f"data.task: {config.data.task['_target_']} makes a {type(task).__name__} without loss, or "
-            "without what evaluation needs: eval_sums and summarise, or rows and summarise_rows; see "
+            f"data.task: {config.data.task['_target_']} makes a {type(task).__name__} without {lacking}; see "
             "trainer.tasks.Task. With train.eval_every_epochs=0 only loss is needed"
         )
     if any(_is_trained(part) for part in leaves(getattr(task, "__dict__", {}))):
@@ -176,6 +174,17 @@ def build_task(config: Config) -> Task:
     if config.train.compile and offers(task, "compile"):
         task.compile()
     return task
+
+
+def _lacking(task: Any, evaluates: bool) -> str:
+    """The methods that `task` should have and does not, in words."""
+    lacking = [] if offers(task, "loss") else ["loss"]
+    if evaluates:
+        pair = ("rows", "summarise_rows") if offers(task, "rows") else ("eval_sums", "summarise")
+        lacking += [name for name in pair if not offers(task, name)]
+        if {*pair} <= {*lacking}:
+            lacking.append("(or rows and summarise_rows)")
+    return " and ".join(lacking).replace(" and (", " (")
 
 
 def _is_trained(part: Any) -> bool:

@@ -55,7 +55,7 @@ def compose() -> list[DictConfig]:
     except Exception as error:
         if isinstance(error, HydraException | OmegaConfBaseException) or not _is_of_hydra(error):
             raise
-        groups = [each for each in sys.argv[1:] if (CONF / each.partition("=")[0]).is_dir()]
+        groups = [each for each in sys.argv[1:] if "=" in each and (CONF / each.partition("=")[0]).is_dir()]
         what = " ".join(groups) or "the command line"
         raise UserError(f"{what} cannot be composed: {in_words(error)}") from error
     finally:  # launched processes would inherit it, and end with a traceback instead of a message
@@ -66,9 +66,9 @@ def compose() -> list[DictConfig]:
 
 
 def _is_of_hydra(error: Exception) -> bool:
-    """Whether Hydra itself raised it, not a sweep within: model=null makes Hydra fail, also a user error."""
+    """Whether Hydra itself raised it, not a sweep within: model=null or a tab in YAML, the user's error."""
     *_, last = traceback.walk_tb(error.__traceback__)
-    return str(last[0].f_globals.get("__name__")).startswith("hydra.")
+    return str(last[0].f_globals.get("__name__")).startswith(("hydra.", "yaml."))
 
 
 def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:

@@ -219,6 +219,16 @@ def test_what_hydra_trips_over_is_a_mistake_in_the_settings(
         compose()
 
 
+def test_a_tab_in_a_file_of_settings_is_told_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("a:\n\tb: 1\n")
+    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "model=mine"])
+    with pytest.raises(UserError, match=r"^model=mine cannot be composed: .*mine\.yaml\", line 2"):
+        compose()
+
+
 def test_nan_is_a_fault_also_among_others() -> None:
     assert for_hydra(["fault=none,nan,kill", "fault=nan"]) == ["fault=none,'nan',kill", "fault='nan'"]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from trainer.data.loading.base import EvalLoader, LoaderSettings, Share, TrainLoader
 from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.collation import name_of
 from trainer.data.loading.index_loader import IndexEvalLoader, IndexTrainLoader
 from trainer.data.loading.stream_loader import StreamEvalLoader, StreamTrainLoader
 from trainer.data.order import Order, shuffled
@@ -38,6 +39,14 @@ def eval_loader(dataset: Any, settings: LoaderSettings, batch: BatchSplit, share
 
 
 def _check_kind(dataset: Any, settings: LoaderSettings) -> None:
+    if not is_stream(dataset):
+        try:
+            len(dataset)
+        except TypeError as error:
+            raise UserError(
+                f"{name_of(dataset)} has __getitem__, but no __len__ that says how many samples there are "
+                f"({error}); write one, or have it yield samples as a torch.utils.data.IterableDataset"
+            ) from error
     if settings.sharded and not is_stream(dataset):
         raise UserError(
             f"data.sharded is true, but {type(dataset).__name__} is not a stream: it is read by index, in a "
