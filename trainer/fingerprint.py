@@ -1,4 +1,4 @@
-"""What can be compared of any object: numbers, text, tensors and random generators, by their places in it."""
+"""The fingerprint of any object: its numbers, text, tensors and random generators, by their places in it."""
 
 import itertools
 import random
@@ -26,30 +26,36 @@ _GENERATORS = (
     torch.Generator,
 )
 _NOT_WALKED = sys.stdlib_module_names | {"torch", "numpy"}  # loggers, threads, streams, hooks
-_MOST = 10_000  # objects in one walk
-_MOST_OF_ONE = 1_000  # elements of one container
-_WHOLE = 2**20  # elements of a tensor that are all read; of a larger one as many, evenly spread
+_MAX_OBJECTS = 10_000  # in one walk
+_MAX_ELEMENTS = 1_000  # of one container
+_MAX_HASHED = 2**20  # elements of a tensor; of a larger one at least half as many, evenly spread
 
 
 def fingerprint(value: Any, known: Collection[int] = ()) -> dict[str, Any]:
-    """What of `value` can be compared, by its place; None where there is something else.
+    """The values within `value` that can be compared, by their places, such as ".layers[0].scale".
 
-    Never raises, and looks at no more than 10,000 objects. What is in `known`, by id, is left out.
+    A number or text is its repr; a tensor or array its shape and the crc32 of its elements; a random
+    generator its state. The place of a container ends with its length, as in ".seen (12)", and has the value
+    True. None stands for anything else. Never raises, and looks at no more than 10,000 objects.
+
+    Args:
+        known: ids of objects to leave out, with all that they hold.
     """
-    return {place: _compared(leaf) for place, leaf in _walk(value, known)}
+    return {place: _value_if_any(leaf) for place, leaf in _walk(value, known)}
 
 
 def generators(value: Any) -> dict[str, tuple[Any, Any]]:
     """The random generators that `value` holds, each with its state, by place; without the global ones."""
+    # The functions of these two modules are methods of their global generators.
     of_python: Any = random.random
     of_numpy: Any = np.random.rand
     shared = (of_python.__self__, of_numpy.__self__, torch.default_generator)
     held = _walk(value, {id(part) for part in shared})
-    return {place: (leaf, _compared(leaf)) for place, leaf in held if isinstance(leaf, _GENERATORS)}
+    return {place: (leaf, _value_if_any(leaf)) for place, leaf in held if isinstance(leaf, _GENERATORS)}
 
 
 def class_data(kind: type) -> dict[str, Any]:
-    """The attributes of a user's class that are data, its bases' among them."""
+    """The attributes that a user's class and its bases define, without methods, properties and dunders."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if _is_walked(base):
@@ -63,14 +69,15 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _is_walked(kind: type) -> bool:
+    """Whether to look at the attributes of this class and its instances: not at torch's or Python's own."""
     return kind.__module__.partition(".")[0] not in _NOT_WALKED
 
 
 def _walk(value: Any, known: Collection[int]) -> Iterator[tuple[str, Any]]:
-    """Breadth first, so that a long list hides nothing beside it."""
+    """Leaves and containers by place; breadth first, so that a long list hides nothing beside it."""
     ahead: deque[tuple[str, Any]] = deque([("", value)])
     seen: dict[int, Any] = {}
-    for _ in range(_MOST):
+    for _ in range(_MAX_OBJECTS):
         if not ahead:
             return
         place, item = ahead.popleft()
@@ -86,12 +93,12 @@ def _walk(value: Any, known: Collection[int]) -> Iterator[tuple[str, Any]]:
             yield place, item
             continue
         yield f"{place} ({len(inside)})", True
-        parts = itertools.islice(inside.items(), _MOST_OF_ONE)
+        parts = itertools.islice(inside.items(), _MAX_ELEMENTS)
         ahead.extend((f"{place}{name}", part) for name, part in parts)
 
 
 def _inside(item: Any) -> dict[str, Any] | None:
-    """The parts of `item` by name; None for a leaf."""
+    """The parts of `item` by what follows its place in theirs (".name", "[0]"); None for a leaf."""
     if isinstance(item, (*_PLAIN, *_GENERATORS, Tensor, np.ndarray, type)) or item is None:
         return None
     if isinstance(item, dict):
@@ -124,7 +131,7 @@ def _inside(item: Any) -> dict[str, Any] | None:
 
 
 def _attributes(item: Any) -> dict[str, Any] | None:
-    """What the user's class and `item` hold; None for nothing, as for objects in C."""
+    """The attributes of `item` and of its class; None if there are none, as for objects in C."""
     names: list[str] = []
     for kind in type(item).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -134,7 +141,8 @@ def _attributes(item: Any) -> dict[str, Any] | None:
     return {f".{name}": part for name, part in held.items()} or None
 
 
-def _compared(leaf: Any) -> Any:
+def _value_if_any(leaf: Any) -> Any:
+    """The value to compare of a leaf, as `fingerprint` says."""
     try:
         return _value(leaf)
     except Exception:  # a tensor without memory, a generator of another library
@@ -142,13 +150,12 @@ def _compared(leaf: Any) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    """None for what the step computes, and for objects of other kinds."""
     if isinstance(leaf, Tensor):
-        is_derived = leaf.requires_grad or isinstance(leaf, DTensor)
-        if is_derived or leaf.is_meta or leaf.layout != torch.strided:
+        is_of_step = leaf.requires_grad or isinstance(leaf, DTensor)  # computed by it, or updated
+        if is_of_step or leaf.is_meta or leaf.layout != torch.strided:
             return None
         flat = leaf.detach().reshape(-1)
-        flat = flat[:: 1 + flat.numel() // _WHOLE].cpu().contiguous()
+        flat = flat[:: 1 + flat.numel() // _MAX_HASHED].cpu().contiguous()
         return (tuple(leaf.shape), zlib.crc32(flat.view(torch.uint8).numpy().data))
     if isinstance(leaf, np.ndarray):
         return (leaf.shape, zlib.crc32(leaf.tobytes()))

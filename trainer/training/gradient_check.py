@@ -21,12 +21,12 @@ class GradientCheck:
     """Guards each update: no rank makes one if gradients are NaN or Inf on any rank.
 
     Replicas hold the same gradients after the all-reduce, so each finds the same. Ranks that hold
-    different ones exchange a number.
+    different ones all-reduce one number.
 
     Args:
         differ: whether ranks hold different gradients: shards, or none.
         is_to_blame: whether this rank made such a gradient; called on every rank when there is one.
-        limit: of a gradient, beyond which it became NaN; for the message.
+        limit: the numbers of a gradient beyond +-`limit` have become NaN; for the message.
     """
 
     def __init__(
@@ -40,13 +40,14 @@ class GradientCheck:
 
     @contextmanager
     def around_update(self, step: int, state: TrainState, norm: Tensor | None) -> Iterator[None]:
-        """Around the update of `step` (a collective).
+        """The context of the update of `step`, which checks before it (a collective).
 
         On a GPU, optimizers that accept GradScaler's flag skip the update on the device, and the host reads
         the flag after launching it, so that the GPU's queue does not run dry.
 
         Args:
-            norm: of all gradients, the same on every rank, if they are scaled by it: it must be finite.
+            norm: if gradients are clipped, the norm of all of them, a scalar, the same on every rank: it must
+                be finite. None: each gradient is looked at.
 
         Raises:
             NonFiniteError: on every rank; no parameter has changed.
@@ -55,7 +56,8 @@ class GradientCheck:
             yield
             return
         optimizer: Any = state.optimizer
-        groups = optimizer.param_groups  # keep the gradients, which the update frees
+        groups = optimizer.param_groups
+        # Kept for the message, since the update frees them.
         held = [(p, g) for group in groups for p in group["params"] if (g := p.grad) is not None]
         gradients = [to_local(gradient) if self._differ else gradient for _, gradient in held]
         flag = self._flag(gradients, norm)
@@ -64,12 +66,12 @@ class GradientCheck:
         if on_device:
             optimizer.found_inf, optimizer.grad_scale = flag, None
         elif read():
-            self._refuse(step, state, held, norm)
+            self._raise_if_not_finite(step, state, held, norm)
         yield
         if on_device:
             del optimizer.found_inf, optimizer.grad_scale
             if read():
-                self._refuse(step, state, held, norm)
+                self._raise_if_not_finite(step, state, held, norm)
 
     def _flag(self, gradients: Sequence[Tensor], norm: Tensor | None) -> bool | Tensor:
         """Whether a gradient of any rank, or on CPUs their sum, is not finite; on a GPU as 1.0 or 0.0."""
@@ -97,14 +99,17 @@ class GradientCheck:
 
         return read
 
-    def _refuse(
+    def _raise_if_not_finite(
         self,
         step: int,
         state: TrainState,
         held: Sequence[tuple[nn.Parameter, Tensor]],
         norm: Tensor | None,
     ) -> None:
-        """Raise if a gradient is not finite, and name it (a collective if ranks hold different gradients)."""
+        """Raise NonFiniteError and name a gradient (a collective if ranks hold different ones).
+
+        Returns if the flag was wrong: on CPUs a sum of finite gradients may overflow.
+        """
         names = {parameter: name for name, parameter in parameter_names(state.model)}
         bad = [names[parameter] for parameter, gradient in held if not _is_finite(gradient)]
         own = bad, self._is_to_blame()
@@ -128,7 +133,7 @@ class GradientCheck:
 
 
 def _overall(gradients: Sequence[Tensor]) -> complex | Tensor:
-    """A number that is not finite if any element is not; or on CPUs, if a sum overflows."""
+    """A number that is not finite if any element is not, or on CPUs, if a sum overflows."""
     if all(gradient.is_cpu for gradient in gradients):  # takes a third of the time of a norm
         return sum([gradient.sum().item() for gradient in gradients])
     return nn.utils.get_total_norm(gradients, math.inf)
@@ -139,7 +144,7 @@ def _as_flag(number: complex | Tensor) -> Tensor:
 
 
 def _is_read_by(optimizer: Any, flag: bool | Tensor, gradients: Sequence[Tensor]) -> bool:
-    """Whether its fused step reads the flag on the device; torch has no public check."""
+    """Whether a fused step of `optimizer` reads the flag on the device; torch has no public check."""
     if not isinstance(flag, Tensor) or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return bool(gradients) and all(gradient.device == flag.device for gradient in gradients)

@@ -16,17 +16,20 @@ _OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
 class UnsavedState:
     """Compares the attributes of modules, task and optimizer after the first two steps, and at each save.
 
-    Warns of what changed. Attributes that the first step sets and the second does not change, such as caches,
-    are no state; nor is what is new or of another size at a save. A module with `get_extra_state`, and an
-    optimizer with its own `state_dict`, decide themselves what is saved.
+    Warns of what changed. An attribute that the first step sets and the second does not change, such as a
+    cache, is not state. At a save, what is new or of another size does not count either. A module with
+    `get_extra_state`, and an optimizer with its own `state_dict`, decide themselves what is saved.
+
+    Args:
+        model: unwrapped.
+        looks: whether this rank compares; one is enough, the first of those that train.
     """
 
     def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
-        """One rank that `looks` is enough: the first of those that train."""
         self._model, self._task, self._optimizer, self._looks = model, task, optimizer, looks
         self._num_steps = 0
-        self._before: dict[str, dict[str, Any]] = {}
-        self._told: set[str] = set()
+        self._before: dict[str, dict[str, Any]] = {}  # fingerprints, of step 1 or 2
+        self._warned: set[str] = set()
 
     def look(self) -> None:
         """Called after each step."""
@@ -35,13 +38,13 @@ class UnsavedState:
             return
         now = self._attributes()
         if self._num_steps == 2:
-            self._tell(name for name in now if now[name] != self._before.get(name, now[name]))
+            self._warn_once(name for name in now if now[name] != self._before.get(name, now[name]))
         self._before = now
 
     def look_at_save(self) -> None:
         """Called before each save, for what changes only later."""
         if self._looks and self._num_steps > 2:
-            self._tell(
+            self._warn_once(
                 name
                 for name, values in self._attributes().items()
                 if any(
@@ -49,9 +52,9 @@ class UnsavedState:
                 )
             )
 
-    def _tell(self, names: Iterable[str]) -> None:
-        changed = [name for name in names if name not in self._told]
-        self._told.update(changed)
+    def _warn_once(self, names: Iterable[str]) -> None:
+        changed = [name for name in names if name not in self._warned]
+        self._warned.update(changed)
         if changed:
             log.warning(
                 "%s%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
@@ -63,7 +66,7 @@ class UnsavedState:
             )
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
-        """What can be compared of each attribute, by name, if it is not a parameter, buffer or module."""
+        """The fingerprint of each attribute, by name; without the parameters, buffers and modules of the model."""
         model = self._model
         known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
         found: dict[str, Any] = {}
@@ -72,9 +75,10 @@ class UnsavedState:
                 for name, value in (class_data(type(module)) | vars(module)).items():
                     if name not in OF_EVERY_MODULE:
                         found[f"{prefix}.{name}" if prefix else name] = value
+        # A task may be a module, but no checkpoint holds its buffers and modules.
         parts = {**getattr(self._task, "_buffers", {}), **getattr(self._task, "_modules", {})}
         for name, value in (class_data(type(self._task)) | vars(self._task) | parts).items():
-            if name not in {*OF_EVERY_MODULE, "plain_loss"}:
+            if name not in {*OF_EVERY_MODULE, "plain_loss"}:  # `Task.loss` sets it for the log
                 found[f"task.{name}"] = value
         if type(self._optimizer).state_dict is Optimizer.state_dict:
             for name, value in (class_data(type(self._optimizer)) | vars(self._optimizer)).items():
@@ -84,7 +88,7 @@ class UnsavedState:
 
 
 def _changed(before: Any, now: Any) -> bool:
-    """Whether a value has another one of the same size: a cache that grew is no state."""
+    """Whether a value is another one of the same size: a cache that grew is not state."""
     if before is None or now is None or before == now:
         return False
     return not (isinstance(before, tuple) and isinstance(now, tuple) and before[0] != now[0])
