@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes: each rank's next forward pass starts from rank 0's."""
+"""Buffers that a forward pass changes: the next forward pass of each rank starts from those of rank 0."""
 
 import inspect
 import types
@@ -17,10 +17,11 @@ _SMALL_BYTES = 1 << 20  # sending these costs less than asking all ranks, which 
 
 
 def are_statistics(model: nn.Module) -> bool:
-    """Whether all buffers are those of norms of torch, which training only writes.
+    """Whether all buffers are running statistics of torch's norms, which training writes and never reads.
 
-    Those of rank 0 follow its own data in any case, and are used for evaluation and saving. A subclass with
-    its own forward pass may read them, and so may a model whose code names them.
+    Then they need not be equal in training: those of rank 0 follow its own data in any case, and are used for
+    evaluation and saving. A subclass with its own forward pass may read them, and so may a model whose code
+    names them: for these it is False.
     """
     holders = [module for module in model.modules() if any(True for _ in module.buffers(recurse=False))]
     only_norms = all(isinstance(each, _NORMS) and type(each).forward in _FORWARDS for each in holders)
@@ -49,6 +50,7 @@ def _is_torchs(code: type | types.FunctionType) -> bool:
 
 
 def _functions(kind: type) -> Iterator[types.FunctionType]:
+    """The functions that a class defines itself, undecorated: methods, also static ones, and properties."""
     for value in vars(kind).values():
         function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         if inspect.isfunction(function):
@@ -56,6 +58,7 @@ def _functions(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
+    """The names of attributes and globals in `code`, and its text constants."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):  # of getattr
@@ -65,14 +68,16 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 class ChangedBuffers:
-    """Sends each rank rank 0's buffers before each forward pass, as DDP does, once a pass has changed any.
+    """Sends the buffers of rank 0 to all before each forward pass, as DDP does, once a pass has changed any.
 
     Otherwise ranks would continue from their own, and a resumed run from those of rank 0. Large constants,
-    such as masks, are not sent: each pass compares them with a copy of the first, and asks all ranks. Their
-    values are compared, since what is written through `data` or `numpy` has the same version.
+    such as masks, are not sent: before each pass they are compared with a copy made before the first, and all
+    ranks are asked. Their values are compared, not their versions, which do not count what is written through
+    `data` or `numpy`.
 
     Args:
-        sync: sends each rank the buffers of rank 0 (a collective).
+        model: unwrapped, or sharded by FSDP.
+        sync: sends the buffers of rank 0 to all (a collective).
         on_any: whether its argument is true on any rank (a collective).
         small_bytes: up to this size in all, buffers are always sent.
     """
@@ -86,22 +91,22 @@ class ChangedBuffers:
     ) -> None:
         self._model, self._sync, self._on_any = model, sync, on_any
         self._first: list[Tensor] | None = None
-        self._kept = are_statistics(model)
-        self._change = sum(buffer.nbytes for buffer in model.buffers()) <= small_bytes
+        self._need_no_sync = are_statistics(model)
+        self._sends = sum(buffer.nbytes for buffer in model.buffers()) <= small_bytes
 
     def before_forward(self) -> None:
         """Called before each forward pass in training, on all ranks (a collective)."""
-        if self._kept:
+        if self._need_no_sync:
             return
-        if not self._change:
+        if not self._sends:
             now = [buffer.detach() for buffer in self._model.buffers()]
             if self._first is None:
                 self._first = [buffer.clone() for buffer in now]
             changed = len(now) != len(self._first) or not all(map(_equal, now, self._first))
-            self._change = self._on_any(changed)
-            if self._change:
+            self._sends = self._on_any(changed)
+            if self._sends:
                 self._first = None
-        if self._change:
+        if self._sends:
             self._sync()
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.local_shard import local_shard, to_local
 
-_ALL_UNITS = 3  # passes
-_EVERY = 4  # passes after them: a unit in each would take 1 % of a small model's step on a CPU
+_FIRST_PASSES = 3  # which compare all units
+_PASSES_PER_UNIT = 4  # later: one unit in each pass would take 1 % of a small model's step on a CPU
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
@@ -21,8 +21,8 @@ class GatheredParameters:
     """Looks for gathered parameters that a forward pass changes or replaces.
 
     After each unit's call in the first passes, this rank's rows are compared with its shard: together, ranks
-    compare all. Every fourth of the later passes compares one unit, in turn. Each step reads version
-    counters, which `p.data` avoids, in 0.1 us for each parameter.
+    compare all. Every fourth of the later passes compares one unit, in turn. Each step also reads version
+    counters, in 0.1 us for each parameter; these do not count what is written through `p.data`.
 
     Args:
         model: sharded.
@@ -37,8 +37,8 @@ class GatheredParameters:
         self._sent_as = sent_as
         self._shards = dict(model.named_parameters(remove_duplicate=False))
         self._versions: dict[Tensor, int] = {}
-        self._compared: list[tuple[list[str], Tensor]] = []  # names, and whether each differs
-        self._passes = 0
+        self._compared: list[tuple[list[str], Tensor]] = []  # names, and by place whether each differs
+        self._passes = 0  # forward passes of the model so far
         units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
         self._units = [
             _GatheredUnit(number, name, cast(nn.Module, unit)) for number, (name, unit) in enumerate(units)
@@ -49,7 +49,10 @@ class GatheredParameters:
             unit.module.register_forward_hook(partial(self._end, unit), prepend=True)
 
     def changed(self) -> list[str]:
-        """The names of those that were changed; to be called when a GPU has finished the forward passes."""
+        """The names of those that were changed on this rank, sorted.
+
+        To be called when a GPU has finished the forward passes.
+        """
         by_version = [name for p, name in self.names.items() if p._version != self._versions[p]]
         found = [name for names, flags in self._compared for name in compress(names, flags.tolist())]
         self._compared.clear()
@@ -60,7 +63,8 @@ class GatheredParameters:
         self._end(self._units[0])
 
     def _begin(self, unit: "_GatheredUnit", *_: Any) -> None:
-        self._passes += unit.number == 0
+        """Called before a unit's forward pass, when FSDP has gathered it."""
+        self._passes += unit.number == 0  # the root
         if not unit.parameters:
             unit.parameters = dict(unit.gathered())
             self.names.update((p, name) for name, p in unit.parameters.items())
@@ -68,8 +72,9 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _end(self, unit: "_GatheredUnit", *_: Any) -> None:
-        turn, others = divmod(self._passes, _EVERY)
-        if self._passes > _ALL_UNITS and (others or turn % len(self._units) != unit.number):
+        """Called after a unit's forward pass; compares it if it is its turn."""
+        turn, between = divmod(self._passes, _PASSES_PER_UNIT)
+        if self._passes > _FIRST_PASSES and (between or turn % len(self._units) != unit.number):
             return
         now = {name: p for name, p in unit.gathered() if name in unit.parameters}
         flags = [self._differs(p, unit.parameters[name], self._shards[name]) for name, p in now.items()]
@@ -77,12 +82,13 @@ class GatheredParameters:
             self._compared.append((list(now), torch.stack(flags).to("cpu", non_blocking=True)))
 
     def _differs(self, now: Tensor, gathered: Tensor, shard: Tensor) -> Tensor:
+        """Whether a gathered parameter was replaced, or its rows of this rank changed: a bool scalar."""
         if now is not gathered:
             return torch.ones((), dtype=torch.bool, device=gathered.device)
         rows = local_shard(gathered.detach(), cast(DTensor, shard))
         own = to_local(shard).to(rows.device, rows.dtype)
         differs = _other_bits(rows, own)
-        if self._sent_as is not None:
+        if self._sent_as is not None:  # they may have been rounded on the wire
             differs &= _other_bits(rows, own.to(self._sent_as).to(rows.dtype))
         return differs
 
@@ -102,5 +108,6 @@ class _GatheredUnit:
 
 
 def _other_bits(one: Tensor, other: Tensor) -> Tensor:
+    """Whether any bit differs, as a bool scalar; as integers, since a NaN differs from itself."""
     lanes = _AS_INTEGERS.get(one.itemsize, torch.int32)
     return (one.view(lanes) != other.view(lanes)).any()

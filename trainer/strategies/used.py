@@ -1,4 +1,4 @@
-"""Whether all ranks used the same parameters: FSDP reduces all gradients of a unit as one row.
+"""Checks that all ranks used the same parameters: FSDP reduces all gradients of a unit as one row.
 
 If ranks use different parameters, it adds unrelated gradients: silently if the rows have the same
 length, and otherwise with an error of the backend.
@@ -19,17 +19,19 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.strategies.gathered import GatheredParameters
 
-_FOREKNOWN_STEPS = 3
+_NUM_AHEAD = 3  # passes that are compared before they reduce
 
 
 class UsedParameters:
-    """Compares the ranks: in the first steps before they reduce, in each step by a hash in the background.
+    """Compares which parameters the ranks used: after each step, by a hash in the background.
 
-    The first steps' use is known from the graph; later steps' from their gradients.
+    The first steps are also compared before they reduce anything: the graph shows which parameters a backward
+    pass will reach. After a step the gradients show it.
 
     Args:
         model: sharded.
-        gathered: its parameters, whose changes on any rank are told to all.
+        gathered: its gathered parameters; if any rank changed one, `finish` raises on all.
+        timeout_s: how long to wait for a rank.
     """
 
     def __init__(self, model: nn.Module, gathered: GatheredParameters, dist_: Dist, timeout_s: float) -> None:
@@ -41,13 +43,14 @@ class UsedParameters:
         self._group: Any = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=own)
         self._work: dist.Work | None = None
         self.reduces = True  # whether gradients are reduced in this pass
-        self._left = _FOREKNOWN_STEPS
-        self._reached: set[str] | None = None  # since the last reduction
-        self._handle = model.register_forward_hook(self._look_ahead)
+        self._left_ahead = _NUM_AHEAD
+        self._reached: set[str] | None = None  # by the graphs since the last reduction
+        self._hook = model.register_forward_hook(self._look_ahead)
 
     def _look_ahead(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Called after each of the first forward passes: notes which parameters its graph reaches."""
         outputs = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
-        names = self._gathered.names  # of what has the gradients
+        names = self._gathered.names  # gathered parameters are the leaves of the graph
         reached = {names[leaf] for leaf in _leaves(outputs) if leaf in names}
         self._reached = reached | (self._reached or set())
         for each in outputs:
@@ -58,9 +61,9 @@ class UsedParameters:
         if not self.reduces or self._reached is None:
             return
         used, self._reached = bytes(name in self._reached for name in self._names), None
-        self._left -= 1
-        if not self._left:
-            self._handle.remove()
+        self._left_ahead -= 1
+        if not self._left_ahead:
+            self._hook.remove()
         self._send(used, [])
         self.finish()
 
@@ -70,9 +73,10 @@ class UsedParameters:
         self._send(used, self._gathered.changed())
 
     def _send(self, used: bytes, changed: list[str]) -> None:
-        self._used, self._changed, word = used, changed, zlib.crc32(used)
-        self._range = torch.tensor([word, -word, bool(changed)])
-        self._work = dist.all_reduce(self._range, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        """Start the comparison. `used`: by parameter, 1 or 0; `changed`: names of gathered parameters."""
+        self._used, self._changed, crc = used, changed, zlib.crc32(used)
+        self._most = torch.tensor([crc, -crc, bool(changed)])  # equal on all ranks if most crc == least crc
+        self._work = dist.all_reduce(self._most, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def finish(self) -> None:
         """Wait for the hashes of all ranks.
@@ -84,7 +88,7 @@ class UsedParameters:
             return
         self._work.wait()
         self._work = None
-        most, minus_least, any_changed = self._range.tolist()
+        most, minus_least, any_changed = self._most.tolist()
         if any_changed:
             changed = sorted(set().union(*gather_objects(self._changed, self._group)))
             more = f" (and {len(changed) - 5} more)" * bool(changed[5:])
@@ -112,6 +116,7 @@ def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _verdict(names: Sequence[str], everyones: Sequence[bytes]) -> str:
+    """The message; `everyones`: by rank, which of the parameters in `names` it used, as 1 or 0 each."""
     differ = [number for number, _ in enumerate(names) if len({used[number] for used in everyones}) > 1]
     first = differ[0]
     ranks = {

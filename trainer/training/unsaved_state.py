@@ -66,7 +66,7 @@ class UnsavedState:
             )
 
     def _attributes(self) -> dict[str, dict[str, Any]]:
-        """The fingerprint of each attribute, by name; without the parameters, buffers and modules of the model."""
+        """The fingerprint of each attribute, by name, without the model's parameters, buffers and modules."""
         model = self._model
         known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
         found: dict[str, Any] = {}
