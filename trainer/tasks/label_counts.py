@@ -20,10 +20,12 @@ _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where others become
 
 
 def label_count(task: Task, batch: Any) -> float:
-    """The number of counted labels of a micro-batch on the host; 1 if the task has no `weight`.
+    """The number of counted labels of a micro-batch, by the task's `weight`; 1 if it has none.
+
+    Called before the batch is moved to the device.
 
     Raises:
-        UserError: the task's weight is negative or not finite.
+        UserError: it is not a number, or is neither 0 nor from 1e-30 to 1e30.
     """
     if (weight := getattr(task, "weight", None)) is None:
         return 1.0
@@ -34,7 +36,7 @@ def label_count(task: Task, batch: Any) -> float:
     except OverflowError:
         value, shown = math.inf, "a number above 1e308"
     except (TypeError, ValueError, RuntimeError):
-        value, shown = math.nan, _kind(given)
+        value, shown = math.nan, _described(given)
     if value != 0 and not _LEAST <= value <= _MOST:
         raise UserError(
             f"{type(task).__name__}.weight gives {shown}, but must give how many labels count: 0, or from "
@@ -44,14 +46,14 @@ def label_count(task: Task, batch: Any) -> float:
 
 
 def divisors(counts: Sequence[float], total: float | Tensor) -> list[Divisor]:
-    """The divisors of micro-batches with these counts of labels out of `total`."""
+    """The divisor of each micro-batch; `total` is the sum of the `counts` of all ranks."""
     return [total / count if count else None for count in counts]
 
 
 def divided(loss: Tensor, divisor: Divisor) -> Tensor:
-    """The contribution of a mean loss to the loss of the step.
+    """The contribution of a micro-batch's mean loss, a scalar, to the loss of the step.
 
-    The mean over no label is NaN. It adds 0 but is still differentiated, since other ranks wait for this
+    A mean over no labels is NaN. It adds 0 but is still differentiated, since other ranks wait for this
     rank's backward pass.
     """
     if divisor is None:
@@ -70,15 +72,15 @@ def loss_of(
     *,
     is_first: bool = False,
 ) -> Tensor:
-    """The contribution of `batch` to the loss of the step.
+    """The contribution of a micro-batch to the loss of the step, a scalar to be differentiated.
 
     Without counted labels the model's outputs get gradients of 0, also from a loss that is 0/0: the gradient
     of a division by 0 is NaN, whatever follows.
 
     Args:
-        watched: tensors in which a step adds gradients, which `task.loss` must leave as they are. To look at
-            one before and after takes 3 to 7 us.
-        is_first: whether it is the first of the run, without gradients so far.
+        watched: parameters whose gradients `task.loss` must leave as they are. To look at one before and
+            after takes 3 to 7 us.
+        is_first: whether it is the first micro-batch of the run: no parameter may then have a gradient.
 
     Raises:
         UserError: `task.loss` does not return a scalar to differentiate, or changed gradients itself.
@@ -88,8 +90,11 @@ def loss_of(
         loss = task.loss(model, batch)
     method = f"{type(task).__name__}.loss"
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
-        raise UserError(f"{method} returns {_kind(loss)}, but must return a scalar to differentiate, a mean")
-    after = _gradients(model.parameters() if is_first else watched)  # FSDP's units are gathered from then on
+        raise UserError(
+            f"{method} returns {_described(loss)}, but must return a scalar to differentiate, a mean"
+        )
+    # FSDP gathers units in the first forward pass: only then `model` has these parameters.
+    after = _gradients(model.parameters() if is_first else watched)
     if [key for _, *key in before] != [key for _, *key in after]:
         raise UserError(
             f"{method} changes the gradients of parameters, as backward() and zero_grad() do, but they are "
@@ -100,7 +105,7 @@ def loss_of(
 
 
 def _gradients(trained: Iterable[Tensor]) -> list[tuple[Tensor, int, int, int]]:
-    """The gradients, held so that no new one gets the id of an old; whose each is, its id, its version."""
+    """Of each gradient: itself, so that no new one gets its id; the ids of its tensor and of it; its version."""
     held = [(id(tensor), gradient) for tensor in trained if (gradient := tensor.grad) is not None]
     return [(grad, whose, id(grad), _version(grad)) for whose, grad in held]
 
@@ -120,16 +125,18 @@ def real_tensor(value: Any, source: str, shape: tuple[int, ...] | None = None) -
     """The tensor that a task gives, of `shape` if set. Raises UserError if it gives something else."""
     if not isinstance(value, Tensor) or value.is_complex() or shape not in (None, value.shape):
         of = "" if shape is None else f" of shape {tuple(shape)}"
-        raise UserError(f"{source} gives {_kind(value)}, but must give a tensor{of} of real numbers")
+        raise UserError(f"{source} gives {_described(value)}, but must give a tensor{of} of real numbers")
     return value
 
 
 @contextmanager
 def _zero_gradients(model: nn.Module) -> Iterator[None]:
+    """Within it, the outputs of each forward pass of `model` get gradients of 0."""
+
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         for leaf in leaves(output):
-            own = leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", None)  # of any object
-            for part in leaves(own):
+            held = leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", None)  # of a user's object
+            for part in leaves(held):
                 if isinstance(part, Tensor) and part.requires_grad:
                     part.register_hook(torch.zeros_like)
 
@@ -140,7 +147,7 @@ def _zero_gradients(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _kind(value: Any) -> str:
+def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.ndim and not value.is_complex():
