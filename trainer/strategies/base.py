@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from trainer.training.context import TrainingContext
 
 Fill = Callable[[nn.Module], None]
-_WATCHED_STEPS, _WATCHED = 3, 8
+"""Gives a module that may be on the meta device its initial values, on the CPU."""
+_STEPS_WATCHING_ALL, _NUM_WATCHED = 3, 8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -77,7 +78,7 @@ class Strategy:
         self._split: Split | None = None
         self.computing = computing
         self.notes: list[str] = []
-        self._may_be_watched: list[Tensor] = []
+        self._watchable: list[Tensor] = []  # as of the last step in which all were watched
         self.timeline: Timeline | None = None  # of the collectives of its backward passes, if they are timed
 
     @property
@@ -89,7 +90,7 @@ class Strategy:
 
         Args:
             model: equal on every rank; on the CPU, or on the meta device.
-            fill: gives `model`, or a module in it, possibly on the meta device, its values on the CPU.
+            fill: called with `model`, or a module in it.
         """
         fill(model)
         model = self.move_to_devices(model)
@@ -126,7 +127,7 @@ class Strategy:
         """Called before the first step, with the complete state that training changes."""
 
     def evaluators(self, rank: int) -> tuple[int, int]:
-        """The number of shares of the held-out data, and that of `rank`: each rank has one."""
+        """Into how many shares the held-out data is divided, and the index of the share of `rank`."""
         return self.num_replicas, self.replica
 
     def autocast(self) -> AbstractContextManager:
@@ -167,20 +168,23 @@ class Strategy:
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def watched(self, model: nn.Module, steps_made: int) -> list[Tensor]:
-        """The `trained` tensors whose gradients a loss may not change: all in the first steps, then a few.
+        """Those of `trained` whose gradients are compared before and after a loss, which may not change them.
 
-        Which few differs from step to step. To look at 10,000 takes 70 ms of the host, and a loss rarely
-        changes one alone.
+        All in the first steps, then others in each step, 8 at most: to look at 10,000 takes 70 ms of the
+        host, and a loss rarely changes one alone.
+
+        Args:
+            steps_made: since the run began or was resumed.
         """
-        if steps_made < _WATCHED_STEPS:
-            self._may_be_watched = self.trained(model)
-        if steps_made < _WATCHED_STEPS or len(self._may_be_watched) <= _WATCHED:
-            return self._may_be_watched
-        first = _WATCHED * steps_made % len(self._may_be_watched)
-        return self._may_be_watched[first : first + _WATCHED]
+        if steps_made < _STEPS_WATCHING_ALL:
+            self._watchable = self.trained(model)
+        if steps_made < _STEPS_WATCHING_ALL or len(self._watchable) <= _NUM_WATCHED:
+            return self._watchable
+        first = _NUM_WATCHED * steps_made % len(self._watchable)
+        return self._watchable[first : first + _NUM_WATCHED]
 
     def refuse_no_gradients(self, model: nn.Module) -> None:
-        """Raise UserError if no parameter has a gradient, after the first step's backward passes."""
+        """Raise UserError if no parameter has a gradient; called after the first step's backward passes."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if trained and not any(self._has_gradient(parameter) for parameter in trained):
             raise UserError(f"the first backward pass gave no parameter a gradient. {self.without_gradients}")
@@ -193,7 +197,7 @@ class Strategy:
         return self.order.norm(model.parameters())
 
     def is_to_blame(self) -> bool:
-        """Whether this rank is known to have made a gradient that is not finite; called once there is one."""
+        """Whether this rank is known to have made the gradient that is not finite; called if there is one."""
         return self.num_replicas == 1
 
     def sync_buffers(self, model: nn.Module) -> None:
@@ -205,7 +209,7 @@ class Strategy:
             broadcast_tensors(self.unwrap(model).buffers(), src=0)
 
     def update(self, state: TrainState) -> None:
-        """Update the parameters that this process owns, from their gradients."""
+        """Update the parameters that this process owns from their gradients, which are then dropped."""
         state.update()
         state.optimizer.zero_grad(set_to_none=True)
 
@@ -219,13 +223,16 @@ class Strategy:
         """
 
     def collect(self, model: nn.Module) -> None:
-        """Send rank 0 the state of the model that only other ranks have (a collective)."""
+        """Send rank 0 the state of the model that only other ranks have (a collective).
+
+        Called before a save and at the end of the run.
+        """
 
     def weights_changed(self, model: nn.Module) -> None:
         """Called when the values of `owned` were changed other than by a step (a collective)."""
 
     def equal_ranks(self) -> list[tuple[int, ...]]:
-        """Groups of ranks that hold the same bits of what `replicated` yields."""
+        """Groups of ranks that hold the same bits of what `replicated` yields; [] if there are none."""
         return []
 
     def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
@@ -254,7 +261,12 @@ class Strategy:
         return {}
 
     def _typical_pass(self, hosts: Sequence[int], wire_dtype: str) -> dict[str, Any]:
-        """The timeline of a typical pass, as `measured` returns it."""
+        """The timeline of a typical backward pass for `measured`; {} without one.
+
+        Args:
+            hosts: the index of the host of each rank.
+            wire_dtype: in which gradients are sent, as in `comm.wire_dtype`.
+        """
         typical = self.timeline.typical_pass() if self.timeline is not None else {}
         facts = {"device": self.device.type, "hosts": list(hosts), "wire_dtype": wire_dtype}
         return {"timeline": facts | typical} if typical else {}

@@ -105,7 +105,7 @@ def loss_of(
 
 
 def _gradients(trained: Iterable[Tensor]) -> list[tuple[Tensor, int, int, int]]:
-    """Of each gradient: itself, so that no new one gets its id; the ids of its tensor and of it; its version."""
+    """Of each gradient: itself, so that its id is not given again; its tensor's id, its own; its version."""
     held = [(id(tensor), gradient) for tensor in trained if (gradient := tensor.grad) is not None]
     return [(grad, whose, id(grad), _version(grad)) for whose, grad in held]
 
