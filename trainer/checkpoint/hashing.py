@@ -17,8 +17,8 @@ from trainer.files.untrusted import printable
 BLOCK_BYTES = 1 << 24
 ALGORITHM = "sha256 of each 16 MiB"  # by this name in manifests
 _NUM_THREADS = min(4, os.cpu_count() or 1)
-_PUSH_BYTES = 1 << 26
-_SMALL_BYTES = 1 << 18
+_PUSH_BYTES = 1 << 26  # written since the last fdatasync began
+_SMALL_BYTES = 1 << 18  # of a block that is hashed at once, not in a thread
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,14 @@ class HashingFile:
 
     Writing, hashing and syncing release the GIL and run in separate threads. Data given to `write` must not
     change before the file is closed. At most four blocks wait to be hashed, which limits the memory in use.
+
+    Raises:
+        FileExistsError: there is something at `path`.
     """
 
     def __init__(self, path: Path) -> None:
         self._file: BinaryIO = path.open("xb", buffering=0)
-        self._bytes = 0
+        self._bytes = 0  # written so far
         self._block: list[memoryview] = []  # the part written so far of the current block
         self._hashes: list[Future[str]] = []
         self._threads = ThreadPoolExecutor(_NUM_THREADS + 1, thread_name_prefix="checkpoint")
@@ -49,6 +52,7 @@ class HashingFile:
         self._syncing: Future[None] | None = None
 
     def write(self, data: Any) -> None:
+        """Write all of a contiguous buffer, such as bytes. OSError of the disk."""
         view = memoryview(data).cast("B")
         while view:
             part = view[: BLOCK_BYTES - self._bytes % BLOCK_BYTES]
@@ -105,6 +109,15 @@ class HashingFile:
             self._file.close()
 
 
+def _submit(threads: ThreadPoolExecutor, block: list[memoryview]) -> Future[str]:
+    """The sha256 of `block`, computed in a thread; that of a small one at once."""
+    if sum(map(len, block)) > _SMALL_BYTES:
+        return threads.submit(_sha256, block)
+    done: Future[str] = Future()
+    done.set_result(_sha256(block))
+    return done
+
+
 def _sha256(parts: list[memoryview]) -> str:
     sha = hashlib.sha256()
     for part in parts:
@@ -118,13 +131,16 @@ def check_blocks(
     blocks: Iterable[int],
     look: Callable[[int, memoryview], None] = lambda offset, block: None,
 ) -> None:
-    """Compare blocks of ``file``, by number, with ``digest``; ``look`` gets the offset and bytes read.
+    """Compare the blocks of ``file`` with these numbers with ``digest``.
+
+    Args:
+        look: called in several threads, with the offset and the bytes of each chunk that was read.
 
     Raises:
-        UserError: one differs.
+        UserError: a block differs, or cannot be read; or as from ``look``.
     """
 
-    def check(number: int) -> bool:
+    def is_intact(number: int) -> bool:
         sha, begin = hashlib.sha256(), number * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, file.size)
         memory = memoryview(bytearray(min(file.chunk_bytes, end - begin)))
@@ -137,18 +153,9 @@ def check_blocks(
 
     blocks = list(blocks)
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint") as threads:
-        if not all((threads.map if len(blocks) > 1 else map)(check, blocks)):
+        if not all((threads.map if len(blocks) > 1 else map)(is_intact, blocks)):
             where, name = printable(file.path.parent), printable(file.path.name)
             raise UserError(f"{where} is damaged: the sha256 of {name} is not the manifest's")
-
-
-def _submit(threads: ThreadPoolExecutor, block: list[memoryview]) -> Future[str]:
-    """The sha256 of `block`, computed in a thread; that of a small one at once."""
-    if sum(map(len, block)) > _SMALL_BYTES:
-        return threads.submit(_sha256, block)
-    done: Future[str] = Future()
-    done.set_result(_sha256(block))
-    return done
 
 
 def write_text(path: Path, text: str) -> FileDigest:

@@ -19,7 +19,7 @@ FORMAT_VERSION = 2
 FORMATS = ("full", "sharded")  # who wrote the tensors: rank 0, or each rank its own
 STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside one that could not be replaced
 _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
-_MAX_MANIFEST_BYTES = 1 << 24  # of some 4 TB
+_MAX_MANIFEST_BYTES = 1 << 24  # of a checkpoint of some 4 TB
 _YEAR_10000 = 253_402_300_800
 
 
@@ -97,7 +97,7 @@ def read_manifest(directory: Location) -> Manifest:
 
 
 def is_run_id(text: str) -> bool:
-    """Whether ``text`` may be a run's id, which is used in names of files."""
+    """Whether ``text`` may be the id of a run: ids are used in file names."""
     return _RUN_ID.fullmatch(text) is not None
 
 
@@ -109,7 +109,11 @@ def _digest(fields: Fields) -> FileDigest:
 
 
 def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile:
-    """The file ``name`` of the checkpoint in ``directory``, as long as its manifest says, or UserError."""
+    """The file ``name`` of the checkpoint in ``directory``, opened.
+
+    Raises:
+        UserError: it cannot be opened, or does not have the size in the manifest.
+    """
     try:
         file = opened(directory / name)
     except UserError as error:
@@ -124,6 +128,7 @@ def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile
 
 
 Look = Callable[[str, int, memoryview], None]
+"""Gets what was read: the name of the file, the offset in it, and the bytes."""
 
 
 def verify(
@@ -131,17 +136,17 @@ def verify(
 ) -> Manifest:
     """Compare the files with the manifest: all blocks, or every ``num_readers``-th from ``reader`` on.
 
-    ``look`` gets each of these blocks: its file, its offset, and its bytes. The files are read once; four
-    threads hash. This compares bytes only: `open_checkpoint.verified` also checks that every file that a
-    checkpoint needs is listed, and that the contents agree.
+    ``look`` gets what is read of these blocks. The files are read once; four threads hash. This compares
+    bytes only: `open_checkpoint.verified` also checks that every file that a checkpoint needs is listed, and
+    that the contents agree.
 
     Raises:
-        UserError: naming the first file that differs.
+        UserError: naming the first file that differs; or as from ``look``.
     """
     manifest = read_manifest(directory)
     for name in sorted(manifest.files):  # the fast check first
         open_listed(directory, manifest, name).close()
-    first = reader
+    first = reader  # block of the next file: blocks are counted through all files
     for name, digest in sorted(manifest.files.items()):
         blocks = range(first, len(digest.sha256), num_readers)
         first = (first - len(digest.sha256)) % num_readers

@@ -24,7 +24,7 @@ from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 
 _SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 16
-_FETCH_BYTES, _KEPT, _NUM_FETCHERS = 1 << 20, 32, 4
+_FETCH_BYTES, _NUM_KEPT, _NUM_FETCHERS = 1 << 20, 32, 4  # bytes of a block, blocks, threads
 
 
 class MissingFileError(UserError):
@@ -94,8 +94,8 @@ class PlainFile:
             raise UserError(f"{printable(self.path)} is unreadable ({_cause(error)})") from error
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """Exactly ``count`` bytes from ``offset``. UserError if the file is too short."""
-        data = bytearray(min(count, self.size + 1))
+        """Exactly ``count`` bytes from ``offset`` on. UserError if the file is too short."""
+        data = bytearray(min(count, self.size + 1))  # of an untrusted count no more memory than of the file
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
@@ -108,7 +108,7 @@ class PlainFile:
         return self.read_at(0, self.size)
 
     def part(self, begin: int, end: int) -> Tensor:
-        """Bytes `begin` to `end` as a tensor, read when used. Writing to it does not change the file."""
+        """Bytes `begin` to `end` as uint8, read when used. Writing to the tensor does not change the file."""
         return self._mapped[begin:end]
 
     @cached_property
@@ -128,7 +128,11 @@ class PlainFile:
 
 
 class RemoteFile(PlainFile):
-    """A file at an address, read by ranges. Small reads come from blocks of 1 MiB; the last 32 are kept."""
+    """A file at an address, read by ranges; small ones from blocks of 1 MiB, of which the last 32 are kept.
+
+    Raises:
+        MissingFileError: there is none.
+    """
 
     chunk_bytes = 1 << 24
 
@@ -146,17 +150,17 @@ class RemoteFile(PlainFile):
             data = self._fetch(offset, offset + len(buffer))
         else:
             number, skipped = divmod(offset, _FETCH_BYTES)
-            data = self._around(number)[skipped : skipped + len(buffer)]
+            data = self._block(number)[skipped : skipped + len(buffer)]
         buffer[: len(data)] = data
         return len(data)
 
-    def _around(self, number: int) -> bytes:
+    def _block(self, number: int) -> bytes:
         with self._lock:  # so that threads that need the same block fetch it once
             if number not in self._fetched:
                 begin = number * _FETCH_BYTES
                 end = min(begin + _FETCH_BYTES, self.size)
                 self._fetched[number] = self._threads.submit(self._fetch, begin, end)
-                while len(self._fetched) > _KEPT:
+                while len(self._fetched) > _NUM_KEPT:
                     del self._fetched[next(iter(self._fetched))]
             coming = self._fetched[number]
         return coming.result()
@@ -168,7 +172,7 @@ class RemoteFile(PlainFile):
             raise UserError(f"{printable(self.path)} was deleted while it was read") from error
 
     def part(self, begin: int, end: int) -> Tensor:
-        """Bytes `begin` to `end`, read now."""
+        """Bytes `begin` to `end` as uint8, read now."""
         data = torch.empty(end - begin, dtype=torch.uint8)
         self.read_into(begin, as_bytes(data))
         return data
@@ -178,7 +182,7 @@ class RemoteFile(PlainFile):
 
 
 def opened(path: Location, follow_links: bool = False) -> PlainFile:
-    """The file at `path`, opened for reading. UserError as of PlainFile."""
+    """The file at `path`, opened for reading. Raises as `PlainFile`."""
     return RemoteFile(path) if isinstance(path, Address) else PlainFile(path, follow_links)
 
 
