@@ -18,7 +18,6 @@ import time
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, read_manifest
@@ -69,15 +68,15 @@ class Remote(NoRemote):
         self._run_dir = here.root.parent
         self._there = Listing(address / "checkpoints", here.run_id)
         self.listings = (self._there,)
-        self._session = secrets.token_hex(8)
+        self._session = secrets.token_hex(8)  # tells this process from others of the run
         self._changed = threading.Condition()
         self._asked = self._done = 0  # how often `follow` was called, and up to which call all is there
-        self._newest_step = self._safe_step = 0
+        self._newest_step = self._safe_step = 0  # of the newest checkpoint here, and of the newest there
         self._longest_pause_s = _LONGEST_PAUSE_S
-        self._put: dict[str, Any] = {}  # what was put, as it was then
-        self._problem: str | None = None
+        self._copied: dict[str, tuple[int, int]] = {}  # address: its file's mtime_ns and size
+        self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
-        self._over = False
+        self._is_taken = False  # by another run or process: this one has stopped copying
 
     def follow(self, step: int = 0) -> None:
         with self._changed:
@@ -95,10 +94,10 @@ class Remote(NoRemote):
         self._longest_pause_s = _LAST_PAUSE_S
         self.follow()
         with self._changed:
-            waits = self._safe_step < self._newest_step and not self._over
+            waits = self._safe_step < self._newest_step and not self._is_taken
             if waits:
                 log.info("%s: waiting up to %.0f s for step %d", self._address, timeout_s, self._newest_step)
-            self._changed.wait_for(lambda: self._over or self._done == self._asked, timeout_s)
+            self._changed.wait_for(lambda: self._is_taken or self._done == self._asked, timeout_s)
             if self._done == self._asked:
                 log.info("%s holds step %d", self._address, self._safe_step)
             else:
@@ -115,7 +114,7 @@ class Remote(NoRemote):
 
     def _run(self) -> None:
         pause_s, begun = _FIRST_PAUSE_S, False
-        while not self._over:
+        while not self._is_taken:
             with self._changed:
                 self._changed.wait_for(lambda: self._done < self._asked)
                 asked = self._asked
@@ -129,9 +128,9 @@ class Remote(NoRemote):
                     self._put_checkpoint(path)
             except TakenError as error:
                 log.warning("checkpoint.remote: %s; nothing more of this run is put there", error)
-                self._problem, self._over = str(error), True
+                self._problem, self._is_taken = str(error), True
             except Exception as error:  # a store's library may raise any error
-                self._tell(error)
+                self._note_failure(error)
                 with self._changed:
                     self.in_hand = None
                     self._changed.wait_for(partial(self._has_more, asked), pause_s)
@@ -139,9 +138,9 @@ class Remote(NoRemote):
                 continue
             with self._changed:
                 self.in_hand = None
-                self._done = self._done if self._over else asked
+                self._done = self._done if self._is_taken else asked
                 self._changed.notify_all()
-            if self._problem is not None and not self._over:
+            if self._problem is not None and not self._is_taken:
                 log.info("%s takes files again, and holds step %d", self._address, self._safe_step)
                 self._problem = None
             pause_s = _FIRST_PAUSE_S
@@ -149,7 +148,8 @@ class Remote(NoRemote):
     def _has_more(self, asked: int) -> bool:
         return self._asked > asked
 
-    def _tell(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
+        """Warn of the first failure since a success; keep later ones for `finish`."""
         words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
         if self._problem is None:
             more = "tried again, and training goes on"
@@ -174,6 +174,7 @@ class Remote(NoRemote):
         self._safe_step = max((m.step for m in list(self._there.own().values())[:1]), default=0)
 
     def _check_owner(self) -> None:
+        """Raise TakenError if another process, or nobody, owns the address now."""
         owner = _owner(self._address)
         if owner is None or owner["session"] != self._session:
             by = "nobody any more" if owner is None else f"process {owner['process']}"
@@ -188,7 +189,7 @@ class Remote(NoRemote):
 
     def _put_checkpoint(self, path: Path) -> None:
         manifest = read_manifest(path)
-        self._newest_step = self._newest_step or manifest.step  # of the process before
+        self._newest_step = self._newest_step or manifest.step  # saved before this process started
         there = self._free_place(path.name, manifest)
         if there is None:
             return
@@ -198,12 +199,12 @@ class Remote(NoRemote):
         sizes = there.sizes()
         for name, file in manifest.files.items():
             if sizes.get(name) != file.bytes:
-                self._put.clear()
+                self._copied.clear()
                 raise UserError(f"{there / name} arrived with {sizes.get(name)} of {file.bytes} bytes")
         self._check_owner()
         (there / MANIFEST).write((path / MANIFEST).read_bytes(), create=True)
         self._safe_step = manifest.step
-        self._put = {key: value for key, value in self._put.items() if "/checkpoints/" not in key}
+        self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
         for old in self._there.beyond(self._retention):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
@@ -227,13 +228,13 @@ class Remote(NoRemote):
         """Copy `file` unless it was copied as it is now: a failed attempt continues where it stopped."""
         status = file.stat()
         now = (status.st_mtime_ns, status.st_size)
-        if self._put.get(str(there)) != now:
+        if self._copied.get(str(there)) != now:
             there.put(file)
-            self._put[str(there)] = now
+            self._copied[str(there)] = now
 
 
 def _owner(address: Address) -> dict[str, str] | None:
-    """Who puts files at `address`; None if nobody does."""
+    """Which run and process put files at `address`: run_id, session and process; None if nobody does."""
     file = address / OWNER
     try:
         fields = Fields(str(file), read_json(file, file.read(0, 1 << 16)))
@@ -249,7 +250,7 @@ def run_at(address: str) -> str | None:
     """The id of the run to which `address` belongs; None if it is free.
 
     Raises:
-        UserError: the address cannot be reached, in several tries.
+        UserError: the address could not be reached in four tries, or its owner's file is damaged.
     """
     for left in reversed(range(_TRIES_AT_START)):
         try:
