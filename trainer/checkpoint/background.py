@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
     """A function that copies tensors to host memory, pinned under CUDA, which is reused by the next copy.
 
-    It returns at once, and copies in a separate thread, under CUDA on a separate stream.
+    It returns a Future of the copies at once, and copies in a separate thread, under CUDA on a separate
+    stream.
     """
     is_cuda = device.type == "cuda"
     stager = DefaultStager(
@@ -30,10 +31,10 @@ def host_stager(device: torch.device) -> Callable[[dict[str, Tensor]], Future[di
 
 
 class InBackground:
-    """Runs ``action`` in a thread; ``wait`` returns when it is done, or raises its error.
+    """Runs ``action`` in a thread that works on ``device``.
 
-    The thread works on ``device``. By default it would start with GPU 0, and its first CUDA call would take
-    some hundred MB there for every rank of a host.
+    By default a thread starts with GPU 0, and its first CUDA call would take some hundred MB there for every
+    rank of a host.
 
     The thread is a daemon: when training fails, the process ends at once and leaves a temporary directory,
     which the next start removes. With an executor of the standard library, the failure would wait for the
@@ -51,6 +52,7 @@ class InBackground:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
+        """Return when ``action`` has ended. Raises what it raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error

@@ -46,7 +46,7 @@ _MAX_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, at the bytes from ``begin`` to ``end``."""
+    """A tensor in a file, at the bytes from ``begin`` to ``end`` of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class ToStore:
-    """A tensor to be written: ``chunks`` are its rows, in order, each on the CPU."""
+    """A tensor to be written: ``chunks`` are its rows, in order, on the CPU, and are read once."""
 
     key: str
     dtype: torch.dtype
@@ -105,7 +105,8 @@ def read_header(file: PlainFile) -> dict[str, Stored]:
     """Where each tensor is in ``file``, by its name; only the header is read.
 
     Raises:
-        UserError: the header is missing or wrong; bytes belong to no tensor, or to two; an unknown dtype.
+        UserError: the header is missing or wrong; a dtype is unknown; or bytes belong to two tensors or to
+            none.
     """
     size = int.from_bytes(file.read_at(0, 8), "little") if file.size >= 8 else file.size
     if not 2 <= size <= min(file.size - 8, max(MAX_JSON_BYTES, file.size // 64)):
@@ -124,6 +125,7 @@ def read_header(file: PlainFile) -> dict[str, Stored]:
 
 
 def _stored(file: PlainFile, name: str, entry: Any, origin: int) -> Stored:
+    """The tensor of a header's ``entry``; its offsets are counted from byte ``origin`` of the file on."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -151,7 +153,7 @@ def _refusal(file: PlainFile, words: str) -> UserError:
 
 
 def tensors_in(file: PlainFile) -> dict[str, Tensor]:
-    """The tensors of ``file`` by name, mapped from it and read when used. UserError as of read_header."""
+    """The tensors of ``file`` by name, mapped from it and read when used. Raises as `read_header`."""
     return {
         name: as_tensor(file.part(place.begin, place.end), place.dtype, place.shape)
         for name, place in read_header(file).items()
@@ -159,7 +161,7 @@ def tensors_in(file: PlainFile) -> dict[str, Tensor]:
 
 
 def as_tensor(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The bytes ``data`` as a tensor: a view if their alignment allows."""
+    """The bytes ``data``, uint8 of one dimension, as a tensor: a view if their alignment allows."""
     if data.storage_offset() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype).view(shape)

@@ -19,8 +19,11 @@ _INT_BITS = 10_000  # Python reads and writes no longer decimals
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of ``tree`` by their dotted paths, and the rest, fit for JSON.
 
-    A tensor, a tuple, a dict with keys other than strings and so on become ``{"$kind": ...}``.
-    Raises UserError for a value without such a form.
+    What JSON lacks becomes a dict of one key: ``$tensor`` with the path of a tensor, ``$bytes`` with such a
+    ``$tensor``, ``$tuple``, ``$dict`` (pairs, if a key is not a string), ``$counter`` or ``$dtype``.
+
+    Raises:
+        UserError: a value has no such form, or two tensors have one path.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, {key: _take_apart(value, key, tensors) for key, value in tree.items()}
@@ -48,8 +51,8 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         return {"$counter" if is_counter else "$dict": pairs}
     if isinstance(tree, bytes | bytearray):  # of any size, unlike text
         # With a byte more: torch.frombuffer refuses an empty buffer.
-        as_tensor = torch.frombuffer(bytearray(tree) + b"\0", dtype=torch.uint8)[:-1].clone()
-        return {"$bytes": _keep(as_tensor, prefix, tensors)}
+        data = torch.frombuffer(bytearray(tree) + b"\0", dtype=torch.uint8)[:-1].clone()
+        return {"$bytes": _keep(data, prefix, tensors)}
     if isinstance(tree, torch.dtype):
         return {"$dtype": str(tree).removeprefix("torch.")}
     if hasattr(tree, "item") and getattr(tree, "shape", None) == ():  # a NumPy scalar
@@ -60,6 +63,7 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _keep(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Add ``tensor`` to ``tensors``, and return what stands for it in JSON."""
     if path in tensors:
         raise UserError(
             f"a checkpoint cannot hold two tensors at {path}: keys of its dicts make one path, such as "

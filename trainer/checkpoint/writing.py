@@ -17,11 +17,17 @@ from trainer.local_shard import to_local
 def write_tensors(
     directory: Path, tensors: Mapping[str, Tensor], plan: Plan, rank: int, group: torch_dist.ProcessGroup
 ) -> dict[str, FileDigest]:
-    """Write this rank's part of `plan`, hashed on the way and fsynced; return the files' digests.
+    """Write this rank's part of `plan`, hashed on the way and fsynced; return the digests by file.
 
     If rank 0 writes all, this is a collective over `group`, which sends CPU tensors. Shards and GPU tensors
     then arrive while the file is written, so that rank 0 holds only its own part of the state and one shard
     more. Other ranks send even if writing fails on rank 0.
+
+    Args:
+        tensors: those of `plan.part_of` this rank, by their names in the checkpoint.
+
+    Raises:
+        OSError: of the disk.
     """
     coming = {name: _chunks(tensors[name], plan, group) for name in plan.writers if name in tensors}
     files: dict[str, list[ToStore]] = {}
@@ -36,10 +42,11 @@ def write_tensors(
     finally:
         if plan.gathered:
             for chunks in coming.values():
-                collections.deque(chunks, maxlen=0)
+                collections.deque(chunks, maxlen=0)  # take part in the collectives that are left
 
 
 def _chunks(tensor: Tensor, plan: Plan, group: torch_dist.ProcessGroup) -> Iterator[Tensor]:
+    """The rows of `tensor` that arrive here, on the CPU, chunk by chunk; nothing happens before the first."""
     if plan.gathered:
         return gather_shards_to_rank0(tensor, "cpu", group)
     return (part.cpu() for part in (to_local(tensor),))
