@@ -1,4 +1,4 @@
-"""The contents of a run's saves, known before its first step: a resume can load them, and they are finite."""
+"""What a run's saves must contain, known before its first step, so that a resume can load them."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ class Expected:
     """The names, shapes and dtypes of the model's state as built, and which of its numbers are not finite.
 
     Attributes:
-        not_finite: by the name of a tensor, which of "NaN" and "Inf" it holds from the start, as masks do.
+        not_finite: by the name of a tensor, which of "NaN" and "Inf" it holds from the start, as masks do; of
+            this rank's shards, until `Checkpointer.begin` adds those of the others.
         model_config: the config.json of a Hugging Face model; None for other models.
 
     Raises:
@@ -34,14 +35,15 @@ class Expected:
         for name, tensor in tensors.items():
             if (problem := unusual(to_local(tensor))) is not None:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
-        named = every_parameter(state.model)  # FSDP itself puts gathered ones in the place of DTensors
+        named = every_parameter(state.model)
+        # Without DTensors: FSDP itself replaces them by gathered ones.
         self._parameters = {name: p for name, p in named if not isinstance(p, DTensor)}
         self._shapes = _of_model(tensors)
         self.not_finite = not_finite(tensors)
         self.model_config = _config_of(state.model)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise UserError if a tensor of the model was created, resized or lost since."""
+        """Raise UserError if a tensor of the model was created, resized or lost since; by names in saves."""
         compare_shapes(
             _of_model(tensors),
             self._shapes,
@@ -51,7 +53,7 @@ class Expected:
         )
 
     def check_parameters(self, model: nn.Module) -> None:
-        """UserError where a parameter of ``model`` was replaced since: no optimizer would train it."""
+        """Raise UserError if a parameter of ``model`` was replaced since: no optimizer would train it."""
         now = dict(every_parameter(model))
         replaced = [name for name, parameter in self._parameters.items() if now.get(name) is not parameter]
         if replaced:
@@ -62,7 +64,7 @@ class Expected:
             )
 
     def new_in(self, tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
-        """By name, which of "NaN" and "Inf" are new in ``tensors``."""
+        """By name, which of "NaN" and "Inf" this process holds in ``tensors``, and did not at the start."""
         known = {name: tensors[name] for name in tensors.keys() & self.not_finite.keys()}
         others = {name: tensors[name] for name in tensors if name not in known}
         found = {name: kinds - self.not_finite[name] for name, kinds in not_finite(known).items()}
@@ -72,7 +74,7 @@ class Expected:
 def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
     """By name, which of "NaN" and "Inf" are among the numbers that this process holds of ``tensors``.
 
-    If all are finite, this costs one read of them, and one wait for each device.
+    If all are finite, this costs one read of them, and one wait for each device; {} is returned.
     """
     here = {name: _real(to_local(tensor)) for name, tensor in tensors.items()}
     here = {name: part for name, part in here.items() if part.numel() and part.is_floating_point()}
@@ -90,7 +92,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
 
 
 def unusual(tensor: Tensor) -> str | None:
-    """Why a checkpoint cannot hold ``tensor``, as text; None if it can."""
+    """Why a checkpoint cannot hold ``tensor``, as the end of a sentence; None if it can."""
     if tensor.layout != torch.strided:
         return f"is sparse ({str(tensor.layout).removeprefix('torch.')}); save it dense, with to_dense()"
     if tensor.is_meta:
@@ -101,6 +103,7 @@ def unusual(tensor: Tensor) -> str | None:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The config.json of a Hugging Face model; None for other models."""
     config: Any = getattr(model, "config", None)
     if not isinstance(getattr(config, "model_type", None), str) or not hasattr(config, "to_json_string"):
         return None
@@ -116,13 +119,13 @@ def _real(part: Tensor) -> Tensor:
 
 
 def _of_model(tensors: Mapping[str, Tensor]) -> Shapes:
-    """Shapes of the model's own state, without the extra state of its modules."""
+    """The shapes of the model's parameters and buffers, by their names in a save."""
     own = (name for name in tensors if name.startswith("model.") and not of_modules_own(name))
     return {name: (tensors[name].shape, tensors[name].dtype) for name in own}
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise UserError if a module saves something in its state_dict that it cannot load."""
+    """Raise UserError if ``model`` saves something in its state_dict that it cannot load."""
     for name, module in model.named_modules():
         kind = type(module)
         gives = kind.get_extra_state is not nn.Module.get_extra_state
@@ -139,12 +142,12 @@ def _check_model(model: nn.Module) -> None:
     parameters = dict(every_parameter(model))
     held = parameters | dict(named_buffers(model))
     own = {name: value for name, value in saved.items() if not of_modules_own(name)}
-    plainly = all(name in held and _is(value, held[name]) for name, value in own.items())
-    if not plainly or not parameters.keys() <= own.keys():
+    is_plain = all(name in held and _is_own(value, held[name]) for name, value in own.items())
+    if not is_plain or not parameters.keys() <= own.keys():  # a hook had a hand in it
         _try_to_restore(model, saved, held)
 
 
-def _is(value: Any, live: Tensor) -> bool:
+def _is_own(value: Any, live: Tensor) -> bool:
     """Whether ``value`` of a state dict is the model's own tensor, not one that a hook created."""
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (live.shape, live.dtype):
         return False
@@ -158,17 +161,18 @@ def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, 
     try:
         load_model_state(model, saved)
         changed = [name for name in held if not _equal(to_local(held[name]), to_local(before[name]))]
-        words = f"other values come back of {first_five(changed)}" if changed else ""
+        problem = f"other values come back of {first_five(changed)}" if changed else ""
     except Exception as error:
-        words = " ".join(str(error).split()) or type(error).__name__
+        problem = " ".join(str(error).split()) or type(error).__name__
     for name, tensor in held.items():
         tensor.copy_(before[name])
-    if words:
+    if problem:
         raise UserError(
             "the model's load_state_dict() does not restore its state_dict(), so no checkpoint of it could "
-            f"be resumed: {printable(words)}; look at hooks that rename, leave out or convert tensors"
+            f"be resumed: {printable(problem)}; look at hooks that rename, leave out or convert tensors"
         )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether all numbers are equal; a NaN equals a NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
