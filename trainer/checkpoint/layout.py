@@ -17,7 +17,7 @@ from trainer.files.untrusted import Fields, printable
 from trainer.local_shard import to_local
 
 _MODEL = "model."
-# In addition to those of safetensors; they are stored as bytes.
+# Beside those of safetensors, which has no names for these: they are stored as bytes.
 _OTHER_DTYPES = (
     "complex32",
     "complex64",
@@ -52,9 +52,11 @@ class IndexEntry:
 
 
 Index = Mapping[str, IndexEntry]
+"""By the name of a tensor in the state."""
 
 
 def index_to_json(index: Index) -> dict[str, Any]:
+    """The index as state.json has it, under `tensors`."""
     return {
         name: {
             "dtype": str(entry.dtype).removeprefix("torch."),
@@ -92,12 +94,12 @@ def _entry(name: str, fields: Fields) -> IndexEntry:
 
 
 def num_rows(shape: tuple[int, ...]) -> int:
-    """A scalar has one row."""
+    """The size of the first dimension; 1 for a scalar."""
     return shape[0] if shape else 1
 
 
 def rows_of_part(num_rows: int, part: int, parts: int) -> tuple[int, int]:
-    """The rows [begin, end) of a part, by the rule of torch.chunk, which DTensor follows, too."""
+    """The rows [begin, end) of part number ``part`` of ``parts``, cut as by torch.chunk and DTensor."""
     each = -(-num_rows // parts)
     return min(part * each, num_rows), min((part + 1) * each, num_rows)
 
@@ -125,7 +127,11 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _holders(tensor: Tensor, plain_on: Collection[int]) -> list[list[int]]:
-    """For each copy of ``tensor``, the ranks that hold it together, in the order of its rows."""
+    """For each copy of ``tensor``, the ranks that hold it together, in the order of its rows.
+
+    Args:
+        plain_on: the ranks that hold it if it is not a DTensor.
+    """
     if not isinstance(tensor, DTensor):
         return [[rank] for rank in plain_on]
     ranks = tensor.device_mesh.mesh
@@ -149,19 +155,19 @@ class Plan:
     aliases: dict[str, str]
 
     def part_of(self, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-        """The ``tensors`` that ``rank`` writes, or sends to the rank that writes them."""
+        """Those of ``tensors`` that ``rank`` writes, or sends to the rank that writes them."""
         given = tensors.keys() & {name for name, ranks in self.writers.items() if rank in ranks}
         if self.gathered:
             given |= {name for name in self.writers.keys() & tensors.keys() if _is_sharded(tensors[name])}
         return {name: tensors[name] for name in tensors if name in given}
 
     def file_of(self, name: str, rank: int) -> str:
-        """The model's own state has separate files, for other programs to read."""
+        """The file to which ``rank`` writes a tensor; weights have files of their own, for other programs."""
         kind = "model" if _is_weight(name) else "optim"
         return f"{kind}-{rank:05d}-of-{1 if self.gathered else self.world_size:05d}.safetensors"
 
     def index(self, tensors: Mapping[str, Tensor]) -> dict[str, IndexEntry]:
-        """Where each tensor will be; called on rank 0, which knows all of them."""
+        """Where each tensor will be. Called on rank 0, which has all ``tensors``."""
         entries = {name: self._entry(name, tensors[name]) for name in self.writers}
         return entries | {alias: entries[name] for alias, name in self.aliases.items()}
 
@@ -177,6 +183,7 @@ class Plan:
 
 
 def _is_weight(name: str) -> bool:
+    """Whether a tensor of the state is one of the model's state dict, without the extra state of modules."""
     return name.startswith(_MODEL) and not of_modules_own(name)
 
 
@@ -190,27 +197,29 @@ def plan(
 ) -> Plan:
     """Decide which rank writes which of the live ``tensors``; each rank passes its own (a collective).
 
-    With ``gathered`` rank 0 writes all. Otherwise each rank writes its own; of several that hold a tensor,
-    the one with the least to write. ``only_rank_0`` names the tensors that rank 0 writes in either case:
-    running statistics follow a rank's own data, and those of rank 0 are the model's.
+    Args:
+        only_rank_0: names of the tensors that rank 0 writes in any case: running statistics follow a rank's
+            own data, and those of rank 0 are the model's.
+        gathered: whether rank 0 writes all. Otherwise each rank writes its own; of several that hold a
+            tensor, the one with the least to write.
     """
-    replicated = [name for name in tensors if name not in only_rank_0]
+    others = [name for name in tensors if name not in only_rank_0]
     layout = hashlib.sha256(
-        repr([(n, tensors[n].shape, tensors[n].dtype) for n in replicated]).encode()
+        repr([(n, tensors[n].shape, tensors[n].dtype) for n in others]).encode()
     ).hexdigest()
-    alike = len(set(agreement.gather(layout))) == 1
-    everywhere = range(agreement.world_size if alike and not gathered else 1)
+    are_alike = len(set(agreement.gather(layout))) == 1  # else only rank 0 writes plain tensors
+    plain_on = range(agreement.world_size if are_alike and not gathered else 1)
 
     def decide() -> Plan:
         aliases = _aliases(tensors)
         writers: dict[str, list[int]] = {}
         load = [0] * agreement.world_size
-        # By size of element, so that each is aligned for a reader that maps the file.
+        # In a file by falling size of element, so that each is aligned for readers that map the file.
         order = {name: (not _is_weight(name), -tensor.itemsize, name) for name, tensor in tensors.items()}
         names = sorted(tensors.keys() - aliases.keys(), key=order.__getitem__)
         for name in names:
             tensor = tensors[name]
-            copies = _holders(tensor, [0] if name in only_rank_0 else everywhere)
+            copies = _holders(tensor, [0] if name in only_rank_0 else plain_on)
             writers[name] = [0] if gathered else min(copies, key=lambda ranks: max(load[r] for r in ranks))
             for rank in writers[name]:
                 load[rank] += tensor.numel() * tensor.itemsize // len(writers[name])

@@ -19,7 +19,13 @@ P = TypeVar("P", Path, Address)
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a run its next save keeps. ``best`` is (metric, "min" or "max")."""
+    """Which checkpoints of a run its next save keeps: a checkpoint stays if any of these wants it.
+
+    Attributes:
+        last: the number of newest ones.
+        best: (metric, "min" or "max"): the one with the best of this metric.
+        every: those whose step is a multiple of it.
+    """
 
     last: int = 2
     best: tuple[str, str] | None = None
@@ -34,7 +40,7 @@ class Listing(Generic[P]):
         self.run_id = run_id
 
     def directories(self) -> list[P]:
-        """Every real ``step_N`` directory (no link), lowest step first."""
+        """Every ``step_N`` directory that is not a link, lowest step first; of any run."""
         if not self.root.is_dir():
             return []
         found = [
@@ -45,26 +51,26 @@ class Listing(Generic[P]):
         return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
     def newest_first(self) -> list[P]:
-        """The checkpoints that this run may resume from, newest first: its own.
+        """The checkpoints of this run, newest first, and damaged ones, which may be its own.
 
         The order of saving counts, not the step: after a run was resumed from step 5, its old step 10 is
-        older. A damaged one may be this run's, so it is in the list.
+        older.
         """
         return [path for _, path in sorted(self.dated(), key=lambda each: each[0], reverse=True)]
 
     def dated(self) -> Iterator[tuple[float, P]]:
-        """The checkpoints of ``newest_first``, unordered, with the time of each."""
+        """The checkpoints of ``newest_first``, unordered, each after its time in seconds since 1970."""
         for path in self.directories():
             try:
                 manifest = read_manifest(path)
             except UserError:
                 yield path.stat().st_mtime if isinstance(path, Path) else 0.0, path
             else:
-                if self.run_id in (manifest.run_id, None):
+                if self.run_id in (manifest.run_id, None):  # None: those of all runs
                     yield manifest.saved_at, path
 
     def own(self) -> dict[P, Manifest]:
-        """Those with this run's id, newest first."""
+        """The manifests of those with this run's id, newest first."""
         manifests: dict[P, Manifest] = {}
         for directory in self.newest_first():
             with contextlib.suppress(UserError):
@@ -95,7 +101,7 @@ class Listing(Generic[P]):
 
 
 def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[Location]:
-    """The checkpoints of all of them, newest first; of two copies, that of ``own`` comes first.
+    """The checkpoints of ``own`` and ``others``, newest first; of two copies, that of ``own`` comes first.
 
     Raises:
         UserError: one of ``others`` cannot be reached, and ``own`` has none.
@@ -112,6 +118,7 @@ def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[
 
 
 def _best(manifests: Mapping[P, Manifest], metric: str, mode: str) -> P | None:
+    """The one with the best finite ``metric``; of equal ones the first. None if there is none."""
     scored = [
         (m.metrics[metric], path)
         for path, m in manifests.items()
@@ -139,7 +146,7 @@ def best_checkpoint(run_dir: Location, metric: str, mode: str, run_id: str | Non
 
 
 def newest_run_id(run_dir: Location) -> str | None:
-    """The run that saved last under ``run_dir``; None: there is none."""
+    """The id of the run that saved last under ``run_dir``; None if none did."""
     listing: Listing[Any] = Listing(run_dir / "checkpoints")
     for directory in listing.newest_first():
         with contextlib.suppress(UserError):
