@@ -13,6 +13,7 @@ from trainer.files.untrusted import printable
 from trainer.optim.train_state import TrainState, parameter_names
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
+"""Of saved tensors, by their names in the checkpoint."""
 
 
 def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -21,6 +22,9 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
     These are the model's own tensors, its other buffers if they were saved in the same size, and new tensors
     for the optimizer's state: laid out and sharded like the parameter if they have its shape, otherwise on
     the CPU, from where ``Optimizer.load_state_dict`` moves them.
+
+    Args:
+        plain: the JSON part of the saved state.
 
     Raises:
         UserError: the checkpoint is of another model or optimizer; lists the first five differences of each
@@ -60,7 +64,7 @@ def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
 
 
 def of_modules_own(name: str) -> bool:
-    """Whether a tensor of this name is from ``get_extra_state``, and so may have any shape and dtype."""
+    """Whether the tensor is from ``get_extra_state`` of a module, and may have any shape and dtype."""
     return "_extra_state" in name.split(".")
 
 
@@ -76,7 +80,7 @@ def begins_average(state: TrainState, shapes: Shapes) -> bool:
 
 
 def _averages(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
-    """This run's moving averages by their names in a checkpoint, if that holds them all."""
+    """This run's moving averages by their names in a checkpoint; {} unless that holds them all."""
     own = {f"ema.weights.{name}": value for name, value in ours["ema"].get("weights", {}).items()}
     fit = all(shapes.get(name) == (value.shape, value.dtype) for name, value in own.items())
     return own if fit else {}
@@ -87,7 +91,10 @@ def _fits(name: str, buffer: Tensor, shapes: Shapes) -> bool:
 
 
 def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The saved state, assembled from ``targets`` after these were read, for ``load_state_dict``."""
+    """The saved state for ``TrainState.load_state_dict``, made of ``plain`` and ``targets``.
+
+    Called before these are read, to check that it fits, and after, to load it.
+    """
     buffers = plain.get("buffers", {})
     read = {name: value for name, value in buffers.items() if f"buffers.{name}" in targets}
     average = plain.get("ema", {}) if any(name.startswith("ema.") for name in targets) else {}
@@ -96,7 +103,7 @@ def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict
 
 
 def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> None:
-    """Raise a UserError if something is missing, or a value has another type than in this run."""
+    """Raise UserError if something is missing in the saved state, or a value has another type than here."""
     ours, saved = state.state_dict(), saved_state(plain, targets)
     _compare_kinds(saved["ema"], ours["ema"], "ema", required=ours["ema"].keys() if saved["ema"] else ())
     if saved["model"].keys() != ours["model"].keys():
@@ -120,8 +127,8 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
 def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
     """Raise UserError if a parameter's state lacks what a step of the optimizer creates, or has other shapes.
 
-    A step on a small parameter shows it. Only for torch's own optimizers: others may treat parameters
-    differently.
+    A step on a small parameter, of size 2 in each dimension, shows what it creates. Only for torch's own
+    optimizers: others may treat parameters differently.
     """
     if not type(state.optimizer).__module__.startswith("torch.optim."):
         return
@@ -147,7 +154,10 @@ def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
 
 
 def _state_after_one_step(kind: type[Any], group: Mapping[str, Any], ndim: int) -> dict[str, Any]:
-    """The state that ``kind`` keeps for a parameter of ``ndim`` dimensions; {} if a step here fails."""
+    """The state that an optimizer of class ``kind`` keeps for a parameter of shape (2,) * ``ndim``.
+
+    {} if a step here fails.
+    """
     parameter = torch.zeros((2,) * ndim, requires_grad=True)
     parameter.grad = torch.zeros_like(parameter)
     try:
@@ -189,7 +199,13 @@ def compare_shapes(
     sides: tuple[str, str] = ("there", "here"),
     way_out: str = "",
 ) -> None:
-    """Raise UserError unless names, shapes and dtypes are equal; shows the first five differences."""
+    """Raise UserError unless names, shapes and dtypes are equal; shows the first five differences.
+
+    Args:
+        words: the beginning of the message.
+        sides: what ``saved`` and ``wanted`` are called in it.
+        way_out: the end of the message.
+    """
     problems = []
     if missing := sorted(set(wanted) - set(saved)):
         problems.append(f"it lacks {first_five(missing)}")
@@ -206,11 +222,13 @@ def compare_shapes(
 
 
 def first_five(items: list[str]) -> str:
+    """The first five, printable, and how many more there are."""
     more = f" and {len(items) - 5} more" if len(items) > 5 else ""
     return ", ".join(map(printable, items[:5])) + more
 
 
 def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise UserError unless both have the same groups of parameters, and ``saved`` all options of these."""
     mine, theirs = ours["param_groups"], saved["param_groups"]
     if [group["params"] for group in mine] != [group["params"] for group in theirs]:
         raise UserError(_other_groups(mine, theirs))
@@ -240,6 +258,7 @@ def _other_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[st
 
 
 def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> Tensor:
+    """A tensor to read the optimizer's tensor ``name`` into, as `targets_for` says."""
     parameter = parameters.get(name.removeprefix("optimizer.state.").rpartition(".")[0])
     if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" stays on the CPU
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)

@@ -26,7 +26,7 @@ from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("run_dir", "resume", "fault.", "checkpoint.remote")  # changes are not reported
+_MAY_DIFFER = ("run_dir", "resume", "fault.", "checkpoint.remote")  # prefixes; changes are not logged
 
 
 class Resuming:
@@ -40,7 +40,7 @@ class Resuming:
         num_samples: int | None,
         config: Mapping[str, Any],
     ) -> None:
-        """``others`` list this run's checkpoints elsewhere; the rest is as for ``Checkpointer``."""
+        """``others`` list this run's checkpoints at addresses; the rest is as for ``Checkpointer``."""
         self._store, self._others, self._agreement = store, others, agreement
         self._num_samples, self._config = num_samples, config
 
@@ -48,7 +48,7 @@ class Resuming:
         """Delete what killed saves of this run left behind, and log what other runs have here."""
         self._agreement.on_main(self._store.clean)
         if self._agreement.rank == 0:
-            self._report_others()
+            self._warn_of_other_runs()
 
     def find(self, resume: str | None) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
@@ -78,11 +78,11 @@ class Resuming:
         # The state is not changed before all ranks have found that all of it fits.
         shapes = source.shapes
         targets = self._agreement.everywhere(lambda: targets_for(state, shapes, plain))
-        if self._agreement.rank == 0 and (others := other_buffers(state, shapes)):
+        if self._agreement.rank == 0 and (unread := other_buffers(state, shapes)):
             log.warning(
                 "%s lacks these buffers, or has them in another size; they keep their initial values: %s",
                 source.directory,
-                others,
+                unread,
             )
         if self._agreement.rank == 0 and begins_average(state, shapes):
             log.warning(
@@ -96,6 +96,7 @@ class Resuming:
         return data_states
 
     def _check_data(self, source: OpenCheckpoint) -> None:
+        """Raise UserError if the training data has another length than when ``source`` was saved."""
         now, then = self._num_samples, source.facts.get("num_samples", self._num_samples)
         if now != then:
             raise UserError(
@@ -105,9 +106,9 @@ class Resuming:
                 f"new run from these weights with model.init_from={source.directory}"
             )
 
-    def _report_others(self) -> None:
-        if others := [path.name for path in self._store.of_others()]:
-            log.warning("left alone, as another run's: %s in %s", first_five(others), self._store.root)
+    def _warn_of_other_runs(self) -> None:
+        if names := [path.name for path in self._store.of_others()]:
+            log.warning("left alone, as another run's: %s in %s", first_five(names), self._store.root)
 
     def _choose(self, resume: str) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` means, verified; each rank reads its share of it. Collective."""
@@ -135,6 +136,7 @@ class Resuming:
         return None
 
     def _report(self, source: OpenCheckpoint, progress: Progress) -> None:
+        """Log the step, and which settings have changed."""
         if self._agreement.rank != 0:
             return
         log.info("resumed from %s at step %d", source.directory, progress.step)
@@ -157,7 +159,13 @@ def _shown(key: str, value: Any) -> tuple[str, str]:
 
 
 def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | None = None) -> int | None:
-    """The seed of the run that ``resume`` continues; None if there is none. Nothing is verified yet."""
+    """The seed of the run that ``resume`` continues; None if there is none.
+
+    Called on rank 0, before anything is built. Of a checkpoint only the facts are read, and not verified.
+
+    Args:
+        remote: as `checkpoint.remote`.
+    """
     candidates: list[Location] = [Path(resume or "")]
     if resume == "auto":
         others = (Listing(Address(remote) / "checkpoints", run_id),) if remote is not None else ()
@@ -169,6 +177,7 @@ def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | Non
 
 
 def _existing(resume: str) -> Path:
+    """The directory of the checkpoint that ``resume`` names. UserError if there is none, or it is a run."""
     directory = Path(resume).resolve()
     if not directory.is_dir():
         raise UserError(f"resume={resume} is not a directory; give the path of a checkpoint, or resume=auto")

@@ -13,12 +13,13 @@ from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
 from trainer.optim.train_state import Progress
 
 STATE = "state.json"
-MODEL_CONFIG = "model_config"  # in the facts: the config.json of a Hugging Face model
-DATA_STATES = "places"  # in the facts: where the data of each rank stands
+# Keys of the facts, as the contents of the file are called:
+MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
+DATA_STATES = "places"  # where the data of each rank stands
 
 
 def check_size(state_bytes: int, num_bytes: int) -> None:
-    """UserError if STATE is larger than the limit for a checkpoint of ``num_bytes``."""
+    """Raise UserError if STATE is larger than what is read of it, for a checkpoint of ``num_bytes``."""
     limit = max(MAX_JSON_BYTES, num_bytes // 64)
     if state_bytes > limit:
         raise UserError(
@@ -28,7 +29,11 @@ def check_size(state_bytes: int, num_bytes: int) -> None:
 
 
 def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any], Fields]:
-    """The contents of state.json, with checked types, and its index of tensors."""
+    """The contents of state.json, with checked types, and its index of tensors, still to be checked.
+
+    Raises:
+        UserError: it is missing or damaged, has other types, or contradicts itself or the manifest.
+    """
     path = directory / STATE
     with open_listed(directory, manifest, STATE) as file:
         check_size(file.size, manifest.num_bytes)
@@ -72,7 +77,7 @@ def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any],
 
 
 def compare_names(path: Location, named: list[str], index: Index) -> None:
-    """UserError unless the index has every tensor that the state names, once, and no others."""
+    """Raise UserError unless ``index`` has every tensor in ``named``, by the state, once, and no others."""
     if missing := sorted(set(named) - set(index)):
         raise UserError(f"{printable(path)} names tensors that are not there: {first_five(missing)}")
     if sorted(named) != sorted(index):
