@@ -75,6 +75,7 @@ def _gigabytes(text: str) -> float:
 
 
 def _checkpoints(directory: Location) -> Iterator[Location]:
+    """`directory` itself, or the checkpoints in it if it is a run or its folder `checkpoints`."""
     if (directory / MANIFEST).exists() or not directory.is_dir():
         yield directory
         return
@@ -87,7 +88,7 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
 
 
 def _report(directory: Location, in_full: bool) -> bool:
-    """Print a report of one checkpoint; True if it is intact."""
+    """Print a report of one checkpoint; return whether it is intact."""
     try:
         source: OpenCheckpoint | None = verified(directory)
         health = "intact"

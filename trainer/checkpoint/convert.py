@@ -79,9 +79,13 @@ def convert(
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
-    """A safetensors file of `weights`; tied ones, which share their memory, are written twice."""
+    """Write a new safetensors file of `weights`; tied ones, which share their memory, are written twice.
 
-    def one(name: str, value: Tensor) -> ToStore:
+    Raises:
+        UserError: the format has no name for a dtype.
+    """
+
+    def to_store(name: str, value: Tensor) -> ToStore:
         chunks = (_to(tensor, dtype) for tensor in (value,))  # converted when it is written
         return ToStore(name, _dtype_of(value, dtype), tuple(value.shape), chunks)
 
@@ -91,7 +95,7 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype 
                 f"{name} is {value.dtype}, which safetensors has no name for; --to torch takes it"
             )
     ordered = sorted(weights.items(), key=lambda item: (-_dtype_of(item[1], dtype).itemsize, item[0]))
-    write_file(path, [one(name, value) for name, value in ordered])
+    write_file(path, [to_store(name, value) for name, value in ordered])
 
 
 def _write_hf(
@@ -101,6 +105,7 @@ def _write_hf(
     dtype: torch.dtype | None,
     file_bytes: int,
 ) -> None:
+    """Write config.json, the files of weights, and the index of these if there are several."""
     config: dict[str, Any] | None = source.facts.get(MODEL_CONFIG)
     if config is not None:
         if config.get("tie_word_embeddings"):  # loading ties them again, so one name of each is enough
@@ -126,6 +131,7 @@ def _write_hf(
 def _split(
     weights: Mapping[str, Tensor], dtype: torch.dtype | None, file_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
+    """The weights of each file, in order; a file has more than `file_bytes` only for a single tensor."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, value in weights.items():
@@ -140,7 +146,11 @@ def _split(
 def _converted(
     weights: Mapping[str, Tensor], dtype: torch.dtype | None, copy: bool = False
 ) -> dict[str, Tensor]:
-    """Tied weights stay tied. `copy` gives each its own memory: torch.save writes all of a mapped file."""
+    """`weights` in `dtype`; tied ones stay tied.
+
+    Args:
+        copy: give each its own memory: of a mapped one, torch.save would write the whole file.
+    """
     once = {id(tensor): _to(tensor, dtype, copy) for tensor in weights.values()}
     return {name: once[id(tensor)] for name, tensor in weights.items()}
 
@@ -150,6 +160,7 @@ def _to(tensor: Tensor, dtype: torch.dtype | None, copy: bool = False) -> Tensor
 
 
 def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which `tensor` is written: `dtype` if it is a floating-point one."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 

@@ -29,7 +29,7 @@ _PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
 def load_weights(model: nn.Module, path: str | Location, ignore: str | Sequence[str] = ()) -> None:
-    """Copy what ``weights_for`` finds into ``model``."""
+    """Copy what ``weights_for`` finds into ``model``. Raises as that."""
     model.load_state_dict(weights_for(model, path, ignore), strict=False)
 
 
@@ -38,13 +38,15 @@ def weights_for(
 ) -> dict[str, Tensor]:
     """The tensors in ``path`` for those of the same names in ``model``; never runs code from the file.
 
-    Only the names and shapes of ``model`` are used.
+    Prefixes that wrappers put before names are dropped if the names are then the model's. The log lists
+    tensors that are ignored or missing, which keep their values, and those in ``path`` that were not used.
 
-    ``path`` is a state_dict saved by ``torch.save`` (bare, or under ``model`` or ``state_dict``), a
-    ``.safetensors`` file, a folder saved by transformers, the directory of a checkpoint, or that of a run,
-    for its newest intact one. Prefixes that wrappers put before names are dropped if the names are then
-    the model's. Tensors under a name in ``ignore`` ("fc": fc.weight, fc.bias), and those that ``path`` lacks,
-    keep their values. The log lists both, and tensors in ``path`` that were not used.
+    Args:
+        model: only its names and shapes are used, so it may be on the meta device.
+        path: a state_dict saved by ``torch.save`` (bare, or under ``model``, ``state_dict`` or
+            ``model_state_dict``), a ``.safetensors`` file, a folder saved by transformers, the directory of a
+            checkpoint, or that of a run, for its newest intact one.
+        ignore: names of modules and tensors to leave out ("fc": fc.weight, fc.bias).
 
     Raises:
         UserError: unreadable; no name in common; or other shapes (the first five, both shapes each).
