@@ -27,7 +27,7 @@ _TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
 
 
 def seal(temporary: Path, manifest: Manifest) -> None:
-    """Write the manifest into ``temporary``, which has all files, fsynced. A rename is then left to do.
+    """Write the manifest into ``temporary``, which has all files, fsynced. Then only a rename is left to do.
 
     Raises:
         OSError: its files are not those of the manifest; or the disk fails.
@@ -77,7 +77,10 @@ class Store(Listing[Path]):
     def commit(
         self, step: int, format: str, files: Mapping[str, FileDigest], metrics: Mapping[str, float]
     ) -> Path:
-        """Make the directory of ``begin``, with all files fsynced, the checkpoint and ``latest``."""
+        """Make the directory of ``begin``, with all files fsynced, the checkpoint of ``step`` and ``latest``.
+
+        Returns its path. Raises as `seal`.
+        """
         # If the clock was set back, the newest must still have the latest time.
         saved_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
         values = {name: float(value) for name, value in metrics.items()}
@@ -101,9 +104,10 @@ class Store(Listing[Path]):
         return final
 
     def _clear(self, final: Path) -> None:
-        """Rename what has the path of a new checkpoint: to be replaced if it is this run's, else to be kept.
+        """Rename what has the path ``final`` of a new checkpoint, to replace it or to keep it.
 
-        This run's own was saved before the run was resumed from an earlier step.
+        It is replaced if it is this run's, saved before the run was resumed from an earlier step; or if it is
+        not an intact checkpoint. It is kept under another name if it is another run's.
         """
         if not os.path.lexists(final):
             return
@@ -116,6 +120,7 @@ class Store(Listing[Path]):
         final.rename(aside)
 
     def _point_latest(self, name: str) -> None:
+        """Make ``latest`` a link to the checkpoint ``name``, or warn: no resume needs it."""
         link, latest = self.root / f"{_TEMPORARY}latest", self.root / "latest"
         try:
             link.unlink(missing_ok=True)
@@ -137,8 +142,10 @@ class Store(Listing[Path]):
         shutil.rmtree(temporary, ignore_errors=True)
 
     def clean(self) -> None:
-        """Remove what a killed process left, put back a checkpoint that it had renamed to replace it, and
-        point `latest` at the newest."""
+        """Called at the start: remove what a killed process left, and point ``latest`` at the newest.
+
+        A checkpoint that it had renamed to replace it is put back.
+        """
         if not self.root.is_dir():
             return
         self._sweep()
@@ -162,7 +169,7 @@ class Store(Listing[Path]):
                     self._warn(entry, f"cannot be put back as {final.name}: {error}")
 
     def _delete(self, path: Path) -> bool:
-        """Delete ``path``; returns whether it is gone. Never raises: the next save tries again."""
+        """Delete ``path``; returns whether it is gone. If not, warns: the next save tries again."""
         try:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)  # as much as possible
@@ -183,7 +190,7 @@ class Store(Listing[Path]):
 
     @at_disk()
     def prune(self, retention: Retention, spared: Path | None = None) -> list[Path]:
-        """Delete those of this run that ``retention`` does not keep, except ``spared``; returns the deleted.
+        """Delete checkpoints of this run that ``retention`` does not keep, except ``spared``; return them.
 
         A directory without a manifest stays.
         """
@@ -201,13 +208,13 @@ class Store(Listing[Path]):
 
 
 def _unused(path: Path) -> Path:
-    """``path``, or a name beside it if that is taken."""
+    """``path``, or the first of ``path-2``, ``path-3``, ... that does not exist."""
     beside = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(each for each in itertools.chain([path], beside) if not os.path.lexists(each))
 
 
 def _saved_at(directory: Path) -> float:
-    """When a checkpoint was saved; the directory's own time if the manifest is damaged."""
+    """When a checkpoint was saved, in seconds since 1970; its directory's time if the manifest is damaged."""
     try:
         return read_manifest(directory).saved_at
     except UserError:
