@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
 from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.fsdp_movers import OnCpu, OnGpu, own_block
-from trainer.comm.leaf_sums import Encoder, ShardSums, native_reduce_scatter
+from trainer.comm.leaf_sums import Encoder
+from trainer.comm.shard_sums import ShardSums, native_reduce_scatter
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.transport import Transport
 

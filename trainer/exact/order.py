@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from trainer.comm.leaf_sums import LeafSums, ShardSums, limit
+from trainer.comm.leaf_sums import LeafSums, limit
+from trainer.comm.shard_sums import ShardSums
 from trainer.distributed.process_group import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.buffers import LeafBuffers
