@@ -287,9 +287,9 @@ def sign_files(directory: Path, value: Any) -> None:
     write_manifest(directory, {**raw, "files": value})
 
 
-for _value in (-1, math.inf, "many", 2**70, 1.5):
+for _value in (-1, 0, math.inf, "many", 2**70, 1.5):
     _kind(f"manifest: a file of {_value!r} bytes", listed(bytes=_value))
-for _value in (7, [], ["0" * 64, "0" * 64], [7], "0" * 64):
+for _value in (7, [], [""], ["0" * 64, "0" * 64], [7], "0" * 64):
     _kind(f"manifest: sha256 {str(_value)[:20]!r}", listed(sha256=_value))
 for _value in (ESCAPE, None, "md5", 5):
     _kind(f"manifest: algorithm {_value!r}", manifest(algorithm=_value))

@@ -1,5 +1,6 @@
 """Damaged and hostile checkpoints: each is refused before a tensor reaches the model, and none runs code."""
 
+import json
 import os
 import pickle
 import random
@@ -11,10 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint import tiny
+from tests.checkpoint import hostile, tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights, manifest
+from trainer.checkpoint import load_weights, manifest, store
+from trainer.checkpoint.layout import index_from_json
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.checkpoint.reading import PlainFile
+from trainer.checkpoint.state_file import STATE
 from trainer.errors import UserError
+from trainer.files.untrusted import Fields
 
 Damage = Callable[[Path], str]
 
@@ -164,3 +170,52 @@ def test_hostile_weights_run_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) refuses it"):
         load_weights(tiny.Net(), tmp_path / "w.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def _bytes_read_to_open(run_dir: Path) -> tuple[int, int]:
+    _save(run_dir, "full")
+    count, read_into = 0, PlainFile.read_into
+
+    def counted(file: PlainFile, offset: int, buffer: memoryview) -> None:
+        nonlocal count
+        count += len(buffer) * (file.path.name == STATE)
+        read_into(file, offset, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainFile, "read_into", counted)
+        opened = OpenCheckpoint.open(run_dir / "checkpoints" / "step_00000002")
+    return count, opened.manifest.files[STATE].bytes
+
+
+def test_the_bytes_that_are_used_are_those_that_were_hashed(tmp_path: Path) -> None:
+    """A second read could give others, and takes as long from an address."""
+    count, size = run_ranks(_bytes_read_to_open, 1, tmp_path)[0]
+    assert count == size
+
+
+@pytest.mark.parametrize(
+    "digest, words",
+    [
+        ({"bytes": 0, "sha256": []}, "bytes is 0, but must be 1 or more"),
+        ({"bytes": 1, "sha256": [""]}, "must be 64 digits for each block"),
+    ],
+)
+def test_a_manifest_lists_no_empty_things(tmp_path: Path, digest: dict[str, Any], words: str) -> None:
+    """Else one of 16 MB, of 300,000 files, takes a minute to check."""
+    seal_in = tmp_path / "step_00000001"
+    seal_in.mkdir()
+    store.seal(seal_in, manifest.Manifest("full", 1, 1.0, {}, run_id="tiny"))
+    raw = json.loads((seal_in / "manifest.json").read_text())
+    hostile.write_manifest(seal_in, {**raw, "files": {"a": digest}})
+    with pytest.raises(UserError, match=words):
+        manifest.read_manifest(seal_in)
+
+
+def test_an_index_cannot_have_more_chunks_than_files() -> None:
+    """Else one of a few megabytes, of chunks without rows, takes seconds to check."""
+    empty = {"file": "a", "key": "w", "begin": 0, "shape": [0, 5]}
+    entry = {"dtype": "float32", "shape": [0, 5], "chunks": [empty]}
+    assert index_from_json(Fields("state.json", {"w": entry}))["w"].shape == (0, 5)
+    for chunks in ([empty, empty], [empty, {**empty, "file": "b"}, empty]):
+        with pytest.raises(UserError, match="file is 'a', but must be one for each chunk"):
+            index_from_json(Fields("state.json", {"w": {**entry, "chunks": chunks}}))

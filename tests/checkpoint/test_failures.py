@@ -16,7 +16,7 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import Checkpointer, manifest, resuming, saved_seed, store, writing
+from trainer.checkpoint import Checkpointer, manifest, saved_seed, store, writing
 from trainer.config import KeepBest
 from trainer.errors import UserError
 
@@ -156,8 +156,9 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    resuming.log.addHandler(handler)
-    resuming.log.setLevel(logging.INFO)
+    log = logging.getLogger("trainer.checkpoint")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     fresh = tiny.train_state(seed=4)
     other = Checkpointer(
         tiny.settings(),
@@ -182,8 +183,8 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
 def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
     (result,) = run_ranks(_pass_over, 1, tmp_path)
     text = "\n".join(result["messages"])
-    assert "passes over step_00000003" in text and "no manifest.json" in text
-    assert "passes over step_00000002" in text and f"sha256 of {TENSORS}" in text
+    assert "passing over step_00000003" in text and "no manifest.json" in text
+    assert "passing over step_00000002" in text and f"sha256 of {TENSORS}" in text
     assert "resumed from" in text and "step_00000001 at step 1" in text
     assert "optim.lr was 0.1 in the checkpoint, is 0.5 now" in text
     assert "new is 1 now, and was not a setting in the checkpoint" in text
@@ -209,12 +210,29 @@ def _all_damaged(run_dir: Path) -> None:
     state = tiny.train_state()
     tiny.checkpointer(run_dir).save(state)
     (run_dir / "checkpoints" / "latest" / TENSORS).write_bytes(b"")
-    with pytest.raises(UserError, match=r"none of the 1 checkpoints in .*  is intact"):
+    with pytest.raises(
+        UserError, match=r"none of the 1 checkpoints in .* is intact.* another run_dir starts"
+    ):
         tiny.restore(tiny.checkpointer(run_dir), state, "auto")
 
 
 def test_auto_does_not_start_anew_over_damage(tmp_path: Path) -> None:
     run_ranks(_all_damaged, 1, tmp_path)
+
+
+def _save_of_many_parts(run_dir: Path) -> list[str]:
+    state, checkpointer = tiny.train_state(), tiny.checkpointer(run_dir)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.files.untrusted._MAX_JSON_PARTS", 1000)
+        with pytest.raises(
+            UserError, match=r"step 0 could not be saved: .*[\d,]+ lists and mappings; more than"
+        ):
+            checkpointer.save(state, data_state={"seen": [[]] * 5000})
+    return [entry.name for entry in (run_dir / "checkpoints").iterdir()]
+
+
+def test_nothing_is_saved_that_no_resume_would_read(tmp_path: Path) -> None:
+    assert run_ranks(_save_of_many_parts, 1, tmp_path) == [[]]
 
 
 def _resume_twice(run_dir: Path) -> list[str]:

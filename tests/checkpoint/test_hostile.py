@@ -108,7 +108,7 @@ def _try(run_dir: Path, restorer: Any, state: Any, lines: _Lines, way: str) -> s
         assert state.progress.step == 7
         return f"refused: {reason}"
     assert source.manifest.step == 1
-    about_it = [line for line in lines.lines if "passes over" in line]
+    about_it = [line for line in lines.lines if "passing over" in line]
     assert len(about_it) == 1 and hostile.STEP in about_it[0], lines.lines
     _one_line(about_it[0])
     words = {"verify": [path], "show": [run_dir], "convert": [path, run_dir / "out", "--to", "torch"]}

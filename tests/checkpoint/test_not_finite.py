@@ -1,7 +1,6 @@
 """A checkpoint holds no NaN or Inf that the model did not begin with, and resume=auto continues from none."""
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from tests.checkpoint import tiny
 from tests.faults.test_ends import TINY
 from tests.programs import finish
 from tests.ranks import run_ranks
-from trainer.checkpoint import resuming
+from trainer.checkpoint import open_checkpoint
 from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.tree import take_apart
@@ -118,8 +117,7 @@ def _of_an_older_version(run_dir: Path, format: str) -> dict[str, list[str]]:
             _poison(state, poison, NAN)
         older.save(state)
     told: list[str] = []
-    resuming.log.setLevel(logging.INFO)
-    resuming.log.warning = lambda text, *args: told.append(text % args)  # type: ignore[method-assign]
+    open_checkpoint.log.warning = lambda text, *args: told.append(text % args)  # type: ignore[method-assign]
     other = _state(sharded=True, seed=3, masked=False)
     newer = tiny.checkpointer(run_dir, format=format)
     newer.begin(other)
@@ -135,7 +133,7 @@ def test_resume_passes_over_what_an_older_version_saved(tmp_path: Path, format: 
     told = run_ranks(_of_an_older_version, 2, tmp_path, format)[0]["told"]
     assert len(told) == 2, told
     for step, said in zip((3, 2), told, strict=True):
-        assert f"passes over step_0000000{step}" in said and "first.weight holds NaN" in said
+        assert f"passing over step_0000000{step}" in said and "first.weight holds NaN" in said
 
 
 class Overflows(torch.optim.SGD):

@@ -36,6 +36,14 @@ def test_a_forged_verdict_commands_no_terminal(tmp_path: Path, capfd: pytest.Cap
         assert said.replace("\n", "").isprintable()
 
 
+@pytest.mark.parametrize("part", [b"[],", b"{},"])
+def test_a_text_of_empty_lists_is_not_read(part: bytes) -> None:
+    """It would take 30 times its size in memory."""
+    untrusted.read_json("x", b'{"a":[' + part * 1000 + b"0]}")
+    with pytest.raises(UserError, match=r"x has 1,048,5\d\d lists and mappings; more than 1,048,576 are not"):
+        untrusted.read_json("x", b'{"a":[' + part * (1 << 20) + b"0]}")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

@@ -32,6 +32,7 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError, UserError
 from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Address
+from trainer.files.untrusted import check_parts
 from trainer.optim.train_state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
@@ -286,7 +287,9 @@ class Checkpointer:
     ) -> dict[str, FileDigest]:
         digests = write_tensors(directory, tensors, who, self._dist.rank, self._agreement.group)
         if self._dist.rank == 0:
-            digests[STATE] = write_text(directory / STATE, json.dumps(facts))
+            text = json.dumps(facts)
+            check_parts(STATE, text.encode())  # a resume would refuse it
+            digests[STATE] = write_text(directory / STATE, text)
         return digests
 
     def _facts(self, plain: dict[str, Any], data_states: dict[str, Any]) -> dict[str, Any]:

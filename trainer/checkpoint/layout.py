@@ -78,7 +78,7 @@ def _entry(name: str, fields: Fields) -> IndexEntry:
         fields.refuse("dtype", "one that a checkpoint may hold")
     if shape is None:
         fields.refuse("shape", "sizes of a tensor")
-    chunks, rows, end = [], num_rows(shape), 0
+    chunks, files, rows, end = [], set[str](), num_rows(shape), 0
     for values in fields.sequence("chunks"):
         chunk = Fields(f"the place of {name}", values)
         sizes = sizes_in(chunk.sequence("shape"))
@@ -88,6 +88,9 @@ def _entry(name: str, fields: Fields) -> IndexEntry:
         if chunks[-1].begin != end:
             chunk.refuse("begin", f"{end}, where the chunk before it ends")
         end += num_rows(sizes)
+        if chunks[-1].file in files:
+            chunk.refuse("file", "one for each chunk, as each is of another rank")
+        files.add(chunks[-1].file)
     if end != rows or not chunks:
         raise UserError(f"the chunks of {printable(name)} are {end:,} of its {rows:,} rows")
     return IndexEntry(dtype, torch.Size(shape), tuple(chunks))

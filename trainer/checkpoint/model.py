@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from trainer.checkpoint.listing import Listing, best_checkpoint
 from trainer.checkpoint.matching import model_targets
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.tree import put_together
 from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
@@ -43,10 +43,15 @@ def read_model(
     Raises:
         UserError: on every rank alike: there is none, it is damaged, or it is of another model.
     """
+
+    def read(directory: Location) -> OpenCheckpoint:
+        look = partial(verified, directory.resolve(), agreement.rank, agreement.world_size)
+        return agreement.everywhere(look)
+
     for left in reversed(range(_TRIES)):
         found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
         try:
-            source = _first_intact(found, agreement, which)
+            source = first_intact(found, read, agreement.rank == 0) if which == "newest" else read(found[0])
             agreement.everywhere(partial(_read, model, source))
         except UserError:
             if not left or agreement.on_main(partial(_are_there, found)):
@@ -80,21 +85,6 @@ def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBes
     if (named[0] / "checkpoints").is_dir():
         raise UserError(f"the checkpoint {which} is a run; name one of {named[0] / 'checkpoints'}")
     return named[:1]
-
-
-def _first_intact(found: list[Location], agreement: Agreement, which: str) -> OpenCheckpoint:
-    reasons: list[str] = []
-    for directory in found:
-        look = partial(verified, directory.resolve(), agreement.rank, agreement.world_size)
-        try:
-            return agreement.everywhere(look)
-        except UserError as error:
-            if which != "newest":
-                raise
-            reasons.append(str(error))
-            if agreement.rank == 0:
-                log.warning("passing over %s: %s", directory.name, error)
-    raise UserError(f"none of the {len(found)} checkpoints in {found[0].parent}  is intact: {reasons[0]}")
 
 
 def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement) -> None:

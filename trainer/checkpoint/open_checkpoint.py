@@ -1,7 +1,9 @@
 """A checkpoint opened for reading: its facts and its tensors."""
 
 import bisect
-from collections.abc import Mapping
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from trainer.files.address import Location
 from trainer.files.untrusted import Fields, printable
 from trainer.local_shard import to_local
 from trainer.optim.train_state import Progress
+
+log = logging.getLogger(__name__)
 
 _OF_TRAINED = ("model.", "ema.weights.")
 _NUM_THREADS = 4
@@ -102,7 +106,7 @@ class OpenCheckpoint:
         def look(file: str, offset: int, block: memoryview) -> None:
             of_file = numbers[file]
             first = bisect.bisect_right(of_file, offset, key=lambda number: number[1])
-            for begin, end, dtype, name in of_file[first:]:
+            for begin, end, dtype, name in itertools.islice(of_file, first, None):
                 begin += max(0, -(-(offset - begin) // dtype.itemsize)) * dtype.itemsize
                 count = (min(end, offset + len(block)) - begin) // dtype.itemsize
                 if begin >= offset + len(block):
@@ -215,6 +219,26 @@ def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> Open
         raise
     source.check(reader, num_readers)
     return source
+
+
+def first_intact(
+    found: Sequence[Location], read: Callable[[Location], OpenCheckpoint], tells: bool, more: str = ""
+) -> OpenCheckpoint:
+    """The first of ``found`` that ``read``, which verifies it, takes; ``tells``: whether to warn of others.
+
+    Raises:
+        UserError: there is none; with ``more`` at the end.
+    """
+    reasons: list[str] = []
+    for directory in found:
+        try:
+            return read(directory)
+        except UserError as error:
+            reasons.append(str(error))
+            if tells:
+                log.warning("passing over %s: %s", directory.name, error)
+    where = printable(found[0].parent)
+    raise UserError(f"none of the {len(found)} checkpoints in {where} is intact: {reasons[0]}{more}")
 
 
 def _find(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:

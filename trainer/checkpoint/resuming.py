@@ -16,7 +16,7 @@ from trainer.checkpoint.matching import (
     saved_state,
     targets_for,
 )
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
@@ -112,28 +112,19 @@ class Resuming:
 
     def _choose(self, resume: str) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` means, verified; each rank reads its share of it. Collective."""
-        auto = resume == "auto"
-        found = self._agreement.on_main(
-            lambda: newest_of(self._store, self._others) if auto else [_existing(resume)]
+
+        def read(directory: Location) -> OpenCheckpoint:
+            look = partial(verified, directory, self._agreement.rank, self._agreement.world_size)
+            return self._agreement.everywhere(look)
+
+        if resume != "auto":
+            return read(self._agreement.on_main(lambda: _existing(resume)))
+        found = self._agreement.on_main(lambda: newest_of(self._store, self._others))
+        more = (
+            f"; `python -m trainer.checkpoint verify {self._store.root}` shows all, "
+            "another run_dir starts a new run"
         )
-        reasons: list[str] = []
-        for directory in found:
-            try:
-                look = partial(verified, directory, self._agreement.rank, self._agreement.world_size)
-                return self._agreement.everywhere(look)
-            except UserError as error:
-                if not auto:
-                    raise
-                reasons.append(str(error))
-                if self._agreement.rank == 0:
-                    log.warning("resume=auto passes over %s: %s", directory.name, error)
-        if found:
-            raise UserError(
-                f"none of the {len(found)} checkpoints in {self._store.root}  is intact: {reasons[0]}; "
-                f"`python -m trainer.checkpoint verify {self._store.root}` shows all, "
-                "another run_dir starts a new run"
-            )
-        return None
+        return first_intact(found, read, self._agreement.rank == 0, more) if found else None
 
     def _report(self, source: OpenCheckpoint, progress: Progress) -> None:
         """Log the step, and which settings have changed."""

@@ -37,9 +37,13 @@ def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any],
     path = directory / STATE
     with open_listed(directory, manifest, STATE) as file:
         check_size(file.size, manifest.num_bytes)
-        data = file.read(file.size)
-        check_blocks(file, manifest.files[STATE], range(len(manifest.files[STATE].sha256)))
-    facts = Fields(str(path), read_json(path, data))
+        data = bytearray(file.size)
+
+        def keep(offset: int, block: memoryview) -> None:
+            data[offset : offset + len(block)] = block
+
+        check_blocks(file, manifest.files[STATE], range(len(manifest.files[STATE].sha256)), keep)
+    facts = Fields(str(path), read_json(path, bytes(data)))
     facts.text("strategy"), facts.text("torch_version"), facts.mapping("config")
     state, data_states = facts.mapping("state"), facts.sequence(DATA_STATES, of=dict)
     for section in ("model", "schedule", "scaler", "buffers", "ema"):

@@ -14,7 +14,7 @@ from trainer.checkpoint.expected import unusual
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.matching import first_five, of_modules_own
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
 from trainer.errors import UserError
@@ -160,15 +160,9 @@ def _checkpoint_in(directory: Location) -> OpenCheckpoint:
     found = [] if (directory / MANIFEST).exists() else listing.newest_first()
     if not found:
         return verified(directory.resolve())
-    for candidate in found:
-        try:
-            source = verified(candidate)
-        except UserError as error:
-            log.warning("model.init_from=%s passes over %s: %s", directory, candidate.name, error)
-        else:
-            log.info("model.init_from=%s: from %s", directory, candidate.name)
-            return source
-    raise UserError(f"none of its {len(found)} checkpoints is intact")
+    source = first_intact(found, verified, tells=True)
+    log.info("model.init_from=%s: from %s", directory, source.directory.name)
+    return source
 
 
 def _renamed(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor], base: str | None) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from trainer.errors import UserError, first_line
 
 MAX_JSON_BYTES = 1 << 25  # parsed, JSON takes up to 25 times its size
 _MAX_JSON_DEPTH = 60
+_MAX_JSON_PARTS = 1 << 20  # an empty list takes two bytes there, 64 here, and microseconds to check
 _MAX_SHOWN = 300  # characters
 
 
@@ -30,8 +31,10 @@ def read_json(path: object, data: bytes) -> dict[str, Any]:
     """The JSON object in ``data``, of limited depth. NaN and Infinity are accepted: ``Fields`` checks them.
 
     Raises:
-        UserError: not UTF-8, not JSON, not an object; a repeated key; nested too deeply.
+        UserError: not UTF-8, not JSON, not an object; a repeated key; nested too deeply; an error of
+            ``check_parts``.
     """
+    check_parts(path, data)
     try:
         value = json.loads(data.decode(), object_pairs_hook=_no_key_twice)
     except (ValueError, RecursionError) as error:
@@ -45,6 +48,15 @@ def read_json(path: object, data: bytes) -> dict[str, Any]:
         if not level:
             return value
     raise UserError(f"{printable(path)} is damaged: it is nested more than {_MAX_JSON_DEPTH} deep")
+
+
+def check_parts(path: object, data: bytes) -> None:
+    """UserError if the JSON in ``data`` has too many lists and mappings to be read."""
+    parts, most = data.count(b"[") + data.count(b"{"), max(_MAX_JSON_PARTS, len(data) // 16)
+    if parts > most:
+        raise UserError(
+            f"{printable(path)} has {parts:,} lists and mappings; more than {most:,} are not read"
+        )
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
