@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from tests import runs
 from tests.exact.matrix import COMMON, MODELS, OPTIMIZERS, figures, trained_each
 from tests.ranks import run_ranks
-from trainer import step
+from trainer import step, strategies
 from trainer.comm.leaf_sums import LeafSums
 from trainer.data.loading.batch import split_leaves
 from trainer.errors import NonFiniteError, UserError
@@ -113,6 +114,18 @@ def test_threads_changed_after_the_start_are_named(tmp_path: Path) -> None:
     assert "rank 0" in words and "computes with 2 threads, though the run set 1" in words
 
 
+def _on_other_ground(*overrides: str) -> str:
+    ground = strategies.ground
+    if os.environ["RANK"] == "1":
+        strategies.ground = lambda device: ground(device) | {"the CPU": "an abacus"}
+    return _refused(*overrides)
+
+
+def test_a_rank_on_other_ground_is_refused_at_the_start_and_named(tmp_path: Path) -> None:
+    for words in run_ranks(_on_other_ground, 2, *MLP, f"run_dir={tmp_path}", init=False):
+        assert "rank 1" in words and "differs from rank 0 in the CPU: 'an abacus' against" in words
+
+
 class _Scaled:
     """A task whose 3rd loss on rank 1 has a factor."""
 
@@ -143,7 +156,7 @@ def _not_applied(factor: float, *overrides: str) -> tuple[str, bool]:
 def test_a_gradient_beyond_the_range_ends_the_run_before_its_step(
     tmp_path: Path, strategy: str, clip: str
 ) -> None:
-    for factor, words in ((1e7, "or beyond +-512"), (math.nan, "is NaN or Inf")):
+    for factor, words in ((1e7, "or beyond +-512"), (math.nan, "is NaN or Inf"), (math.inf, "is NaN or Inf")):
         options = (
             f"strategy={strategy}",
             f"run_dir={tmp_path / str(factor)}",

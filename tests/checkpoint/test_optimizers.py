@@ -1,0 +1,76 @@
+"""Torch's optimizers and schedules: a resumed run has all bits of one that was never stopped."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import runs
+from tests.checkpoint.whole_runs import SINGLE, differences, run
+from tests.ranks import run_ranks
+from trainer.distributed.process_group import process_group
+
+STOP = 4  # within the second epoch
+BASE = (
+    *(word for word in SINGLE if not word.startswith(("optim", "schedule"))),
+    "optim=sgd",
+    "optim.lr=0.01",
+)
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "Adadelta": (),
+    "Adafactor": (),
+    "Adagrad": ("+optim.lr_decay=0.1",),
+    "Adam": ("+optim.amsgrad=true",),
+    "Adamax": (),
+    "AdamW": (),
+    "ASGD": ("+optim.t0=2",),  # averages from the third step on
+    "NAdam": (),
+    "RAdam": (),
+    "RMSprop": ("+optim.momentum=0.9", "+optim.centered=true"),
+    "Rprop": (),
+    "SGD": ("+optim.momentum=0.9", "+optim.nesterov=true"),
+}
+_TORCHS = ("~schedule.warmup_steps",)  # conf/schedule/constant.yaml has nothing else
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "linear": ("schedule.warmup_steps=3",),
+    "cosine": (),
+    "wsd": (),
+    "one_cycle": (),
+    "plateau": ("schedule.patience=0", "+schedule.threshold=0.9"),
+    "StepLR": (*_TORCHS, "+schedule.step_size=3"),
+    "ExponentialLR": (*_TORCHS, "+schedule.gamma=0.9"),
+    "CosineAnnealingWarmRestarts": (*_TORCHS, "+schedule.T_0=3"),
+}
+
+
+def _pairs() -> list[tuple[str, ...]]:
+    """Each optimizer with a schedule, the schedules in turn."""
+    found, schedules = [], list(SCHEDULES)
+    for number, (optimizer, options) in enumerate(OPTIMIZERS.items()):
+        schedule = schedules[number % len(schedules)]
+        names = (f"optim._target_=torch.optim.{optimizer}", "~optim.momentum", "~optim.weight_decay")
+        is_torchs = SCHEDULES[schedule][:1] == _TORCHS
+        chosen = "constant" if is_torchs else schedule
+        target = (f"schedule._target_=torch.optim.lr_scheduler.{schedule}",) if is_torchs else ()
+        found.append((f"schedule={chosen}", *names, *options, *target, *SCHEDULES[schedule]))
+    return found
+
+
+def _differences(root: Path) -> dict[str, list[str]]:
+    torch.set_num_threads(1)
+    found = {}
+    with process_group(runs.settings(*BASE).distributed) as dist:
+        for number, pair in enumerate(_pairs()):
+            whole = run(dist, root / f"{number}", *BASE, *pair, save_at=[STOP])
+            half = str(root / f"{number}" / "checkpoints" / f"step_{STOP:08d}")
+            resumed = run(dist, root / f"{number}-on", *BASE, *pair, resume=half, save_at=())
+            assert differences(resumed["begin"], resumed["end"]), pair
+            found[" ".join(pair)] = differences(whole["end"], resumed["end"])
+    return found
+
+
+@pytest.mark.slow
+def test_each_optimizer_and_schedule_goes_on_exactly(tmp_path: Path) -> None:
+    found = run_ranks(_differences, 1, tmp_path, init=False)[0]
+    assert len(found) == len(OPTIMIZERS) == 12
+    assert {pair: different for pair, different in found.items() if different} == {}
