@@ -1,4 +1,4 @@
-"""Ringmaster: a distributed training harness for PyTorch that you can read in one sitting."""
+"""Ringmaster: a distributed training harness for PyTorch whose core you can read in one sitting."""
 
 import sys
 from collections.abc import Sequence

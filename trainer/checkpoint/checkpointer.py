@@ -16,9 +16,7 @@ from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.layout import Plan, index_to_json, plan
 from trainer.checkpoint.listing import Retention
-from trainer.checkpoint.matching import (
-    of_modules_own,
-)
+from trainer.checkpoint.matching import of_modules_own
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.resuming import Resuming
