@@ -78,7 +78,8 @@ def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> in
 
 def predict(case: tuple[str, ...], ranks: int, micro: int) -> list[int]:
     """The prediction for each rank, made in another process without a model. The host is the device, too."""
-    from trainer.memory.dry_run import DryRun, DryRunWorld
+    from trainer.memory.dry_run import DryRun
+    from trainer.memory.pretend import DryRunWorld
 
     config = settings(*case)
     dry_run, found = DryRun(config), []

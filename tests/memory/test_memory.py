@@ -11,9 +11,10 @@ from tests.models.test_hugging_face import PLAYED, TASKS
 from tests.runs import settings
 from trainer.errors import UserError
 from trainer.memory.__main__ import STRATEGIES, main
-from trainer.memory.dry_run import DryRun, DryRunWorld, Footprint, FusedAttention
+from trainer.memory.dry_run import DryRun, Footprint
 from trainer.memory.fit import MOST, largest_micro_size
 from trainer.memory.ledger import MemoryLedger
+from trainer.memory.pretend import DryRunWorld, FusedAttention
 from trainer.strategies.data_parallel import to_gather
 
 MLP = ("data=digits", "model=mlp", "model.hidden=[128,128,128,128]", "optim.lr=0.1")

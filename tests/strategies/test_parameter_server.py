@@ -20,7 +20,8 @@ from tests.runs import context_of, settings, train, trained
 from trainer.comm.parameter_server.layout import lay_out
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.loop import fit
-from trainer.memory.dry_run import DryRun, DryRunWorld
+from trainer.memory.dry_run import DryRun
+from trainer.memory.pretend import DryRunWorld
 from trainer.strategies.parameter_server.worker_copy import WorkerCopy
 
 STEPS = 10

@@ -31,9 +31,10 @@ from trainer.errors import UserError
 from trainer.faults.left_running import ends_in_time
 from trainer.launch.exits import exits
 from trainer.launch.fresh import extend_path
-from trainer.memory.dry_run import DryRun, DryRunWorld, Footprint, Stage
+from trainer.memory.dry_run import DryRun, Footprint, Stage
 from trainer.memory.fit import MOST, largest_micro_size
 from trainer.memory.ledger import KINDS
+from trainer.memory.pretend import DryRunWorld
 
 Row = dict[str, object]
 STRATEGIES = {

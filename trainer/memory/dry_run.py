@@ -12,14 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Adam, AdamW, Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed import fake_pg
 
 from trainer.build import build_collate, build_dataset, build_model, build_task, build_to_device
 from trainer.comm.fsdp_collectives import own_parameters, units_of
@@ -27,13 +22,12 @@ from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
-from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_line
 from trainer.local_shard import to_local
-from trainer.memory.ledger import MemoryLedger, parts
+from trainer.memory.ledger import MemoryLedger
+from trainer.memory.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
 from trainer.memory.simulated import CPU, SimulatedStrategy, simulated_strategy
 from trainer.meta_init.deferred import Deferred, deferred
-from trainer.meta_init.module_tensors import named_tensors, replace_all
 from trainer.nested import mapped
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant, sparse_weights
@@ -42,18 +36,6 @@ from trainer.run import wrap_model
 from trainer.strategies.base import parameter_count
 
 _OFFLOADED = ("parameters", "optimizer", "averages")
-
-
-@dataclass(frozen=True)
-class DryRunWorld:
-    """The world of the run, and the rank to simulate.
-
-    `per_host` are the ranks of each host; for strategies of one process, its GPUs.
-    """
-
-    size: int
-    per_host: int
-    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,10 +92,10 @@ class DryRun:
         if train.exact is not None and isinstance(config.strategy, FsdpConfig):
             config.strategy = dataclasses.replace(config.strategy, reduce_every_micro_batch=True)
         model = self._model(config)
-        with _as_rank_of(world) as dist:
+        with as_rank_of(world) as dist:
             simulated = simulated_strategy(config, dist, world.per_host)
             to_device = self.to_device(simulated.device)
-            numberless = _without_numbers(model, simulated)
+            numberless = without_values(model, simulated)
             fakes = FakeTensorMode(allow_non_fake_inputs=True)
             # for outputs that are views; more are with fake tensors
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
@@ -171,7 +153,7 @@ class Stage:
         Raises:
             UserError: the model reads the data of tensors, which have none.
         """
-        batch = mapped(self._dry_run.sample, lambda value: _repeated(value, micro_size))
+        batch = mapped(self._dry_run.sample, lambda value: repeated(value, micro_size))
         for _ in range(1 if self._has_state else 2):
             self._ledger.forget_peaks()
             self._step(batch, min(accumulation, 2))
@@ -257,59 +239,3 @@ def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor
         return {}
     in_rows = sparse_weights(module)
     return {p: torch.empty_like(p) for p in module.parameters() if p.requires_grad and p not in in_rows}
-
-
-class FusedAttention(TorchFunctionMode):
-    """Attention as on GPUs, in one kernel even with dropout; a CPU would keep all scores for dropout."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p")
-            kwargs = {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
-            args = ()
-        return func(*args, **kwargs)
-
-
-def _without_numbers(model: Deferred, simulated: SimulatedStrategy) -> Deferred:
-    """`model`, filled with fake tensors on their devices instead of its values."""
-    elsewhere = simulated.lies_on(model.module)
-    # Read before the fake mode, in which every sparse tensor is empty.
-    sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
-
-    def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor | DTensor):
-            return tensor
-        device = elsewhere.get(id(tensor), simulated.device)
-        if tensor.layout == torch.strided:
-            return torch.empty_like(tensor, device=device)
-        held = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in sparse[id(tensor)]]
-        if tensor.layout == torch.sparse_coo:
-            indices, values = held
-            return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
-        outer, inner, values = held
-        return torch.sparse_compressed_tensor(outer, inner, values, tensor.shape, layout=tensor.layout)
-
-    def fill(module: nn.Module) -> None:
-        replace_all(module, fake)
-
-    model.fill = fill  # type: ignore[method-assign]
-    return model
-
-
-def _repeated(value: Any, size: int) -> Any:
-    """A fake tensor of `size` samples, from that of one sample."""
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return value
-    return torch.empty((size, *value.shape[1:]), dtype=value.dtype, device=CPU)
-
-
-@contextmanager
-def _as_rank_of(world: DryRunWorld) -> Iterator[Dist]:
-    torch_dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
-    try:
-        hosts = tuple(rank // world.per_host for rank in range(world.size))
-        local = min(world.per_host, world.size)
-        yield Dist(world.rank, world.rank % world.per_host, world.size, local, hosts, CPU, "fake")
-    finally:
-        torch_dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""What a dry run puts in the place of ranks, values and kernels that it does not have."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed import fake_pg
+
+from trainer.distributed.process_group import Dist
+from trainer.memory.ledger import parts
+from trainer.memory.simulated import CPU, SimulatedStrategy
+from trainer.meta_init.deferred import Deferred
+from trainer.meta_init.module_tensors import named_tensors, replace_all
+
+
+@dataclass(frozen=True)
+class DryRunWorld:
+    """The world of the run, and the rank to simulate.
+
+    `per_host` are the ranks of each host; for strategies of one process, its GPUs.
+    """
+
+    size: int
+    per_host: int
+    rank: int = 0
+
+
+@contextmanager
+def as_rank_of(world: DryRunWorld) -> Iterator[Dist]:
+    torch_dist.init_process_group("fake", rank=world.rank, world_size=world.size, store=fake_pg.FakeStore())
+    try:
+        hosts = tuple(rank // world.per_host for rank in range(world.size))
+        local = min(world.per_host, world.size)
+        yield Dist(world.rank, world.rank % world.per_host, world.size, local, hosts, CPU, "fake")
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def without_values(model: Deferred, simulated: SimulatedStrategy) -> Deferred:
+    """`model`, filled with fake tensors on their devices instead of its values."""
+    elsewhere = simulated.lies_on(model.module)
+    # Read before the fake mode, in which every sparse tensor is empty.
+    sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor | DTensor):
+            return tensor
+        device = elsewhere.get(id(tensor), simulated.device)
+        if tensor.layout == torch.strided:
+            return torch.empty_like(tensor, device=device)
+        held = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in sparse[id(tensor)]]
+        if tensor.layout == torch.sparse_coo:
+            indices, values = held
+            return torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=tensor.is_coalesced())
+        outer, inner, values = held
+        return torch.sparse_compressed_tensor(outer, inner, values, tensor.shape, layout=tensor.layout)
+
+    def fill(module: nn.Module) -> None:
+        replace_all(module, fake)
+
+    model.fill = fill  # type: ignore[method-assign]
+    return model
+
+
+def repeated(value: Any, size: int) -> Any:
+    """A fake tensor of `size` samples, from that of one sample."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
+    return torch.empty((size, *value.shape[1:]), dtype=value.dtype, device=CPU)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention as on GPUs, in one kernel even with dropout; a CPU would keep all scores for dropout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p")
+            kwargs = {**dict(zip(names, args, strict=False)), **kwargs, "dropout_p": 0.0}
+            args = ()
+        return func(*args, **kwargs)
