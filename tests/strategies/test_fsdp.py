@@ -18,7 +18,8 @@ from trainer.config import FsdpConfig, NativeCommConfig
 from trainer.errors import UserError
 from trainer.optim.schedules import check_optimizer
 from trainer.strategies.base import Computing, Strategy
-from trainer.strategies.fsdp import Fsdp, ranks_by_host
+from trainer.strategies.fsdp import Fsdp
+from trainer.strategies.sharding_mesh import ranks_by_host
 
 MIN_PARAMS = 200
 

@@ -1,16 +1,13 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks, gathered unit by unit."""
 
 import functools
-import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -38,6 +35,8 @@ from trainer.strategies.shardable import (
     is_closed,
     refuse_what_cannot_be_sharded,
 )
+from trainer.strategies.sharding_errors import backward_errors, forward_errors
+from trainer.strategies.sharding_mesh import sharding_mesh
 from trainer.strategies.units import named_units, units_by_size
 from trainer.strategies.used import UsedParameters
 
@@ -66,7 +65,7 @@ class Fsdp(Strategy):
         self._used: UsedParameters | None = None
         self._buffers: ChangedBuffers | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
-        self.mesh = _mesh(settings.shard_group, dist)
+        self.mesh = sharding_mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
             raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
         if isinstance(comm, ScheduleCommConfig) and dist.backend == "mpi":
@@ -212,26 +211,10 @@ class Fsdp(Strategy):
 
     @contextmanager
     def autocast(self) -> Iterator[None]:  # the mixed precision policy casts parameters and inputs
-        try:
+        with forward_errors(self.param_dtype):
             yield
             if self._gathered is not None:
                 self._gathered.compare_root()
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise UserError(
-                    f"strategy=fsdp: {_user_line(error)} uses a parameter of a unit, which is gathered only "
-                    "while the unit itself is called; add to the model's fsdp_units a module that contains "
-                    "this line's and all that it uses, or list fewer units; without fsdp_units, set "
-                    "strategy.unit_min_params above the size of that unit; and compute no gradient "
-                    "through a unit in the forward pass; or use strategy=ddp"
-                ) from error
-            if self.param_dtype != torch.float32 and "dtype" in str(error):
-                raise UserError(
-                    f"strategy=fsdp: {_user_line(error)} mixes dtypes: {error}. Parameters are gathered, and "
-                    f"units' inputs cast, as {self.param_dtype}, but buffers keep their dtype; cast at that "
-                    "line, or use strategy.param_dtype=fp32, or strategy=ddp"
-                ) from error
-            raise
 
     def grad_scaler(self) -> torch.amp.GradScaler:
         # Sharded: an overflow in one rank's shard must skip the step on all. The flag is a plain tensor
@@ -253,7 +236,7 @@ class Fsdp(Strategy):
         else:
             sharded.set_requires_gradient_sync(enabled)
         one_pass = self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext()
-        with self.order.leaf(enabled), one_pass, _once_through():
+        with self.order.leaf(enabled), one_pass, backward_errors():
             yield
 
     def _note_call(self, *_: object) -> None:
@@ -286,21 +269,6 @@ class Fsdp(Strategy):
             self.shard_comm.close()
 
 
-@contextmanager
-def _once_through() -> Iterator[None]:
-    """Explain the error of a unit that was freed before the last backward pass through it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "out of bounds for storage of size 0" in str(error):
-            raise UserError(
-                "strategy=fsdp: the backward pass went a second time through a unit, whose parameters are "
-                "freed after the first: a gradient of a gradient (torch.autograd.grad with create_graph) can "
-                "be computed within a unit, but not through one; use strategy=ddp"
-            ) from error
-        raise
-
-
 def _reshard_without_gradient(root: nn.Module, *_: object) -> None:
     """Reshard the root, which stays gathered for the backward pass, if there is none."""
     if not torch.is_grad_enabled():
@@ -328,44 +296,3 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _children_first(child)
     yield module
-
-
-def _mesh(shard_group: str, dist: Dist) -> DeviceMesh:
-    ranks = range(dist.world_size)
-    if shard_group == "host":
-        rows = ranks_by_host(dist.hosts)
-    else:
-        size = dist.world_size if shard_group == "world" else int(shard_group)
-        if dist.world_size % size:
-            raise UserError(
-                f"strategy.shard_group={shard_group} makes groups of {size} ranks, which do not divide the "
-                f"{dist.world_size} ranks of this run; take a divisor of {dist.world_size}, or world"
-            )
-        rows = [list(ranks[begin : begin + size]) for begin in ranks[::size]]
-    if len(rows) == 1:
-        return init_device_mesh(dist.device.type, (dist.world_size,), mesh_dim_names=("shard",))
-    return DeviceMesh(dist.device.type, rows, mesh_dim_names=("replicate", "shard"))
-
-
-def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
-    """The ranks of each host, in any numbering.
-
-    Raises:
-        UserError: hosts have different numbers of ranks; on every rank.
-    """
-    rows = [[rank for rank, at in enumerate(hosts) if at == host] for host in dict.fromkeys(hosts)]
-    if len({len(row) for row in rows}) > 1:
-        counts = ", ".join(str(len(row)) for row in rows)
-        raise UserError(
-            f"strategy.shard_group=host needs as many ranks on each host, but these have {counts}; take "
-            "strategy.shard_group=world, or start as many on each"
-        )
-    return rows
-
-
-def _user_line(error: BaseException) -> str:
-    """The innermost line outside torch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    torchs = str(Path(torch.__file__).parent)
-    at = next((frame for frame in reversed(frames) if not frame.filename.startswith(torchs)), frames[-1])
-    return f"{at.filename}:{at.lineno} ({at.line})"
