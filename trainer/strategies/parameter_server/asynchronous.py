@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainer.comm.parameter_server import replay_file
 from trainer.comm.parameter_server.async_rounds import AsyncServer, AsyncWorker
 from trainer.comm.parameter_server.order import Order, OutOfOrderError
 from trainer.comm.timeline.records import Timeline
-from trainer.comm.timeline.summary import draw_staleness
 from trainer.config import ParameterServerConfig
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteError, UserError, writing
+from trainer.errors import NonFiniteError, UserError
 from trainer.optim.train_state import Progress, TrainState
 from trainer.step import StepResult, compute_gradients, label_counts_ahead
 from trainer.strategies.base import Computing
 from trainer.strategies.buffers import ChangedBuffers
 from trainer.strategies.parameter_server.no_collectives import NoCollectives
+from trainer.strategies.parameter_server.replay import Replay
+from trainer.strategies.parameter_server.staleness import StalenessStats
 from trainer.strategies.parameter_server.synchronous import ParameterServer
 from trainer.tasks.label_counts import divisors
 
@@ -56,21 +56,10 @@ class AsyncParameterServer(ParameterServer):
         run_dir: Path,
     ) -> None:
         super().__init__(settings, dist_, computing, timeout_s)
-        self._max_norm, self._run_dir = clip_grad_norm, run_dir
+        self._max_norm = clip_grad_norm
         self._meets_nobody = True
         self._max_staleness = float(settings.max_staleness)
-        self._roles = {
-            "servers": self.servers,
-            "workers": self.workers,
-            "max_staleness": settings.max_staleness,
-            "bucket_mb": settings.bucket_mb,
-        }
-        self._recorded: dict[int, tuple[int, list[list[str]]]] | None = None
-        if settings.replay is not None:
-            try:
-                self._recorded = replay_file.read(Path(settings.replay), self._roles)
-            except (OSError, ValueError) as error:
-                raise UserError(f"strategy.replay={settings.replay} cannot be repeated: {error}") from error
+        self._replay = Replay(settings, self.servers, self.workers, run_dir)
         self._async_server: AsyncServer | None = None
         self._async_worker: AsyncWorker | None = None
         self._stops: Callable[[], bool] = lambda: False
@@ -88,8 +77,10 @@ class AsyncParameterServer(ParameterServer):
             self._async_server = AsyncServer(
                 self._server, Order(self.timeout_s), self._max_staleness, self._apply
             )
+        counts = self._async_server.staleness if self._async_server is not None else {}
+        self._staleness = StalenessStats(self.servers[0], counts)
         if self._replica is not None:
-            bounded = not math.isinf(self._max_staleness) and self._recorded is None
+            bounded = not math.isinf(self._max_staleness) and not self._replay.repeats
             client = self._replica.client
             waits = self.dist.heartbeat.ahead
             self._async_worker = AsyncWorker(client, self.num_replicas, bounded, lambda: self._stops(), waits)
@@ -168,7 +159,7 @@ class AsyncParameterServer(ParameterServer):
 
     def _turns(self, steps: int, stops: Callable[[], bool]) -> Iterator[tuple[int, int]]:
         """Serve a round of at most `steps` steps; yields each share that this process computes."""
-        self._stops, recorded = stops, self._recorded_round(steps)
+        self._stops, recorded = stops, self._replay.events(self._state.progress.step, steps)
         if self._async_server is not None:
             events = None if recorded is None else recorded[self.servers.index(self.dist.rank)]
             self._async_server.begin(steps, events, stops)
@@ -177,19 +168,6 @@ class AsyncParameterServer(ParameterServer):
             with self._plain_errors():
                 while self._async_worker.has_share():
                     yield self._async_worker.share
-
-    def _recorded_round(self, steps: int) -> list[list[str]] | None:
-        """Each server's recorded events. Raises UserError on all ranks if the round is not recorded."""
-        if self._recorded is None:
-            return None
-        first = self._state.progress.step
-        made, events = self._recorded.get(first, (0, []))
-        if not 0 < made <= steps:
-            raise UserError(
-                f"strategy.replay={self.settings.replay} has no round of {steps} steps after step {first}; "
-                "repeat a run with its settings, train.log_every_steps and checkpoint.every_steps among them"
-            )
-        return events
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
@@ -250,10 +228,7 @@ class AsyncParameterServer(ParameterServer):
         if (bad := next((rank for _, _, rank, _ in told if rank is not None), None)) is not None:
             raise self._refused(bad)
         if self.dist.is_main:
-            with writing(self._run_dir):
-                events = [own for _, own, *_ in told]
-                first = self._state.progress.step
-                replay_file.append(self._run_dir / "arrivals", self._roles, first, made, events)
+            self._replay.record(self._state.progress.step, made, [own for _, own, *_ in told])
         return made
 
     def _refused(self, rank: int) -> NonFiniteError:
@@ -279,32 +254,13 @@ class AsyncParameterServer(ParameterServer):
         return timeline.means()  # no arrivals: workers' passes are independent
 
     def metrics(self) -> dict[str, float]:
-        found = super().metrics()
-        staleness = self._staleness()
-        if total := sum(staleness.values()):
-            found["ps/staleness/mean"] = sum(late * count for late, count in staleness.items()) / total
-            found["ps/staleness/max"] = float(max(staleness))
-            for late, count in sorted(staleness.items()):
-                found[f"ps/staleness/{late}"] = count / total
-        return found
+        return super().metrics() | self._staleness.metrics()
 
     def plots(self) -> dict[str, "Figure"]:
-        plots = super().plots()
-        if self._async_server is not None and self._async_server.staleness:
-            plots["ps/staleness"] = draw_staleness(self._async_server.staleness)
-        return plots
+        return super().plots() | self._staleness.plots()
 
     def summary(self) -> str:
-        staleness = self._staleness()
-        total = max(1, sum(staleness.values()))
-        lines = [f"{late:>3} updates late: {count / total:6.1%}" for late, count in sorted(staleness.items())]
-        return "\n".join([super().summary(), "pushes by the updates that their values lacked:", *lines])
-
-    def _staleness(self) -> dict[int, int]:
-        """The staleness counts of the first server, over the run (a collective)."""
-        box = [dict(self._async_server.staleness) if self._async_server is not None else {}]
-        dist.broadcast_object_list(box, src=self.servers[0])
-        return box[0]
+        return f"{super().summary()}\n{self._staleness.table()}"
 
     @contextmanager
     def _plain_errors(self) -> Iterator[None]:
