@@ -1,6 +1,6 @@
 """Modules as people write them, under each strategy: trained, stopped as by a kill, and resumed.
 
-Each kind of benchmarks/module_kinds.py makes six steps: alone, and on two ranks under ddp, fsdp and parameter
+Each kind of benchmarks/module_kinds makes six steps: alone, and on two ranks under ddp, fsdp and parameter
 servers. Others resume from its checkpoint of step 3. They must end with the same bits, or the run must be
 refused: before its first step, or after it if only a forward pass creates what cannot be saved. "Warned" is a
 resume with other bits of a run that had warned of state that no checkpoint holds. APART: strategies that make
