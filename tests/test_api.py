@@ -83,6 +83,7 @@ def test_a_model_is_loaded_from_its_run(form: str, tmp_path: Path) -> None:
     assert len({newest, best, first}) == 3  # the worst evaluation came after the first epoch of two
 
 
+@pytest.mark.slow
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a run: it has no config\.yaml"):
         trainer.load_model(tmp_path)

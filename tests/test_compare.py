@@ -104,7 +104,7 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("result.json", "{}", "its result.json has no comm"),
         ("result.json", "7", "holds no JSON object"),
         ("result.json", "[" * 9000, "is not JSON"),
-        ("config.yaml", "[" * 9000, "cannot be read"),
+        pytest.param("config.yaml", "[" * 9000, "cannot be read", marks=pytest.mark.slow),
         ("config.yaml", "a: " + "[" * 900 + "]" * 900, "cannot be read"),
         ("metrics.jsonl", "", "b cannot be read: .*Is a directory"),
         ("result.json", json.dumps(METRICS | {"ms_per_step": 0}), "ms_per_step is 0, but must be greater"),
@@ -152,6 +152,7 @@ def test_a_sweep_stands_for_its_trials_that_are_done(tmp_path: Path) -> None:
         read_runs([str(tmp_path / "000")])
 
 
+@pytest.mark.slow
 def test_exact_runs_that_had_to_be_equal(tmp_path: Path) -> None:
     exact = {"leaves": 8, "ground": {"the CPU": "one"}, "since": 0}
     one = write(tmp_path / "one", "train.exact=8", exact=exact)

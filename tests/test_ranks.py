@@ -142,8 +142,15 @@ def test_a_rank_that_is_as_good_as_new_takes_the_next_function() -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        *("a method", "a function of Python's", "a method of torch's", "an entry", "a constant", "a thread"),
-        *("a module", "a stream", "a child", "a group"),
+        "a method",
+        "a thread",
+        *(
+            pytest.param(what, marks=pytest.mark.slow)
+            for what in (
+                *("a function of Python's", "a method of torch's", "an entry", "a constant"),
+                *("a module", "a stream", "a child", "a group"),
+            )
+        ),
     ],
 )
 def test_a_rank_in_which_something_is_left_takes_none(what: str) -> None:

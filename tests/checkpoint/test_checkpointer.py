@@ -190,6 +190,7 @@ def _save_while_training(run_dir: Path, wait: bool) -> bool:
     return all(tensor.equal(restored[name]) for name, tensor in saved["tensors"].items())
 
 
+@pytest.mark.slow
 def test_an_async_save_holds_the_update_back_until_all_is_copied(tmp_path: Path) -> None:
     """Batch norm's buffers change even before the update."""
     assert run_ranks(_save_while_training, 1, tmp_path / "waited", True) == [True]

@@ -25,8 +25,17 @@ def _save(run_dir: Path, format: str) -> dict[str, Any]:
     return tiny.everything(state)
 
 
-@pytest.mark.parametrize("to", ["torch", "safetensors", "hf"])
-@pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.parametrize(
+    ("format", "to"),
+    [
+        ("full", "safetensors"),
+        ("sharded", "torch"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("full", "torch"), ("full", "hf"), ("sharded", "safetensors"), ("sharded", "hf"))
+        ),
+    ],
+)
 def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, format: str, to: str) -> None:
     saved = run_ranks(_save, 2, tmp_path, format)[0]
     out = tmp_path / f"weights.{to}"
@@ -39,7 +48,7 @@ def test_weights_alone_can_be_taken_elsewhere(tmp_path: Path, format: str, to: s
         tiny.Net().load_state_dict(torch.load(out, weights_only=True))
 
 
-@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("dtype", [None, pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_folder_that_dcp_loads(tmp_path: Path, dtype: str | None) -> None:
     saved = run_ranks(_save, 2, tmp_path, "sharded")[0]
     out = tmp_path / "dcp"

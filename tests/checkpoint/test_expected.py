@@ -34,7 +34,9 @@ def hashes(run_dir: Path, *overrides: str) -> tuple[str, str]:
         (1, ["strategy=single"]),
         pytest.param(1, ["strategy=dp", "checkpoint=sharded"], marks=pytest.mark.slow),
         pytest.param(2, ["strategy=ddp"], marks=pytest.mark.slow),
-        (2, ["strategy=ddp", "checkpoint=sharded", "checkpoint.async=true"]),
+        pytest.param(
+            2, ["strategy=ddp", "checkpoint=sharded", "checkpoint.async=true"], marks=pytest.mark.slow
+        ),
         (2, ["strategy=fsdp"]),
         pytest.param(2, ["strategy=fsdp", "checkpoint=sharded"], marks=pytest.mark.slow),
     ],
@@ -76,7 +78,8 @@ AFTER = {
 
 
 @pytest.mark.parametrize(
-    ("world_size", "strategy"), [(1, "single"), (2, "fsdp"), pytest.param(2, "ddp", marks=pytest.mark.slow)]
+    ("world_size", "strategy"),
+    [(1, "single"), *(pytest.param(2, name, marks=pytest.mark.slow) for name in ("fsdp", "ddp"))],
 )
 def test_what_no_resume_would_take_is_refused_by_name(tmp_path: Path, world_size: int, strategy: str) -> None:
     """At the latest after the first step, even if the first save comes after the third."""

@@ -92,7 +92,7 @@ def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[st
     ("format", "sharded", "async_"),
     [
         ("full", False, False),
-        ("sharded", True, True),
+        pytest.param("sharded", True, True, marks=pytest.mark.slow),
         pytest.param("full", True, False, marks=pytest.mark.slow),
     ],
 )
@@ -128,7 +128,7 @@ def _of_an_older_version(run_dir: Path, format: str) -> dict[str, list[str]]:
     return {"told": told}
 
 
-@pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.parametrize("format", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_resume_passes_over_what_an_older_version_saved(tmp_path: Path, format: str) -> None:
     told = run_ranks(_of_an_older_version, 2, tmp_path, format)[0]["told"]
     assert len(told) == 2, told
@@ -148,6 +148,7 @@ class Overflows(torch.optim.SGD):
             self.param_groups[0]["params"][-1].data[-1] = INF
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_with_an_infinite_weight_fails(tmp_path: Path) -> None:
     optimizer = "optim._target_=tests.checkpoint.test_not_finite.Overflows"
     every = (

@@ -137,7 +137,8 @@ def _hashes(root: Path, strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world"), [("single", 1), ("ddp", 2), pytest.param("fsdp", 2, marks=pytest.mark.slow)]
+    ("strategy", "world"),
+    [("single", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("ddp", "fsdp"))],
 )
 def test_activations_computed_again_train_the_same_model(tmp_path: Path, strategy: str, world: int) -> None:
     """Dropout draws the same units again."""

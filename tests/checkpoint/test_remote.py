@@ -288,7 +288,7 @@ def _resume_from_there(root: Path, format: str) -> None:
     assert other.progress.step == 2
 
 
-@pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.parametrize("format", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_resumes_from_there_alone(tmp_path: Path, format: str) -> None:
     run_ranks(_resume_from_there, 2, tmp_path, format)
 

@@ -147,6 +147,7 @@ def _message(*overrides: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_stream_of_unknown_length_needs_a_last_step_and_a_batch(tmp_path: Path) -> None:
     ((first, second, third),) = run_ranks(_three_messages, 1, (*SINGLE, *on("Numbers")), tmp_path, init=False)
     assert first.startswith("train.max_steps is null, but the training data is a stream of unknown length")

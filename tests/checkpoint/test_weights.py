@@ -178,7 +178,7 @@ def _save_and_load(run_dir: Path, format: str) -> list[bool]:
     return results
 
 
-@pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.parametrize("format", [pytest.param("full", marks=pytest.mark.slow), "sharded"])
 def test_reads_our_checkpoints_and_runs(tmp_path: Path, format: str) -> None:
     assert run_ranks(_save_and_load, 2, tmp_path, format)[0] == [True, True, True]
 

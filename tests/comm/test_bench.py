@@ -40,8 +40,8 @@ def test_the_sum_is_known_without_the_network(numel: int, world_size: int) -> No
     ("options", "sent"),
     [
         ([], "fp32 sent as fp32"),
-        (["--wire-dtype", "bf16"], "fp32 sent as bf16"),
-        (["--dtype", "fp64"], "fp64"),
+        pytest.param(["--wire-dtype", "bf16"], "fp32 sent as bf16", marks=pytest.mark.slow),
+        pytest.param(["--dtype", "fp64"], "fp64", marks=pytest.mark.slow),
     ],
 )
 def test_every_algorithm_is_right(options: list[str], sent: str, tmp_path: Path) -> None:
@@ -93,6 +93,7 @@ def test_wrong_elements_are_counted() -> None:
     assert wrong == expected > 0
 
 
+@pytest.mark.slow
 def test_the_time_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     command = ["--sizes", "4000", "--rounds", "3", "--algorithms", "native,ring", "--json", str(file)]

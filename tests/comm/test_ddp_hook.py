@@ -138,7 +138,8 @@ def lose_a_peer(hosts: list[int], lost: int, how: str, told: Path) -> tuple[str,
     return "no error", -1, 0.0
 
 
-@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], pytest.param([0, 1, 2, 3], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3]])
 def test_a_rank_that_hangs_is_at_the_end_of_all_blame_after_the_deadline(
     hosts: list[int], tmp_path: Path
 ) -> None:

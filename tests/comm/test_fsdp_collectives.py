@@ -125,7 +125,8 @@ def errors(hosts: list[int]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_gradients_of_every_dtype_are_those_of_torch(ranks: int) -> None:
     """torch divides or casts the result at once, except a mean in the gradients' own dtype."""
     for found in run_ranks(errors, ranks, [0] * ranks):

@@ -121,6 +121,7 @@ def test_nobody_waits_for_ever_for_blocks(make: Callable[..., Schedule], algorit
         assert room.most_unread <= 2 * IN_FLIGHT, "all but a block are two messages"
 
 
+@pytest.mark.slow
 def test_with_less_room_somebody_would() -> None:
     ring, segment = [0] * 18, 18
     buckets = [segment * IN_FLIGHT]

@@ -343,6 +343,7 @@ def test_one_host_has_no_link_to_others(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.startswith("1 hosts x 2 processes, no links between hosts\n")
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     full = tmp_path / "full.svg"
     full.symlink_to("/dev/full")

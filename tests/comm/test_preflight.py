@@ -188,6 +188,7 @@ def _absent(*argv: str) -> tuple[int, str]:
     return _preflight(*argv)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named() -> None:
     results = run_ranks(_absent, 3, "--timeout-s", "5", init=False)
     assert [code for code, _ in results] == [1, 0, 1]

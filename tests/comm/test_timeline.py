@@ -134,6 +134,7 @@ def profile() -> list[str]:
     return [event.key for event in profiler.key_averages()]
 
 
+@pytest.mark.slow
 def test_the_profiler_shows_each_bucket() -> None:
     for names in run_ranks(profile, 2):
         assert any(name.startswith("all-reduce bucket 0") for name in names), names

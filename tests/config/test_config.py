@@ -29,7 +29,14 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("options", zip_longest(*GROUPS), ids=lambda options: "-".join(filter(None, options)))
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=[pytest.mark.slow] * (number > 1))
+        for number, options in enumerate(zip_longest(*GROUPS))
+    ],
+    ids=lambda options: "-".join(filter(None, options)),
+)
 def test_every_option_composes(options: tuple[str | None, ...]) -> None:
     """One of each group at a time, since composing takes its time; each is then alone among the defaults."""
     taken = [option for option in options if option is not None]

@@ -52,9 +52,9 @@ def test_batches_are_slices_of_the_stream_at_any_world_size_resumed_or_not(
             assert torch.equal(torch.cat(found), torch.cat(whole[first // 8 :]))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_place_spares_the_reading_of_what_came_before(workers: int, sharded: bool) -> None:
+def test_a_state_spares_the_reading_of_what_came_before(workers: int, sharded: bool) -> None:
     """Saved at two ranks, resumed at one and at four: from a state, at most a batch is read again."""
 
     def loader(world: int, rank: int, stream: Stateful) -> TrainLoader:

@@ -94,7 +94,7 @@ def test_windows_hold_each_token_once_and_go_on_from_any_state(folder: Path) -> 
         assert rest == windows[number + 1 :]
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_resumed_read_what_one_would_have(folder: Path, sharded: bool) -> None:
     def loader(world: int, rank: int, workers: int = 0):  # type: ignore[no-untyped-def]
         stream = TextStream("train", str(folder), 10, num_shards=8)
@@ -142,6 +142,7 @@ def _peak_mib(path: Path) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
+@pytest.mark.slow
 def test_five_gigabytes_take_little_memory(tmp_path: Path) -> None:
     path = tmp_path / "large.txt"
     with path.open("wb") as file:  # sparse: a file of 5 GB that takes no disk

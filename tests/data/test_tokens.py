@@ -212,6 +212,7 @@ def _trained(root: Path, texts: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_gpt_trains_on_each_kind_of_text(tmp_path: Path, folder: Path) -> None:
     assert (
         main([str(folder), str(tmp_path / "tokens"), "--tokenizer", "bytes", "--eval-fraction", "0.2"]) == 0

@@ -47,6 +47,7 @@ def summed(folder: Path, first: str) -> tuple[float, str | None]:
     return float(total), os.environ.get("GLOO_SOCKET_IFNAME")
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 def test_names_that_lead_to_loopback_are_in_nobodys_way(tmp_path: Path) -> None:
     with hosts(2) as members:

@@ -9,6 +9,15 @@ from tests.exact.matrix import MODELS, OPTIMIZERS, figures, matrix
 NORM = (*MODELS["norm"], *OPTIMIZERS["adamw"], "train.max_steps=6")
 
 
+def test_two_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
+    short = (*NORM, "train.max_steps=2")
+    alone = figures(tmp_path / "1", 1, (*short, "strategy=single"))
+    two = figures(tmp_path / "2", 2, (*short, "strategy=ddp", "comm=ring"))
+    without = figures(tmp_path / "0", 2, (*short, "strategy=ddp", "comm=ring", "train.exact=null"))
+    assert two == alone != without
+
+
+@pytest.mark.slow
 def test_ranks_strategies_and_all_reduces_give_one_hash(tmp_path: Path) -> None:
     """Also a number of ranks that does not divide the leaves, and evaluation."""
     alone = figures(tmp_path / "1", 1, (*NORM, "strategy=single"), (*NORM, "strategy=fsdp"))

@@ -172,6 +172,7 @@ def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_inside_ranks_is_refused() -> None:
     env = {
         **place(0, [0, 0]),
@@ -276,7 +277,7 @@ def up_to_nan(value: str, run_dir: Path) -> dict[str, Any]:
     raise AssertionError("the run ended as if all were well")
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("value", ["nan", pytest.param("inf", marks=pytest.mark.slow)])
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(value: str, tmp_path: Path) -> None:
     for rank in run_ranks(up_to_nan, 2, value, tmp_path, init=False):
         assert "the loss of step 5 is NaN or Inf on rank 1 (host 0)" in rank["message"]

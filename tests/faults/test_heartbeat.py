@@ -137,6 +137,7 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
     return played.told
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_it_does(tmp_path: Path) -> None:
     """The same on all ranks: the number of phases entered shows which rank is behind."""
     first, second = run_ranks(told, 2, tmp_path, init=False)

@@ -95,6 +95,7 @@ def up_to_nan(run_dir: Path) -> None:
         train(*QUICK, f"run_dir={run_dir}", "fault=nan", "fault.step=2")
 
 
+@pytest.mark.slow
 def test_failure_json_names_whom_the_error_is_about(tmp_path: Path) -> None:
     run_ranks(up_to_nan, 2, tmp_path, init=False)
     failure = json.loads((tmp_path / "failure.json").read_text())

@@ -107,7 +107,7 @@ def killed_at_step_ten(kind: str, folder: Path, *overrides: str) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("kind", ["torchrun", "local"])
+@pytest.mark.parametrize("kind", ["torchrun", pytest.param("local", marks=pytest.mark.slow)])
 def test_ranks_whose_launcher_is_killed_save_and_end(kind: str, tmp_path: Path) -> None:
     run_dir = killed_at_step_ten(kind, tmp_path)
     assert verify(run_dir / "checkpoints" / "latest").step == last_step(run_dir)

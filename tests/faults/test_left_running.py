@@ -29,6 +29,7 @@ def run(tmp_path: Path, what: str) -> tuple[str, ...]:
     return (*TINY, *LEAVES, f"+data.task.what={what}", f"run_dir={tmp_path}/run", "train.max_steps=1")
 
 
+@pytest.mark.slow
 def test_a_thread_that_a_run_leaves_is_named_and_the_ranks_end(tmp_path: Path) -> None:
     for rank in finish_ranks(2, script(tmp_path, TRAINS), *run(tmp_path, "thread")):
         assert rank.code == 0, rank

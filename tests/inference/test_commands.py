@@ -181,6 +181,7 @@ def refusals(text_run: str, folder: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     shutil.copy(text_run / "config.yaml", tmp_path / "empty")
@@ -195,6 +196,7 @@ def test_what_is_not_there_is_named(text_run: Path, tmp_path: Path) -> None:
     assert "must end in .csv, .jsonl or .pt" in said["no kind"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sampled_is_named(text_run: Path, tmp_path: Path) -> None:
     too_long = finish("-m", "trainer.sample", str(text_run), "--prompt", "x" * 33)
     assert too_long.code == 2

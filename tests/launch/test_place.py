@@ -230,6 +230,7 @@ def none_comes(init_method: str) -> None:
     met(init_method, patience_s=5)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(none_comes, 1, f"tcp://127.0.0.1:{free_port()}", init=False)

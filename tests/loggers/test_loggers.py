@@ -25,6 +25,7 @@ NOTED = ("+logger.noted._target_=tests.user_parts.Noted", "+logger.noted.word=he
 WAYS = {"single": 1, "ddp": 2, "fsdp": 2}
 
 
+@pytest.mark.slow
 def test_each_logger_is_told_the_same(tmp_path: Path) -> None:
     run_ranks(train, 2, *SHORT, *NOTED, f"run_dir={tmp_path}", init=False)
     calls: list[list[Any]] = [json.loads(line) for line in (tmp_path / "noted.jsonl").open()]

@@ -102,6 +102,7 @@ def test_each_choice_of_fsdp_takes_its_own() -> None:
     assert offloaded.peak + offloaded.host == whole.peak and offloaded.parts["parameters"] == 0
 
 
+@pytest.mark.slow
 def test_a_server_and_a_worker_take_their_own() -> None:
     dry_run = DryRun(settings(*MLP))
 
@@ -152,6 +153,7 @@ def test_each_device_of_a_replica_and_the_gpus_of_dp_take_their_own() -> None:
     assert 4 * num_bytes < first.peak < 5 * num_bytes and num_bytes < other.peak < 2 * num_bytes
 
 
+@pytest.mark.slow
 def test_a_weight_whose_gradient_comes_as_rows_has_no_bucket() -> None:
     config = settings("strategy=ddp", "data.dataset={_target_: tests.user_parts.Stripes}", *BARE, *ROWS)
     with DryRun(config).under(config, DryRunWorld(2, 2)) as stage:
@@ -202,6 +204,7 @@ def test_the_largest_micro_batch_is_found_in_few_tries(peak: Callable[[int], int
     assert len(tried) <= 6, tried
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--world", "4", "--per-host", "2", "--gpu-gb", "0.01", "--reserve-gb", "0"]
     main([*MLP, "strategy=ddp", *options, "--json"])
@@ -220,6 +223,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert end.value.code == 2 and "shard_groop=2 is not a setting of single" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_its_own_loss_leaves_out_dp_alone(capsys: pytest.CaptureFixture[str]) -> None:
     own_loss = ("data.task._target_=trainer.tasks.OwnLoss", "~data.task.label_smoothing")
     main([*PLAYED, TASKS["loss"][0], *own_loss, "--world", "2", "--json"])

@@ -356,6 +356,7 @@ def test_what_a_cache_has_kept_of_an_attempt_is_real_for_the_next() -> None:
     assert model.module.rates.equal(torch.linspace(0, 1, 5))  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_is_left_as_it_was() -> None:
     frozen = gc.get_freeze_count()
     deferred(lambda: nn.Linear(2, 2), 0)

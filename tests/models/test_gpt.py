@@ -13,6 +13,7 @@ def num_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_gpt2_has_as_many_parameters_as_openai_s() -> None:
     with torch.device("meta"):
         assert num_parameters(GPT(50257, 1024, "gpt2")) == 124_439_808

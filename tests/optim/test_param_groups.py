@@ -264,7 +264,13 @@ def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], 
 
 @pytest.mark.parametrize(
     "settings",
-    [("single",), ("fsdp",), ("parameter_server", "strategy.servers=1", "strategy.max_staleness=inf")],
+    [
+        ("single",),
+        pytest.param(("fsdp",), marks=pytest.mark.slow),
+        pytest.param(
+            ("parameter_server", "strategy.servers=1", "strategy.max_staleness=inf"), marks=pytest.mark.slow
+        ),
+    ],
     ids=lambda settings: settings[0],
 )
 def test_the_rate_that_a_step_used_is_logged_with_it(settings: tuple[str, ...], tmp_path: Path) -> None:
@@ -366,6 +372,7 @@ def _thawing_under_each(root: str) -> list[list[tuple[str, list[str]]]]:
     return [[_thawing(f"{root}/{n}", thaws, *s) for thaws in (False, True)] for n, s in enumerate(each)]
 
 
+@pytest.mark.slow
 def test_what_is_thawed_in_mid_run_is_told_once_and_leaves_the_rest_alone(tmp_path: Path) -> None:
     words = "layer.weight (and 1 more) was frozen when the run began and now requires a gradient"
     *in_common, alone = run_ranks(_thawing_under_each, 2, str(tmp_path), init=False)[0]

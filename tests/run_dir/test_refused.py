@@ -58,7 +58,7 @@ def refusals(run_dir: Path) -> dict[str, tuple[str, set[str]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_refused_resume_changes_no_file_of_a_sound_run(tmp_path: Path, world_size: int) -> None:
     found = run_ranks(refusals, world_size, tmp_path, init=False)[0]
     assert {name: changed for name, (_, changed) in found.items()} == {name: set() for name in REFUSED}
@@ -83,6 +83,7 @@ def broken(*overrides: str) -> None:
         train(*TINY, *overrides)
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_set_up_is_written_down_in_a_used_directory_too(tmp_path: Path) -> None:
     """A launcher that restarts sees from failure.json whether it was the same fault again."""
     run_ranks(train, 1, *TINY, "train.max_steps=4", f"run_dir={tmp_path}", init=False)

@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_updates_an_old_object_is_refused(tmp_path: Path) -> None:
     for world_size, *strategy in ((2, "strategy=ddp", UNUSED), (1, "strategy=single")):
         words = (*OWN, *strategy, "+model.how=replaces", f"run_dir={tmp_path}/{world_size}")
@@ -99,14 +100,23 @@ def told(strategy: tuple[str, ...], root: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "world_size", "words"),
     [
-        pytest.param(("strategy=fsdp",), 2, "changes {} in a gathered copy", id="fsdp"),
-        pytest.param(("strategy=fsdp", "comm=ring", "comm.wire_dtype=bf16"), 2, "changes {} in", id="bf16"),
+        pytest.param(
+            ("strategy=fsdp",), 2, "changes {} in a gathered copy", id="fsdp", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("strategy=fsdp", "comm=ring", "comm.wire_dtype=bf16"),
+            2,
+            "changes {} in",
+            id="bf16",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("strategy=fsdp",), 1, "changes {} in a gathered copy", id="one rank"),
         pytest.param(
             ("strategy=parameter_server", "strategy.servers=all", "strategy.bucket_mb=0.0001"),
             2,
             "makes or changes {}: no server",
             id="servers",
+            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+import pytest
 from torch import Tensor, nn
 
 from tests.faults.test_ends import TINY, refusals
@@ -60,6 +61,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
             assert words not in (spare, layer) or f"the loss of rank {rank} " in message
 
 
+@pytest.mark.slow
 def test_where_one_rank_alone_leaves_it_out_all_end(tmp_path: Path) -> None:
     ended = finish_ranks(2, "train.py", *idle("train.max_steps=5", "+model.ranks='1'", f"run_dir={tmp_path}"))
     assert [rank.code for rank in ended] == [2, 2]

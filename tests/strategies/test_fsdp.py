@@ -308,6 +308,7 @@ def _all() -> tuple[dict[str, float], dict[str, list[str]], list[str]]:
     return _models_train(), _notes_and_units(), _refusals()
 
 
+@pytest.mark.slow
 def test_units_of_any_model() -> None:
     far, units, messages = run_ranks(_all, 2)[0]
     assert 0 < far.pop("Convolutions") < 0.02 and far.pop("HalfApart") < 0.02  # computed in bf16

@@ -335,6 +335,7 @@ def counted(root: str, *overrides: str) -> tuple[list[set[float]], list[str]]:
     return found, refusals
 
 
+@pytest.mark.slow
 def test_what_a_forward_pass_keeps_comes_to_the_servers_or_is_refused(tmp_path: Path) -> None:
     buffer = "differs from rank 0 in the buffer made: 'torch.float32 of (2,)' against None"
     layer = "the forward pass or the loss makes or changes layer.bias, layer.weight: no server"
@@ -376,7 +377,8 @@ class ByNorm(torch.optim.SGD):
                     parameter.sub_(gradient * (group["lr"] / gradient.norm()))
 
 
-@pytest.mark.parametrize("staleness", ["0", pytest.param("inf", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["0", "inf"])
 def test_a_collective_of_the_models_own_is_refused(tmp_path: Path, staleness: str) -> None:
     model = ("model._target_=tests.strategies.test_parameter_server.Meeting", *(f"~model.{n}" for n in MLP))
     ran = (*COMMON, *model, *SGD, *PS, f"strategy.max_staleness={staleness}", f"run_dir={tmp_path}")
@@ -403,6 +405,7 @@ def by_norm_each(root: str) -> list[str]:
     return asynchronous + by_norm(f"{root}/0", "strategy.max_staleness=0")
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_brings_shards_together_is_refused_where_servers_step_alone(tmp_path: Path) -> None:
     for refusals in run_ranks(by_norm_each, 3, str(tmp_path), init=False):
         (words,) = refusals

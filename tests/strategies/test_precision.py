@@ -95,6 +95,7 @@ class Rooted(nn.Module):
         return self.layer(rows) + (self.layer.weight.sum() * (self.passes < self.since)).abs().sqrt()
 
 
+@pytest.mark.slow
 def test_a_run_whose_every_step_overflows_ends(tmp_path: Path) -> None:
     own = (*SMALL, "model._target_=tests.strategies.test_precision.Rooted", "+model.since=3")
     steps = ("train.max_steps=60", "train.epochs=100", "train.log_every_steps=10", "train.precision=fp16")

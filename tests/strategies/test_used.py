@@ -112,6 +112,7 @@ def _leave_after_it(run_dir: str) -> tuple[str, list[str]]:
     return message, sorted(path.name for path in (Path(run_dir) / "checkpoints").glob("step_*"))
 
 
+@pytest.mark.slow
 def test_a_step_of_other_parameters_is_not_saved_though_it_is_the_last(tmp_path: Path) -> None:
     for message, saved in run_ranks(_leave_after_it, 2, str(tmp_path), init=False):
         assert "used chosen.layers.0.weight" in message
@@ -127,6 +128,7 @@ def _both(root: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_no_rank_uses_stays_as_it_is(tmp_path: Path) -> None:
     ddp, fsdp = run_ranks(_both, 2, str(tmp_path), init=False)[0]
     assert fsdp["train/loss"] == pytest.approx(ddp["train/loss"], rel=1e-5)

@@ -183,8 +183,7 @@ def made_by_hand(
     return make
 
 
-QUICK = {("digits", "ddp, accumulated"), ("digits", "servers, apart")}
-QUICK |= {("text", "single, accumulated"), ("stream", "fsdp")}
+QUICK = {("digits", "ddp, accumulated"), ("text", "single, accumulated")}
 
 
 @pytest.mark.parametrize(
@@ -259,6 +258,7 @@ def _own_and_torchs(root: str) -> dict[str, list[dict[str, Tensor]]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_loss_of_0_by_0_adds_nothing_where_no_label_counts(tmp_path: Any) -> None:
     found, _ = run_ranks(_own_and_torchs, 2, str(tmp_path), init=False)
     for strategy, (torchs, own) in found.items():
@@ -354,7 +354,9 @@ class Late(Classification):
         return loss
 
 
-@pytest.mark.parametrize("how", ["adds", "replaces", "drops", "clears"])
+@pytest.mark.parametrize(
+    "how", ["adds", *(pytest.param(how, marks=pytest.mark.slow) for how in ("replaces", "drops", "clears"))]
+)
 @pytest.mark.parametrize("parts", [2, 1])  # its second call is in the first step, or in the next
 def test_gradients_of_other_micro_batches_are_no_loss_to_change(how: str, parts: int, tmp_path: Path) -> None:
     words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"train.micro_batch_size={SAMPLES // parts}")
@@ -380,7 +382,7 @@ class Reaches(Classification):
     [
         ("nothing", "the first backward pass gave no parameter a gradient. The loss depends on none"),
         ("trained", "Reaches has parameters, which no optimizer would train"),
-        ("frozen", "accepted"),
+        pytest.param("frozen", "accepted", marks=pytest.mark.slow),
     ],
 )
 def test_a_loss_that_trains_nothing_of_the_model_or_its_own_parameters(
@@ -417,10 +419,18 @@ class Figures(Classification):
     [
         ("num_tokens", "Figures.num_tokens gives a str, but must give a tensor of shape () of real numbers"),
         ("plain_loss", "Figures.plain_loss gives a tensor of shape (3,), but must give a tensor of shape ()"),
-        ("float", "Figures.eval_sums gives a float, but must give a tensor of real numbers"),
-        ("tuple", "Figures.eval_sums gives a tuple, but"),
-        ("complex", "Figures.eval_sums gives a torch.complex64 tensor"),
-        ("lengths", "Figures.eval_sums gives a tensor of shape (2,), but must give a tensor of shape (3,)"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("float", "Figures.eval_sums gives a float, but must give a tensor of real numbers"),
+                ("tuple", "Figures.eval_sums gives a tuple, but"),
+                ("complex", "Figures.eval_sums gives a torch.complex64 tensor"),
+                (
+                    "lengths",
+                    "Figures.eval_sums gives a tensor of shape (2,), but must give a tensor of shape (3,)",
+                ),
+            )
+        ),
     ],
 )
 def test_metrics_that_are_no_numbers_are_refused(wrong: str, expected: str, tmp_path: Path) -> None:

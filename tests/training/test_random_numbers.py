@@ -61,6 +61,7 @@ def test_the_same_numbers_at_any_world_size_and_after_a_resume_at_another(tmp_pa
     assert alone[8:] == [*ranks[0][:2], *ranks[1][:2], *ranks[0][2:], *ranks[1][2:]]
 
 
+@pytest.mark.slow
 def test_evaluation_draws_the_same_each_time_and_nothing_of_training(tmp_path: Path) -> None:
     ((alone, none),) = run_ranks(_drawn, 1, tmp_path / "alone", init=False)
     ((trained, evaluated),) = run_ranks(_drawn, 1, tmp_path, "train.eval_every_steps=2", init=False)

@@ -141,6 +141,7 @@ def test_every_all_reduce_leaves_replicas_equal(tmp_path: Path) -> None:
         assert rank == [None] * len(options)
 
 
+@pytest.mark.slow
 def test_null_checks_nothing(tmp_path: Path) -> None:
     options = (f"run_dir={tmp_path}", "train.check_replicas_every=null")
     for rank in run_ranks(flips, 2, options, 1, 1, init=False):

@@ -175,6 +175,7 @@ def test_what_cannot_be_counted_leaves_training_alone() -> None:
     assert flops.utilisation(1.0) is None
 
 
+@pytest.mark.slow
 def test_profile_of_each_rank(tmp_path: Path) -> None:
     profile = ("train.profile={start: 3, steps: 2}", "train.peak_tflops=0.01")
     run_ranks(train, 2, *SHORT, *profile, f"run_dir={tmp_path}", init=False)
