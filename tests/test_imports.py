@@ -221,6 +221,8 @@ def test_no_strategy_imports_a_sibling() -> None:
         "gathered",
         "reads",
         "shardable",
+        "sharding_errors",
+        "sharding_mesh",
         "split",
         "units",
         "used",
