@@ -91,28 +91,30 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def _read(path: Location) -> dict[str, Tensor]:
+    """The tensors in ``path`` by the names that they have there. UserError if it cannot be read."""
     if not path.exists():
         raise UserError(f"model.init_from={printable(path)} does not exist")
     try:
         if (path / SINGLE).exists():
-            return _file(path / SINGLE)
+            return _read_file(path / SINGLE)
         if (path / INDEX).exists():
-            return _split_files(path)
-        return _checkpoint_in(path).read("model.") if path.is_dir() else _file(path)
+            return _read_index(path)
+        return _checkpoint_in(path).read("model.") if path.is_dir() else _read_file(path)
     except UserError as error:
         raise UserError(f"model.init_from={printable(path)}: {error}") from error
 
 
-def _file(path: Location) -> dict[str, Tensor]:
+def _read_file(path: Location) -> dict[str, Tensor]:
+    """The tensors of one file, of safetensors or torch."""
     with opened(path, follow_links=True) as file:  # other programs link to their weights from a cache
         if path.name.endswith(".safetensors"):
             return tensors_in(file)
         if isinstance(path, Address):
             raise UserError("of single files at an address only .safetensors are read")
-        return _load(file)
+        return _read_torch(file)
 
 
-def _split_files(folder: Location) -> dict[str, Tensor]:
+def _read_index(folder: Location) -> dict[str, Tensor]:
     """The tensors of the files that `INDEX` names, which are beside it."""
     with opened(folder / INDEX, follow_links=True) as file:
         index = Fields(str(folder / INDEX), read_json(folder / INDEX, file.read(MAX_JSON_BYTES)))
@@ -123,13 +125,13 @@ def _split_files(folder: Location) -> dict[str, Tensor]:
             raise UserError(
                 f"{printable(folder / INDEX)} names {printable(name)}, which is not a file beside it"
             )
-    files = {name: _file(folder / name) for name in names}
+    files = {name: _read_file(folder / name) for name in names}
     if missing := sorted(name for name, file in places.values.items() if name not in files[file]):
         raise UserError(f"{printable(folder)} lacks {first_five(missing)}, which its {INDEX} names")
     return {name: files[file][name] for name, file in places.values.items()}
 
 
-def _load(file: PlainFile) -> dict[str, Tensor]:
+def _read_torch(file: PlainFile) -> dict[str, Tensor]:
     """What `torch.save` put into `file`, mapped from it. torch refuses what could run code."""
     path = file.descriptor_path
     try:
@@ -166,10 +168,11 @@ def _checkpoint_in(directory: Location) -> OpenCheckpoint:
 
 
 def _renamed(tensors: dict[str, Tensor], wanted: Mapping[str, Tensor], base: str | None) -> dict[str, Tensor]:
-    """``tensors`` without the prefixes, in the order, that leave most names as the model has them.
+    """``tensors`` by other names: those, with prefixes dropped or added, that match most names in ``wanted``.
 
-    A Hugging Face model with a head has the model without it as its attribute ``base``: names in files of the
-    first have this prefix, names in files of the second do not.
+    Any of the prefixes may be dropped, in any order. ``base`` is also added: a Hugging Face model with a head
+    has the model without it as its attribute ``base``. Names in files of the first have this prefix, names in
+    files of the second do not.
     """
     prefixes = (*_PREFIXES, f"{base}.") if base else _PREFIXES
     candidates = [tensors, {f"{base}.{name}": tensor for name, tensor in tensors.items()}]

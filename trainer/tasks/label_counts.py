@@ -15,7 +15,8 @@ from trainer.nested import leaves
 from trainer.tasks import Task
 
 Divisor = float | Tensor | None
-"""The divisor of a micro-batch's mean loss before losses are added; None: it adds nothing."""
+"""The divisor of a micro-batch's mean loss before losses are added; an int if all counts are equal. None: the
+micro-batch has no counted label, and adds nothing."""
 _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where others become 0 or infinite
 
 
@@ -58,7 +59,7 @@ def divided(loss: Tensor, divisor: Divisor) -> Tensor:
     """
     if divisor is None:
         return loss.nan_to_num(0.0, 0.0, 0.0) * 0
-    if isinstance(divisor, int) and divisor == 1:  # saves two operations of a step
+    if isinstance(divisor, int) and divisor == 1:  # as of one micro-batch a rank: saves two operations
         return loss
     return loss / (divisor.to(loss) if isinstance(divisor, Tensor) else divisor)
 
