@@ -62,10 +62,12 @@ def read_model(
 
 
 def _are_there(found: list[Location]) -> bool:
+    """Whether all candidates still exist: if not, a run has deleted one meanwhile, and a new look is due."""
     return all(path.is_dir() for path in found)
 
 
 def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBest | None) -> list[Location]:
+    """The checkpoints that `which` may mean, to be tried in order. UserError if there is none."""
     if which == "best":
         if best is None:
             raise UserError(
@@ -88,10 +90,10 @@ def _candidates(run_dir: Location, run_id: str | None, which: str, best: KeepBes
 
 
 def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement) -> None:
-    """Replace weights by their moving averages in `source` (a collective).
+    """Replace the weights in `model`, sharded or not, by their moving averages in `source` (a collective).
 
     Raises:
-        UserError: there are none.
+        UserError: there are none, or they cannot be read.
     """
     if not any(name.startswith(_AVERAGE) for name in source.shapes):
         raise UserError(f"{source.directory} holds no averages: its run had ema.decay=null")
@@ -105,6 +107,7 @@ def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement
 
 
 def _read(model: nn.Module, source: OpenCheckpoint) -> None:
+    """Load the model's state, and those of its other buffers that were saved in the same size."""
     held = get_model_state_dict(model)
     targets = model_targets(held, source.shapes)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}
