@@ -15,7 +15,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def test_the_extras_that_are_named_exist_and_an_older_pip_finds_them() -> None:
     extras = set(PROJECT["optional-dependencies"])
     assert not [name for name in extras if "_" in name], "pip before 24 installs nothing for such a name"
-    files = [ROOT / "README.md", *(ROOT / "trainer").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]
+    files = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "trainer").rglob("*.py"),
+        *(ROOT / "conf").rglob("*.yaml"),
+    ]
     named = {name for file in files for name in re.findall(r"ringmaster-trainer\[(\w+)\]", file.read_text())}
     assert named == extras - {"dev"}
 

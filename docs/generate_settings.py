@@ -1,0 +1,102 @@
+"""Writes docs/reference/settings.md from the files of conf/ and their comments.
+
+python docs/generate_settings.py
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reference" / "settings.md"
+GROUPS = [
+    "strategy",
+    "comm",
+    "data",
+    "model",
+    "optim",
+    "schedule",
+    "checkpoint",
+    "logger",
+    "launch",
+    "fault",
+    "hydra/sweeper",
+]
+_KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w/]+):(?: +(?P<value>[^#\s].*?))?(?: +# ?(?P<comment>.*))?$")
+_INTRO = """# Settings
+
+This page is made from `conf/` by `python docs/generate_settings.py`; a test compares them. Set any of these
+on the command line: `NAME=VALUE`. `python train.py --cfg job` prints all settings of a command line. `???` is
+a value that you must give. What `_target_` names is a class or function. Each further key below it is one of
+its arguments, and `+KEY=VALUE` adds one that is not listed.
+
+A group has several files, of which the command line takes one: `strategy=fsdp`. The first part of this page
+has the settings of every run, the second the groups.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_INTRO, "## Every run\n", "`conf/train.yaml`.\n", table(ROOT / "conf" / "train.yaml")]
+    for group in GROUPS:
+        for file in sorted((ROOT / "conf" / group).glob("*.yaml")):
+            parts += [f"## `{group}={file.stem}`\n", head(file), table(file, f"{group.replace('/', '.')}.")]
+    parts += ["## Experiments\n", "An experiment chooses one of each group, and sets what fits together.\n"]
+    rows = [f"| `experiment={f.stem}` | {head(f).strip()} |" for f in _experiments()]
+    parts += ["\n".join(["| choice | what it is |", "|---|---|", *rows]) + "\n"]
+    return "\n".join(part for part in parts if part)
+
+
+def _experiments() -> list[Path]:
+    return sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
+
+
+def head(file: Path) -> str:
+    """The comment at the beginning of a file, as text."""
+    lines: list[str] = []
+    for line in file.read_text().splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").strip())
+    text = escaped(" ".join(lines))
+    return f"{text[0].upper()}{text[1:]}{'' if text[-1] in '.?)' else '.'}\n" if text else ""
+
+
+def escaped(text: str) -> str:
+    """Text in which Markdown finds no marks, except `code`."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([|<*_])", r"\\\1", part) for part in parts)
+
+
+def table(file: Path, prefix: str = "") -> str:
+    """The settings of a file: name, default, and what its comment says."""
+    rows = [f"| `{prefix}{name}` | `{value}` | {comment} |" for name, value, comment in settings(file)]
+    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n" if rows else ""
+
+
+def settings(file: Path) -> Iterator[tuple[str, str, str]]:
+    """(dotted name, default, comment) of each setting; not Hydra's own."""
+    above: list[tuple[int, str]] = []
+    continued = ""
+    for line in file.read_text().splitlines():
+        found = _KEY.match(line)
+        if found is None:
+            continued = ""
+            continue
+        indent, key, value = len(found["indent"]), found["key"], found["value"]
+        above = [outer for outer in above if outer[0] < indent]
+        name = ".".join([outer for _, outer in above] + [key])
+        comment = escaped(found["comment"] or "")
+        if value is None:
+            above.append((indent, key))
+            continued = comment
+        elif name.split(".")[0] not in ("defaults", "hydra"):
+            said = f"{continued}: {comment}" if continued and comment else continued or comment
+            yield name, value.replace("|", "\\|"), said
+            continued = ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,238 @@
+"""The pages: links lead somewhere, commands exist and compose, and the settings page is made from conf/."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep
+from omegaconf import OmegaConf
+
+from tests import runs
+from trainer import config
+from trainer.config.overrides import for_hydra, leaves
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+_BLOCK = re.compile(
+    r"(?:<!-- skip: (?P<skip>[^>]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+# What a command may begin with, besides those that are looked at more closely.
+_OTHERS = {"pip", "pytest", "tensorboard", "git", "ruff", "mypy", "docker", "grep", "cd", "ls", "head"}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    kind: str
+    text: str
+    skip: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def _blocks(*kinds: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in _BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(Block(page, line, match["kind"], match["text"], match["skip"]))
+    return [block for block in found if block.kind in kinds]
+
+
+SHELL = [block for block in _blocks("bash") if block.skip is None]
+
+
+def _commands(block: Block) -> Iterator[list[str]]:
+    """Each command of a block, in words."""
+    text = re.sub(r"\$\([^)]*\)", "HOST", block.text.replace("\\\n", " "))
+    for line in text.splitlines():
+        words: list[str] = []
+        for word in [*shlex.split(line, comments=True), ";"]:
+            if word not in (";", "&&", "|", "&"):
+                words.append(word)
+            elif words:
+                yield words
+                words = []
+
+
+def test_there_are_pages_and_blocks() -> None:
+    assert len(PAGES) > 25 and len(SHELL) > 40
+    kinds = {block.kind for page in PAGES for block in _blocks("", "bash", "sh", "console", "shell")}
+    assert kinds == {"bash"}, "a block is bash, python, yaml or text"
+
+
+def test_the_readme_fits() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    found = set[str]()
+    for heading in re.findall(r"^#+ (.*)$", _BLOCK.sub("", page.read_text()), re.M):
+        plain = _LINK.sub("", heading) if "](" in heading else heading
+        found.add(re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", _BLOCK.sub("", page.read_text()))
+    for target in _LINK.findall(text):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), f"{target} leads nowhere"
+        assert not anchor or anchor in _anchors(there), f"{target}: no such heading"
+
+
+def test_every_page_is_listed() -> None:
+    listed = {
+        (ROOT / "docs" / link).resolve() for link in _LINK.findall((ROOT / "docs/README.md").read_text())
+    }
+    assert {page for page in (ROOT / "docs").rglob("*.md") if page.name != "README.md"} <= listed
+
+
+def test_the_settings_page_is_made_from_conf() -> None:
+    spec = importlib.util.spec_from_file_location("generate_settings", ROOT / "docs/generate_settings.py")
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = generate.PAGE.read_text()
+    assert page == generate.page(), "run python docs/generate_settings.py"
+    for file in (ROOT / "conf").glob("**/*.yaml"):
+        group = ".".join(file.relative_to(ROOT / "conf").parts[:-1])
+        for name, _ in leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False), group):
+            if name and not name.startswith(("experiment", "hydra.", "defaults", f"{group}.defaults")):
+                assert f"`{name.rstrip('.')}`" in page, f"{file}: {name}"
+
+
+@pytest.mark.parametrize("block", _blocks("python", "yaml"), ids=str)
+def test_python_and_yaml_can_be_read(block: Block) -> None:
+    if block.kind == "python":
+        ast.parse(block.text)
+    else:
+        assert yaml.safe_load(block.text)
+
+
+@pytest.mark.parametrize("block", _blocks("bash"), ids=str)
+def test_a_shell_reads_the_commands(block: Block) -> None:
+    done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
+    assert not done.stderr
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_exist(block: Block) -> None:
+    for words in _commands(block):
+        if "train.py" in words:
+            _check_torchrun(words[: words.index("train.py")])
+        elif "-m" in words and words[0] in ("python", "torchrun", "srun"):
+            at = words.index("-m")
+            _check_torchrun(words[:at])
+            _check_module(words[at + 1], words[at + 2 :])
+        elif words[0] == "python" or "/" in words[0]:
+            file = words[1] if words[0] == "python" else words[0]
+            assert (ROOT / file).exists(), words
+        else:
+            assert words[0] in _OTHERS, words
+
+
+def _check_torchrun(words: list[str]) -> None:
+    if "torchrun" in words:
+        from torch.distributed.run import get_args_parser
+
+        get_args_parser().parse_args([*words[words.index("torchrun") + 1 :], "train.py"])
+
+
+def _check_module(module: str, words: list[str]) -> None:
+    if module.partition(".")[0] not in ("trainer", "benchmarks"):
+        return
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, f"python -m {module}"
+    file = Path(spec.origin)
+    if file.name == "__init__.py":
+        assert (file.parent / "__main__.py").exists(), f"python -m {module}"
+    source = _source(ROOT / module.partition(".")[0])
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option}"' in source, f"{module} {option}"
+
+
+@functools.cache
+def _source(folder: Path) -> str:
+    return "".join(file.read_text() for file in folder.rglob("*.py"))
+
+
+def _overrides(words: list[str]) -> list[str] | None:
+    """The settings that a command line sets; of a sweep those of one trial."""
+    if "train.py" in words:
+        return _first_trial([word for word in words[words.index("train.py") :] if _sets(word)])
+    if "-m" in words and words[words.index("-m") + 1].startswith(("trainer", "benchmarks")):
+        return [word for word in words[words.index("-m") + 1 :] if _sets(word)]
+    return None
+
+
+def _sets(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
+
+
+def _first_trial(overrides: list[str]) -> list[str]:
+    found = []
+    for text, override in zip(overrides, OverridesParser.create().parse_overrides(overrides), strict=True):
+        if not override.is_sweep_override():
+            found.append(text)
+        elif isinstance(override.value(), ChoiceSweep):
+            found.append(f"{override.key_or_group}={next(iter(override.sweep_string_iterator()))}")
+        else:
+            found.append(f"{override.key_or_group}={override.value().start}")
+    return found
+
+
+def _composed(blocks: list[Block]) -> set[tuple[str, ...]]:
+    every = (_overrides(words) for block in blocks for words in _commands(block))
+    return {tuple(overrides) for overrides in every if overrides is not None}
+
+
+QUICK = _composed([block for block in SHELL if block.page.name == "README.md"])
+SLOW = _composed(SHELL) - QUICK
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the settings that the README has you write."""
+    folder = tmp_path_factory.mktemp("conf")
+    for block in _blocks("yaml"):
+        name = re.match(r"# conf/(\S+)\n", block.text)
+        if block.page.name == "README.md" and name:
+            (folder / name[1]).parent.mkdir()
+            (folder / name[1]).write_text(block.text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [*sorted(QUICK), *(pytest.param(overrides, marks=pytest.mark.slow) for overrides in sorted(SLOW))],
+    ids=lambda overrides: " ".join(overrides) or "none",
+)
+def test_commands_compose(overrides: tuple[str, ...], own: Path) -> None:
+    if not {"model=mine", "data=mine"} & set(overrides):
+        assert runs.settings(*overrides)
+        return
+    with initialize_config_dir(str(runs.CONF), version_base="1.3"):
+        both = [f"hydra.searchpath=[file://{own}]", *for_hydra(overrides)]
+        assert config.load(compose("train", overrides=both))
