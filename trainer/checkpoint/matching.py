@@ -44,59 +44,6 @@ def targets_for(state: TrainState, shapes: Shapes, plain: Mapping[str, Any]) -> 
     return targets
 
 
-def _averages(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
-    """This run's moving averages by their names in a checkpoint; {} unless that holds them all."""
-    own = {f"ema.weights.{name}": value for name, value in ours["ema"].get("weights", {}).items()}
-    fit = all(shapes.get(name) == (value.shape, value.dtype) for name, value in own.items())
-    return own if fit else {}
-
-
-def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise UserError unless both have the same groups of parameters, and ``saved`` all options of these."""
-    mine, theirs = ours["param_groups"], saved["param_groups"]
-    if [group["params"] for group in mine] != [group["params"] for group in theirs]:
-        raise UserError(_other_groups(mine, theirs))
-    for my_group, their_group in zip(mine, theirs, strict=True):
-        if missing := sorted(set(my_group) - set(their_group)):
-            raise UserError(
-                f"the checkpoint is of another optimizer, without {first_five(missing)}; set optim as then"
-            )
-
-
-def _other_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> str:
-    """The differences, and what to set: groups come from the settings, not from a checkpoint."""
-    here = {name: group.get("name", "base") for group in mine for name in group["params"]}
-    there = {name: group.get("name", "base") for group in theirs for name in group["params"]}
-    moved = [
-        f"{name} ({there.get(name, 'not trained')} there, {here.get(name, 'not trained')} here)"
-        for name in {**there, **here}
-        if there.get(name) != here.get(name)
-    ]
-    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, mine)]
-    undo = "; set optim.undecayed=null, as it had one group for all" if len(theirs) == 1 < len(mine) else ""
-    return (
-        f"the checkpoint's optimizer has {len(theirs)} groups of {sizes[0]} parameters, this run's has "
-        f"{len(mine)} of {sizes[1]}: {first_five(moved) or 'in another order'}; model, model.freeze, "
-        f"optim.groups and optim.undecayed must be those of the checkpoint{undo}"
-    )
-
-
-def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> Tensor:
-    """A tensor to read the optimizer's tensor ``name`` into, as `targets_for` says."""
-    parameter = parameters.get(name.removeprefix("optimizer.state.").rpartition(".")[0])
-    if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" stays on the CPU
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if isinstance(parameter, DTensor) and len(shape) > 0:
-        raise UserError(
-            f"{name} has another shape than its parameter and cannot be sharded; resume without FSDP"
-        )
-    return torch.empty(shape, dtype=dtype)
-
-
-def _fits(name: str, buffer: Tensor, shapes: Shapes) -> bool:
-    return shapes.get(f"buffers.{name}") == (buffer.shape, buffer.dtype)
-
-
 def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
     """The tensors to read the model's part of a checkpoint into, by their saved names.
 
@@ -130,6 +77,17 @@ def other_buffers(state: TrainState, shapes: Shapes) -> str:
 def begins_average(state: TrainState, shapes: Shapes) -> bool:
     """Whether this run keeps a moving average that the checkpoint does not have."""
     return state.average is not None and not _averages(state.state_dict(), shapes)
+
+
+def _averages(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
+    """This run's moving averages by their names in a checkpoint; {} unless that holds them all."""
+    own = {f"ema.weights.{name}": value for name, value in ours["ema"].get("weights", {}).items()}
+    fit = all(shapes.get(name) == (value.shape, value.dtype) for name, value in own.items())
+    return own if fit else {}
+
+
+def _fits(name: str, buffer: Tensor, shapes: Shapes) -> bool:
+    return shapes.get(f"buffers.{name}") == (buffer.shape, buffer.dtype)
 
 
 def saved_state(plain: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -263,11 +221,53 @@ def compare_shapes(
         raise UserError(f"{words}: {'; '.join(problems)}{way_out}")
 
 
-def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
 def first_five(items: list[str]) -> str:
     """The first five, printable, and how many more there are."""
     more = f" and {len(items) - 5} more" if len(items) > 5 else ""
     return ", ".join(map(printable, items[:5])) + more
+
+
+def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise UserError unless both have the same groups of parameters, and ``saved`` all options of these."""
+    mine, theirs = ours["param_groups"], saved["param_groups"]
+    if [group["params"] for group in mine] != [group["params"] for group in theirs]:
+        raise UserError(_other_groups(mine, theirs))
+    for my_group, their_group in zip(mine, theirs, strict=True):
+        if missing := sorted(set(my_group) - set(their_group)):
+            raise UserError(
+                f"the checkpoint is of another optimizer, without {first_five(missing)}; set optim as then"
+            )
+
+
+def _other_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> str:
+    """The differences, and what to set: groups come from the settings, not from a checkpoint."""
+    here = {name: group.get("name", "base") for group in mine for name in group["params"]}
+    there = {name: group.get("name", "base") for group in theirs for name in group["params"]}
+    moved = [
+        f"{name} ({there.get(name, 'not trained')} there, {here.get(name, 'not trained')} here)"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
+    sizes = [[len(group["params"]) for group in groups] for groups in (theirs, mine)]
+    undo = "; set optim.undecayed=null, as it had one group for all" if len(theirs) == 1 < len(mine) else ""
+    return (
+        f"the checkpoint's optimizer has {len(theirs)} groups of {sizes[0]} parameters, this run's has "
+        f"{len(mine)} of {sizes[1]}: {first_five(moved) or 'in another order'}; model, model.freeze, "
+        f"optim.groups and optim.undecayed must be those of the checkpoint{undo}"
+    )
+
+
+def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> Tensor:
+    """A tensor to read the optimizer's tensor ``name`` into, as `targets_for` says."""
+    parameter = parameters.get(name.removeprefix("optimizer.state.").rpartition(".")[0])
+    if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" stays on the CPU
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if isinstance(parameter, DTensor) and len(shape) > 0:
+        raise UserError(
+            f"{name} has another shape than its parameter and cannot be sharded; resume without FSDP"
+        )
+    return torch.empty(shape, dtype=dtype)
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

@@ -1,0 +1,93 @@
+"""The worked examples of CONTRIBUTING.md do what they say; versions agree."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.ranks import run_ranks
+from tests.runs import trained
+from trainer.comm.algorithms import all_reduce
+from trainer.comm.algorithms.simulate import simulate
+
+ROOT = Path(__file__).parents[1]
+_BLOCK = re.compile(r"^```(?:python|yaml)\n# (?:in )?(\S+)\n(.*?)^```$", re.M | re.S)
+EXAMPLES = {match[1]: match[2] for match in _BLOCK.finditer((ROOT / "CONTRIBUTING.md").read_text())}
+
+
+def names(example: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the example defines."""
+    found = dict(known or {"__name__": "example"})
+    exec(compile(EXAMPLES[example], example, "exec"), found)
+    return found
+
+
+def test_the_versions_agree() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == project
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == project
+
+
+def test_the_files_that_others_read_are_yaml() -> None:
+    files = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]
+    assert len(files) == 5 and all(yaml.safe_load(file.read_text()) for file in files)
+
+
+def test_a_model() -> None:
+    model = names("models/linear.py")["Linear"]((1, 8, 8), 10)
+    assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert yaml.safe_load(EXAMPLES["conf/model/linear.yaml"])["_target_"] == "models.linear.Linear"
+
+
+def test_a_logger(tmp_path: Path) -> None:
+    logger = names("trainer/loggers/lines.py")["Lines"](
+        run_dir=tmp_path, run_id="a", first_step=0, settings={}
+    )
+    logger.scalars({"train/loss": 0.25}, 10)
+    logger.text("config", "none", 10)
+    logger.close()
+    assert (tmp_path / "lines.txt").read_text() == "10 train/loss=0.25\n"
+
+
+def test_an_all_reduce() -> None:
+    left_ring = names("trainer/comm/algorithms/all_reduce.py", vars(all_reduce))["left_ring"]
+    for hosts in ([0], [0, 0], [0, 0, 1, 1], [1, 0, 2, 0, 1]):
+        simulate([left_ring(rank, hosts) for rank in range(len(hosts))])
+
+
+def test_a_task() -> None:
+    task, model = names("mine.py")["Quantile"](), torch.nn.Linear(3, 1)
+    batch = (torch.randn(8, 3), torch.randn(8))
+    half = [tuple(values[part] for values in batch) for part in (slice(4), slice(4, 8))]
+    metrics = task.summarise(sum(task.eval_sums(model, each) for each in half))
+    assert metrics["loss"] == pytest.approx(task.loss(model, batch).item())
+    assert metrics.keys() == set(task.metric_names)
+
+
+def trained_plainly(*overrides: str) -> dict[str, torch.Tensor]:
+    plain = names("trainer/strategies/plain.py")["Plain"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.run.build_strategy", lambda config, dist: plain(dist, _computing()))
+        return trained(*overrides)
+
+
+def _computing() -> Any:
+    from trainer.strategies.base import Computing
+
+    return Computing()
+
+
+@pytest.mark.slow
+def test_a_strategy(tmp_path: Path) -> None:
+    few = ("train.max_steps=5", "model.hidden=[16]", "checkpoint.every_epochs=null", "logger=jsonl")
+    plain = run_ranks(trained_plainly, 2, *few, f"run_dir={tmp_path}/plain", init=False)
+    ddp = run_ranks(trained, 2, *few, f"run_dir={tmp_path}/ddp", init=False)[0]
+    for mine in plain:
+        for name, value in ddp.items():
+            torch.testing.assert_close(mine[name], value)
