@@ -20,6 +20,7 @@ def test_the_extras_that_are_named_exist_and_an_older_pip_finds_them() -> None:
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "trainer").rglob("*.py"),
         *(ROOT / "conf").rglob("*.yaml"),
+        *(ROOT / "benchmarks").rglob("*.py"),
     ]
     named = {name for file in files for name in re.findall(r"ringmaster-trainer\[(\w+)\]", file.read_text())}
     assert named == extras - {"dev"}
