@@ -29,6 +29,7 @@ def fit(context: TrainingContext) -> dict[str, float]:
     else:
         unsteady_steps = steps_per_epoch
     steady = epoch_begin = meter.mark()
+    context.model.train()
     evaluation = context.checkpointer.restored_metrics
     if context.steps_before and not evaluation:
         evaluation = evaluate_if_due(context)  # a signal saved the checkpoint before its evaluation was made
@@ -70,7 +71,6 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
         skip_epoch(context)
         return
     window = meter.mark()
-    context.model.train()
     meter.start()
     while progress.epoch == epoch and not is_over(context):
         context.profile.before(progress.step + 1, meter)
@@ -96,7 +96,6 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
                 context.checkpointer.close()
                 context.checkpointer.finish_remote()
                 raise StoppedBySignal(progress.step)
-            context.model.train()
             meter.start()
         yield
     meter.pause()

@@ -1,6 +1,7 @@
 """Evaluation of a model on held-out data: metrics that count each sample once."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,24 @@ def evaluate(context: ModelContext, loader: EvalLoader) -> Evaluation:
     """
     context.dist.heartbeat.enter("evaluate")
     context.strategy.sync_buffers(context.model)
-    task, model = context.task, context.strategy.unwrap(context.model).eval()
+    with evaluation_mode(context.strategy.unwrap(context.model)) as model:
+        return _evaluate(context, loader, model)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[nn.Module]:
+    """Each module's own mode comes back afterwards, by `model.train()`, which may do more than set flags."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield model.eval()
+    finally:
+        model.train(modes[0][1])
+        for module, training in modes:
+            module.training = training
+
+
+def _evaluate(context: ModelContext, loader: EvalLoader, model: nn.Module) -> Evaluation:
+    task = context.task
     gives_sums, gives_rows = offers(task, "eval_sums", "summarise"), offers(task, "rows", "summarise_rows")
     gather = SampleGather(context.dist, loader.batch_size, f"{type(task).__name__}.rows")
     order = context.strategy.order
@@ -113,8 +131,9 @@ def show(context: ModelContext, evaluation: Evaluation, run_log: RunLog, step: i
         lambda: at_end or run_log.shows.is_due(), context.dist
     ):
         return
-    with run_log.shows, context.strategy.autocast():
-        shown = context.task.show(context.strategy.unwrap(context.model).eval(), evaluation)
+    model = context.strategy.unwrap(context.model)
+    with run_log.shows, context.strategy.autocast(), evaluation_mode(model):
+        shown = context.task.show(model, evaluation)
         run_log.texts(shown.texts, step)
         run_log.images(shown.images, step)
         run_log.plots(lambda: {name: draw() for name, draw in shown.figures.items()}, step, at_end=True)

@@ -1,0 +1,71 @@
+"""Evaluation leaves the model as training had it: what `train()` does, and flags that a model sets itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import runs
+from trainer.inference.evaluation import evaluation_mode
+
+
+class Merging(nn.Module):
+    """As LoRA: for evaluation, a product of two small matrices is added to the weight."""
+
+    def __init__(self, frozen_from: int = 10**9) -> None:
+        super().__init__()
+        self.base, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64)
+        self.down, self.up = nn.Parameter(torch.randn(2, 64)), nn.Parameter(torch.randn(10, 2))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.merged, self.frozen_from = False, frozen_from
+
+    def train(self, mode: bool = True) -> "Merging":
+        super().train(mode)
+        if self.merged == mode:
+            self.base.weight.data += (self.up @ self.down).detach() * (-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x.flatten(1))
+        if self.training:
+            self.passes += 1
+            if self.passes == self.frozen_from:
+                self.norm.eval()
+        added = 0 if self.merged else x @ (self.up @ self.down).T
+        return self.base(x) + added
+
+
+def test_modes_come_back() -> None:
+    model = nn.Sequential(Merging(), nn.Dropout())
+    merging = model[0]
+    assert isinstance(merging, Merging)
+    merging.norm.eval()
+    weight = merging.base.weight.detach().clone()
+    with evaluation_mode(model):
+        assert not model[1].training and not merging.base.weight.equal(weight)
+    assert model.training and model[1].training and not merging.norm.training
+    torch.testing.assert_close(merging.base.weight, weight)
+    with evaluation_mode(model.eval()):
+        pass
+    assert not model.training and not model[1].training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen_from", [10**9, 3])
+def test_a_checkpoint_saved_after_an_evaluation_is_of_training(tmp_path: Path, frozen_from: int) -> None:
+    settings = (
+        *("model._target_=tests.inference.test_evaluation_mode.Merging", "~model.input_shape"),
+        *("~model.num_classes", "~model.hidden", f"+model.frozen_from={frozen_from}", "train.max_steps=8"),
+        *("train.eval_every_steps=2", "checkpoint.every_epochs=null"),
+    )
+    often = runs.train(*settings, "checkpoint.every_steps=2", f"run_dir={tmp_path}/often")
+    seldom = runs.train(*settings, "checkpoint.every_steps=8", f"run_dir={tmp_path}/seldom")
+    assert often["param_sha256"] == seldom["param_sha256"]
+    if frozen_from > 8:
+        step = f"{tmp_path}/often/checkpoints/step_00000006"
+        resumed = runs.train(
+            *settings, "checkpoint.every_steps=2", f"run_dir={tmp_path}/resumed", f"resume={step}"
+        )
+        assert resumed["eval/loss"] == pytest.approx(often["eval/loss"], rel=1e-5)
