@@ -13,12 +13,11 @@ from trainer.inference.evaluation import evaluation_mode
 class Merging(nn.Module):
     """As LoRA: for evaluation, a product of two small matrices is added to the weight."""
 
-    def __init__(self, frozen_from: int = 10**9) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.base, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64)
         self.down, self.up = nn.Parameter(torch.randn(2, 64)), nn.Parameter(torch.randn(10, 2))
-        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-        self.merged, self.frozen_from = False, frozen_from
+        self.merged = False
 
     def train(self, mode: bool = True) -> "Merging":
         super().train(mode)
@@ -29,12 +28,24 @@ class Merging(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x.flatten(1))
-        if self.training:
-            self.passes += 1
-            if self.passes == self.frozen_from:
-                self.norm.eval()
         added = 0 if self.merged else x @ (self.up @ self.down).T
         return self.base(x) + added
+
+
+class Freezing(nn.Module):
+    """Its norm keeps its statistics from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            if self.passes == 3:
+                self.norm.eval()
+        return self.out(self.norm(x.flatten(1)))
 
 
 def test_modes_come_back() -> None:
@@ -52,20 +63,25 @@ def test_modes_come_back() -> None:
     assert not model.training and not model[1].training
 
 
+def _settings(model: str, every: int) -> list[str]:
+    return [
+        *(f"model._target_=tests.inference.test_evaluation_mode.{model}", "~model.input_shape"),
+        *("~model.num_classes", "~model.hidden", "train.max_steps=8", f"train.eval_every_steps={every}"),
+        *(f"checkpoint.every_steps={every}", "checkpoint.every_epochs=null"),
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("frozen_from", [10**9, 3])
-def test_a_checkpoint_saved_after_an_evaluation_is_of_training(tmp_path: Path, frozen_from: int) -> None:
-    settings = (
-        *("model._target_=tests.inference.test_evaluation_mode.Merging", "~model.input_shape"),
-        *("~model.num_classes", "~model.hidden", f"+model.frozen_from={frozen_from}", "train.max_steps=8"),
-        *("train.eval_every_steps=2", "checkpoint.every_epochs=null"),
-    )
-    often = runs.train(*settings, "checkpoint.every_steps=2", f"run_dir={tmp_path}/often")
-    seldom = runs.train(*settings, "checkpoint.every_steps=8", f"run_dir={tmp_path}/seldom")
+def test_a_checkpoint_saved_after_an_evaluation_is_of_training(tmp_path: Path) -> None:
+    settings = _settings("Merging", 2)
+    whole = runs.train(*settings, f"run_dir={tmp_path}/whole")
+    step = tmp_path / "whole" / "checkpoints" / "step_00000006"
+    resumed = runs.train(*settings, f"run_dir={tmp_path}/resumed", f"resume={step}")
+    assert resumed["eval/loss"] == pytest.approx(whole["eval/loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_mode_that_the_model_sets_outlives_evaluations_and_saves(tmp_path: Path) -> None:
+    often = runs.train(*_settings("Freezing", 2), f"run_dir={tmp_path}/often")
+    seldom = runs.train(*_settings("Freezing", 8), f"run_dir={tmp_path}/seldom")
     assert often["param_sha256"] == seldom["param_sha256"]
-    if frozen_from > 8:
-        step = f"{tmp_path}/often/checkpoints/step_00000006"
-        resumed = runs.train(
-            *settings, "checkpoint.every_steps=2", f"run_dir={tmp_path}/resumed", f"resume={step}"
-        )
-        assert resumed["eval/loss"] == pytest.approx(often["eval/loss"], rel=1e-5)
