@@ -44,10 +44,10 @@ def _really(*argv: str, cwd: Path, env: dict[str, str]) -> tuple[int, str, str]:
     "text",
     [
         _TELLS,
-        "print(1, flush=True)\nraise SystemExit('a message')",
-        "import sys\nsys.stdout.write('unflushed')",
-        "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
-        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)",
+        pytest.param("print(1, flush=True)\nraise SystemExit('a message')", marks=pytest.mark.slow),
+        pytest.param("import sys\nsys.stdout.write('unflushed')", marks=pytest.mark.slow),
+        pytest.param("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)", marks=pytest.mark.slow),
+        pytest.param("import os, signal\nos.kill(os.getpid(), signal.SIGINT)", marks=pytest.mark.slow),
     ],
     ids=["arguments", "SystemExit", "falls off its end", "SIGTERM", "SIGINT"],
 )

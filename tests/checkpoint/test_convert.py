@@ -71,6 +71,7 @@ class _Config:
         return json.dumps({"model_type": "played", "dtype": "float64", "tie_word_embeddings": True})
 
 
+@pytest.mark.slow
 def test_a_folder_of_several_files_and_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(_save_tied, 2, tmp_path)
     source = str(tmp_path / "checkpoints" / "step_00000000")
@@ -129,6 +130,7 @@ def test_show_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(_save, 1, tmp_path, "full")
     (tmp_path / "there").mkdir()

@@ -128,7 +128,8 @@ def _of_an_older_version(run_dir: Path, format: str) -> dict[str, list[str]]:
     return {"told": told}
 
 
-@pytest.mark.parametrize("format", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["full", "sharded"])
 def test_resume_passes_over_what_an_older_version_saved(tmp_path: Path, format: str) -> None:
     told = run_ranks(_of_an_older_version, 2, tmp_path, format)[0]["told"]
     assert len(told) == 2, told

@@ -73,6 +73,7 @@ def test_a_frozen_backbone_of_torchvisions_with_another_head(tmp_path: Path) -> 
         torch.testing.assert_close(heads[strategy], heads["single"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     with pytest.raises(
@@ -136,6 +137,7 @@ def _hashes(root: Path, strategy: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "world"),
     [("single", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("ddp", "fsdp"))],

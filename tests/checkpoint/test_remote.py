@@ -252,7 +252,15 @@ def test_of_two_copies_the_one_here_comes_first(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("url", ["s3://key:secret@bucket/x", "s3://bucket/x?sig=1", "/a/path", "bucket"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:secret@bucket/x",
+        "s3://bucket/x?sig=1",
+        pytest.param("/a/path", marks=pytest.mark.slow),
+        pytest.param("bucket", marks=pytest.mark.slow),
+    ],
+)
 def test_no_password_comes_into_the_settings(url: str) -> None:
     with pytest.raises(
         UserError, match=r"checkpoint\.remote is .*, but must be an address that fsspec knows"
@@ -301,6 +309,7 @@ def _save_there(root: Path) -> None:
     checkpointer.finish_remote()
 
 
+@pytest.mark.slow
 def test_commands_take_addresses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(_save_there, 1, tmp_path)
     address = str(_address(tmp_path))

@@ -190,6 +190,7 @@ def _one_rank_without_the_file(path: Path) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_of_what_one_does_not_find(tmp_path: Path) -> None:
     torch.save(tiny.Net().state_dict(), tmp_path / "0")
     messages = run_ranks(_one_rank_without_the_file, 2, tmp_path)

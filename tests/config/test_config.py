@@ -97,15 +97,23 @@ def test_groups_are_not_empty() -> None:
             "schedule.final_fraction is inf, but must be a finite number",
             marks=pytest.mark.slow,
         ),
-        ("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
-        ("train.clip_grad_norm=0", "train.clip_grad_norm is 0.0, but must be greater than 0"),
-        ("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
+        pytest.param(
+            "train.precision=fp8",
+            "train.precision is fp8, but must be one of fp32, bf16, fp16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "train.clip_grad_norm=0",
+            "train.clip_grad_norm is 0.0, but must be greater than 0",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1", marks=pytest.mark.slow),
         pytest.param(
             "seed=18446744073709551616",
             "seed is 18446744073709551616, but must be from 0 to 2**64 - 1",
             marks=pytest.mark.slow,
         ),
-        ("run_dir=", "run_dir is empty, but must be a path, or null"),
+        pytest.param("run_dir=", "run_dir is empty, but must be a path, or null", marks=pytest.mark.slow),
         pytest.param(
             "resume=",
             "resume is empty, but must be auto, the path of a checkpoint, or null",
@@ -116,11 +124,14 @@ def test_groups_are_not_empty() -> None:
             "strategy.bucket_cap_mb is 1e+300, but must be greater than 0, and at",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "comm=ring comm.segment_mb=1e300",
             "comm.segment_mb is 1e+300, but must be at least 0.01, and at most",
+            marks=pytest.mark.slow,
         ),
-        ("train=5", "train is 5, but must hold settings: train.NAME=VALUE"),
+        pytest.param(
+            "train=5", "train is 5, but must hold settings: train.NAME=VALUE", marks=pytest.mark.slow
+        ),
         pytest.param(
             "distributed=null", "distributed is None, but must hold settings", marks=pytest.mark.slow
         ),
@@ -134,26 +145,33 @@ def test_groups_are_not_empty() -> None:
             "distributed.timeout_s is 0.0, but must be greater than 0",
             marks=pytest.mark.slow,
         ),
-        ("train.epochs=???", "train.epochs has no value"),
-        ("~model._target_", "model has no _target_"),
-        (
+        pytest.param("train.epochs=???", "train.epochs has no value", marks=pytest.mark.slow),
+        pytest.param("~model._target_", "model has no _target_", marks=pytest.mark.slow),
+        pytest.param(
             "strategy.first_bucket_mb=30",
             "strategy.first_bucket_mb is 30.0, but must be at most strategy.bucket_cap_mb, 25.0",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "checkpoint.keep_best={metric:eval/loss,mode:low}",
             "checkpoint.keep_best.mode is low, but must be one of min, max",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "strategy=fsdp strategy.shard_group=0",
             "strategy.shard_group is 0, but must be world, host or a number of ranks",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "checkpoint.keep_best={metric:eval/loss} train.eval_every_epochs=0",
             "checkpoint.keep_best needs evaluations",
+            marks=pytest.mark.slow,
         ),
-        ("+strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
+        pytest.param(
+            "+strategy.shard_group=host",
+            "strategy.shard_group is not a setting here, but under strategy=fsdp",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_refuses(override: str, words: str) -> None:
@@ -179,9 +197,10 @@ def test_refuses(override: str, words: str) -> None:
             "qqq is not a setting; `python train.py --cfg job` prints all settings",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "experiment=digits_mpl",
             "experiment is digits_mpl, but must be one of digits_mlp, digits_multi_label",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "experiment=digits_mpl", "; did you mean experiment=digits_mlp?", marks=pytest.mark.slow
@@ -191,17 +210,30 @@ def test_refuses(override: str, words: str) -> None:
             "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single",
             marks=pytest.mark.slow,
         ),
-        ("strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"),
+        pytest.param(
+            "strategy.shard_group=host",
+            "strategy.shard_group is not a setting here, but under strategy=fsdp",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "data={dataset:{colour:1}}", "data.dataset.colour is not a setting", marks=pytest.mark.slow
         ),
-        (
+        pytest.param(
             "data.dataset.colour=1",
             "(+data.dataset.colour=VALUE passes it to data.dataset._target_",
+            marks=pytest.mark.slow,
         ),
-        ("+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"),
-        ("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
-        ("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value"),
+        pytest.param(
+            "+train=5",
+            "Could not append to config. An item is already at 'train'. Either remove + prefix",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value", marks=pytest.mark.slow
+        ),
         pytest.param(
             "comm.segment=1",
             "comm.segment is not a setting; did you mean comm.segment_mb?",
@@ -270,15 +302,36 @@ def test_config_imports_no_torch() -> None:
             ["strategy=single", "comm.wire_dtype=bf16"],
             "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
         ),
-        (["comm=ring", "comm.wire_dtype=fp8"], "comm.wire_dtype is fp8, but must be one of fp32, bf16, fp16"),
-        (
+        pytest.param(
+            ["comm=ring", "comm.wire_dtype=fp8"],
+            "comm.wire_dtype is fp8, but must be one of fp32, bf16, fp16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["train.compile_mode=max-autotune"],
             "train.compile_mode is max-autotune, but train.compile is false",
+            marks=pytest.mark.slow,
         ),
-        (["comm=hierarchical", "comm.segment_mb=0"], "comm.segment_mb is 0.0, but must be at least 0.01"),
-        (["comm=powersgd", "comm.start_step=1"], "comm.start_step is 1, but must be at least 2"),
-        (["comm=powersgd", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"),
-        (["comm.algorithm=butterfly"], "comm.algorithm is butterfly, but must be one of native, ring, tree"),
+        pytest.param(
+            ["comm=hierarchical", "comm.segment_mb=0"],
+            "comm.segment_mb is 0.0, but must be at least 0.01",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["comm=powersgd", "comm.start_step=1"],
+            "comm.start_step is 1, but must be at least 2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["comm=powersgd", "+comm.wire_dtype=bf16"],
+            "comm.wire_dtype is not a setting",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["comm.algorithm=butterfly"],
+            "comm.algorithm is butterfly, but must be one of native, ring, tree",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_refuses_an_all_reduce_that_cannot_be(overrides: list[str], words: str) -> None:

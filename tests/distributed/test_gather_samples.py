@@ -66,7 +66,7 @@ def _differing() -> list[str]:
     return [*said, str(raised.value)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_sample_comes_once_and_in_order(world_size: int) -> None:
     (indices, rows), *others = run_ranks(_gathered, world_size)
     expected = [index for index in range(19) if index != 7]

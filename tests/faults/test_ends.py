@@ -128,6 +128,7 @@ def test_mistakes_are_refused_with_a_way_out(
             assert re.search(pattern, message), message
 
 
+@pytest.mark.slow
 def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
     ended = finish("train.py", "train.global_batch_size=2001", f"run_dir={tmp_path}")
     assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
@@ -162,6 +163,7 @@ def test_what_another_rank_has_said_rank_0_does_not_repeat(
     assert said == ["[rank 1] the same", "[rank 1] 1 alone", "[rank 2] 2 alone", "0 alone"]
 
 
+@pytest.mark.slow
 def test_an_unknown_setting_is_refused_before_torch_is_loaded() -> None:
     code, output = really("-X", "importtime", "train.py", "train.epoch=1")
     said = [line for line in output.splitlines() if not line.startswith("import time:")]

@@ -141,20 +141,27 @@ def test_what_ends_or_holds_a_process(kind: str, tmp_path: Path) -> None:
         (("fault=kill", "fault.step=0"), "fault.step is 0, but must be at least 1"),
         (("fault=kill", "fault.phase=lunch"), "fault.phase is lunch, but must be one of data, forward"),
         (("fault=kill", "train.max_steps=9"), "fault.step is 10, but the run has train.max_steps=9"),
-        (
+        pytest.param(
             ("fault=kill", "fault.phase=evaluate", "train.eval_every_epochs=0"),
             "fault.phase=evaluate never happens",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ("fault=kill", "fault.phase=all_reduce", "strategy=fsdp"),
             "never happens with strategy=fsdp comm=native; use",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             ("fault=kill", "fault.phase=all_reduce", "comm.timeline=false"),
             "comm.timeline=false; set it to true",
+            marks=pytest.mark.slow,
         ),
-        (("fault.kind=quake",), "fault.kind is quake, but must be one of none, kill"),
-        (("+fault.rank=1",), "fault.rank is not a setting"),
+        pytest.param(
+            ("fault.kind=quake",),
+            "fault.kind is quake, but must be one of none, kill",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("+fault.rank=1",), "fault.rank is not a setting", marks=pytest.mark.slow),
     ],
 )
 def test_refuses_what_never_comes(overrides: tuple[str, ...], words: str) -> None:

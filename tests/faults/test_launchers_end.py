@@ -177,6 +177,7 @@ def test_an_end_that_a_restart_cannot_help_comes_again_at_once(tmp_path: Path) -
     assert json.loads((tmp_path / "run" / "failure.json").read_text())["status"] == 3
 
 
+@pytest.mark.slow
 def test_an_end_that_a_restart_may_help_is_tried_again(tmp_path: Path) -> None:
     assert (
         attempt(

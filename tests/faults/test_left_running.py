@@ -45,7 +45,13 @@ def test_a_process_that_a_run_leaves_is_named_and_the_run_ends(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("sys.exit(3)", 3), ("sys.exit('why')", 1), ("1 / 0", 1), ("print('done')", 0)]
+    ("end", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("sys.exit('why')", 1),
+        pytest.param("1 / 0", 1, marks=pytest.mark.slow),
+        pytest.param("print('done')", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_its_status_is_its_own(end: str, code: int, tmp_path: Path) -> None:
     text = (

@@ -213,9 +213,9 @@ def test_what_cannot_be_sampled_is_named(text_run: Path, tmp_path: Path) -> None
     [
         ("optim.lr=1", "optim.lr=1 has no effect after training"),
         ("strategy=fspd", "did you mean strategy=fsdp"),
-        ("data.nmu_workers=1", "did you mean data.num_workers"),
-        ("strategy=ddp,fsdp", "give one value"),
-        ("strategy", "strategy"),
+        pytest.param("data.nmu_workers=1", "did you mean data.num_workers", marks=pytest.mark.slow),
+        pytest.param("strategy=ddp,fsdp", "give one value", marks=pytest.mark.slow),
+        pytest.param("strategy", "strategy", marks=pytest.mark.slow),
     ],
 )
 def test_overrides_that_say_nothing_are_named(override: str, words: str, tmp_path: Path) -> None:
@@ -224,6 +224,7 @@ def test_overrides_that_say_nothing_are_named(override: str, words: str, tmp_pat
         saved_settings(tmp_path, [override])
 
 
+@pytest.mark.slow
 def test_a_run_has_a_seed(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES, "seed=null")))
     with pytest.raises(UserError, match=r"config\.yaml: seed is null"):
@@ -247,6 +248,7 @@ def told_to_end(folder: str, number: int) -> tuple[int, str, list[str]]:
     return int(str(ended.value.code)), said.getvalue(), left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status", "words"), [(signal.SIGTERM, 143, ""), (signal.SIGINT, 130, "\ninterrupted\n")]
 )
@@ -322,8 +324,8 @@ def test_a_run_from_before_there_was_a_setting(tmp_path: Path) -> None:
     ("name", "words"),
     [
         ("manifest.json", "is a checkpoint: give its run"),
-        ("trials.jsonl", "is a sweep: give one"),
-        ("a", "is not a run"),
+        pytest.param("trials.jsonl", "is a sweep: give one", marks=pytest.mark.slow),
+        pytest.param("a", "is not a run", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_no_run_is_named(name: str, words: str, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def refused(run_dir: Path, *overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_logger_that_cannot_end_takes_nothing_along(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"logger\.away of run_dir=.* cannot be written: no route"):
         train(*SHORT, "+logger.away._target_=tests.user_parts.Away", *NOTED, f"run_dir={tmp_path}")
@@ -224,6 +225,7 @@ def curves(run_dir: Path) -> dict[str, dict[int, float]]:
     return {name: values for name, values in read_metrics(run_dir).items() if not name.endswith("_rank")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", ["ddp", *(pytest.param(w, marks=pytest.mark.slow) for w in ("single", "fsdp"))]
 )

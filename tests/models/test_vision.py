@@ -50,6 +50,7 @@ def test_large_images_keep_torchvision_s_own_stem() -> None:
     assert vision("resnet18", (1, 64, 64), 10).conv1.weight.shape == (64, 1, 7, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -160,6 +160,7 @@ def test_a_buffer_of_float8_has_no_average() -> None:
     assert "norm.running_mean" in averaged and "scale" not in averaged
 
 
+@pytest.mark.slow
 def test_limits(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ema\.decay is 1\.0, but must be from 0 to below 1"):
         runs.settings("ema.decay=1")

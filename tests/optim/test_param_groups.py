@@ -83,13 +83,35 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
             "optim.groups.0.weight_decay is -1.0, but must be at least",
         ),
         ("optim.groups=[{match:x,lr_scale:nan}]", "optim.groups.0.lr_scale is nan, but must be at least 0"),
-        ("optim.groups=[{match:x,lr_scale:fast}]", "optim.groups.0.lr_scale: Value 'fast' of type 'str'"),
-        ("optim.groups=[{lr_scale:1}]", "optim.groups.0.match has no value"),
-        ("optim.groups=[x]", "optim.groups.0 is x, but must hold settings: match, name"),
-        ("optim.groups=head", "optim.groups is head, but must be a list"),
-        ("optim.undecayed={below_dims:-1}", "optim.undecayed.below_dims is -1, but must be at least 0"),
-        ("model.freeze=['[']", "model.freeze is [, but must be a regular expression of parameter names"),
-        ("model.freeze=[1]", "model.freeze is [1], but must be a list of regular expressions"),
+        pytest.param(
+            "optim.groups=[{match:x,lr_scale:fast}]",
+            "optim.groups.0.lr_scale: Value 'fast' of type 'str'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "optim.groups=[{lr_scale:1}]", "optim.groups.0.match has no value", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "optim.groups=[x]",
+            "optim.groups.0 is x, but must hold settings: match, name",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("optim.groups=head", "optim.groups is head, but must be a list", marks=pytest.mark.slow),
+        pytest.param(
+            "optim.undecayed={below_dims:-1}",
+            "optim.undecayed.below_dims is -1, but must be at least 0",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "model.freeze=['[']",
+            "model.freeze is [, but must be a regular expression of parameter names",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "model.freeze=[1]",
+            "model.freeze is [1], but must be a list of regular expressions",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_refuses(override: str, words: str) -> None:

@@ -74,6 +74,7 @@ def of_all_strategies(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
     numbers = [1.0 if dtype == torch.bool else 2.0 for dtype in DTYPES] + [2.0, 2.0]
     ones, zeros = [1.0] * len(numbers), [0.0] * len(numbers)

@@ -225,6 +225,7 @@ def until_refused_each(root: str, *overrides: str) -> list[tuple[set[int], tuple
     return [until_refused(root, staleness, *overrides) for staleness in ("0", "inf")]
 
 
+@pytest.mark.slow
 def test_a_gradient_with_a_nan_in_the_rows_of_one_server_is_applied_by_none(tmp_path: Path) -> None:
     model = ("model._target_=tests.user_parts.NanInItsLastRow", *(f"~model.{name}" for name in MLP))
     every_step = ("checkpoint.every_steps=1", "checkpoint.keep_last=1")

@@ -320,6 +320,7 @@ class Backward(Classification):
         return loss
 
 
+@pytest.mark.slow
 def test_a_loss_that_makes_gradients_itself_is_refused(tmp_path: Any) -> None:
     own = (*PLAIN, *DATA["digits"][:2], f"data.task._target_={__name__}.Backward")
     expected = "Backward.loss changes the gradients of parameters, as backward() and zero_grad() do"

@@ -204,6 +204,7 @@ def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:
     assert not warnings_of(nn.Linear(6, 2), caplog)
 
 
+@pytest.mark.slow
 def test_a_run_says_so(tmp_path: Path) -> None:
     train(
         "model._target_=tests.training.test_unsaved_state.Keeper",
