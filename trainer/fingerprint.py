@@ -34,9 +34,10 @@ _MAX_HASHED = 2**20  # elements of a tensor; of a larger one at least half as ma
 def fingerprint(value: Any, known: Collection[int] = ()) -> dict[str, Any]:
     """The values within `value` that can be compared, by their places, such as ".layers[0].scale".
 
-    A number or text is its repr; a tensor or array its shape and the crc32 of its elements; a random
-    generator its state. The place of a container ends with its length, as in ".seen (12)", and has the value
-    True. None stands for anything else. Never raises, and looks at no more than 10,000 objects.
+    A number or text is its repr; a tensor or array its shape and the crc32 of its elements, for a DTensor
+    of its local shard; a random generator its state. The place of a container ends with its length, as in
+    ".seen (12)", and has the value True. None stands for anything else. Never raises, and looks at no more
+    than 10,000 objects.
 
     Args:
         known: ids of objects to leave out, with all that they hold.
@@ -151,10 +152,11 @@ def _value_if_any(leaf: Any) -> Any:
 
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        is_of_step = leaf.requires_grad or isinstance(leaf, DTensor)  # computed by it, or updated
-        if is_of_step or leaf.is_meta or leaf.layout != torch.strided:
+        held = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        # One that requires a gradient is computed by the step, or updated.
+        if leaf.requires_grad or held.is_meta or held.layout != torch.strided:
             return None
-        flat = leaf.detach().reshape(-1)
+        flat = held.detach().reshape(-1)
         flat = flat[:: 1 + flat.numel() // _MAX_HASHED].cpu().contiguous()
         return (tuple(leaf.shape), zlib.crc32(flat.view(torch.uint8).numpy().data))
     if isinstance(leaf, np.ndarray):

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import weight_norm
 
 from tests.runs import train
@@ -73,10 +76,13 @@ class Hoarder(nn.Module):
         self.kept, self.layer, self.calls = kept, nn.Linear(6, 2), itertools.count()
         self.seen: set[int] = set()
         self.counter: Counter[str] = Counter()
-        self.helper, self.state, self.steps = Helper(), np.random.RandomState(0), iter([1, 2, 3, 4])
+        self.helper, self.state, self.steps = Helper(), np.random.RandomState(0), iter(range(8))
         self.helper.mean = torch.zeros(2)
-        self.numbers = (number for number in range(4))
+        self.numbers = (number for number in range(8))
         self.late_cache: dict[int, Tensor] = {}
+        self.late_mean: float | None = None
+        self.late_history: list[float] = []
+        self.norm = nn.BatchNorm1d(6)
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -99,10 +105,16 @@ class Hoarder(nn.Module):
                 next(self.numbers)
             case "passes_of_all":
                 type(self).passes_of_all += 1
-            case "scale" if self.passes == 4:
+            case "scale" if self.passes == 5:
                 self.scale = 0.5
-            case "late_cache" if self.passes == 4:
+            case "late_cache" if self.passes == 5:
                 self.late_cache[3] = torch.ones(3)
+            case "late_mean" if self.passes > 2:
+                self.late_mean = 0.5 * (self.late_mean or 0) + 1
+            case "late_history" if self.passes > 2:
+                self.late_history.append(1)
+            case "norm.training" if self.passes == 5:
+                self.norm.eval()
         return out
 
 
@@ -160,13 +172,31 @@ def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture, kept: str = 
     caplog.clear()
     optimizer = (LongerSteps if kept == "optimizer" else torch.optim.SGD)(model.parameters(), 0.1)
     unsaved = UnsavedState(model, task, optimizer, True)
-    for _ in range(4):
+    for _ in range(6):
+        model.train()  # as after an evaluation
         task.loss(model, torch.randn(3, 6)).backward()
         optimizer.step()
         unsaved.look()
     unsaved.look_at_save()
     unsaved.look_at_save()
     return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.slow
+def test_so_is_a_sharded_tensor_that_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(6, 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        teacher = distribute_tensor(torch.ones(2, 6), init_device_mesh("cpu", (1,)), [Shard(0)])
+        unsaved = UnsavedState(
+            model, SimpleNamespace(teacher=[teacher]), torch.optim.SGD(model.parameters()), True
+        )
+        for _ in range(2):
+            teacher.mul_(0.9)
+            unsaved.look()
+    finally:
+        dist.destroy_process_group()
+    assert caplog.records[0].getMessage().startswith("task.teacher changes from step to step")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -182,8 +212,8 @@ def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixt
 
 def test_so_is_what_objects_and_classes_keep(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    kinds = ("seen", "counter", "helper", "state", "calls", "steps", "numbers", "passes_of_all", "scale")
-    for kept in kinds:
+    in_objects = ("seen", "counter", "helper", "state", "calls", "steps", "numbers", "passes_of_all")
+    for kept in (*in_objects, "scale", "late_mean", "late_history", "norm.training"):
         (message,) = warnings_of(Hoarder(kept), caplog)
         assert message.startswith(f"{kept} changes from step to step"), message
     for kept in ("", "late_cache"):

@@ -14,11 +14,13 @@ _OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
 
 
 class UnsavedState:
-    """Compares the attributes of modules, task and optimizer after the first two steps, and at each save.
+    """Compares the attributes of modules, task and optimizer after pairs of steps, and at each save.
 
-    Warns of what changed. An attribute that the first step sets and the second does not change, such as a
-    cache, is not state. At a save, what is new or of another size does not count either. A module with
-    `get_extra_state`, and an optimizer with its own `state_dict`, decide themselves what is saved.
+    Warns of what changed. A pair is 1 and 2, 3 and 4, 7 and 8, 15 and 16, and so on, since state may begin
+    late. What is new in a pair's first step or at a save, or of another size there, does not count, so that
+    a cache is not state. A module with `get_extra_state`, and an optimizer with its own `state_dict`, decide
+    themselves what is saved. The `training` flags of modules are compared after each step, since the next
+    evaluation resets them.
 
     Args:
         model: unwrapped.
@@ -28,29 +30,38 @@ class UnsavedState:
     def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
         self._model, self._task, self._optimizer, self._looks = model, task, optimizer, looks
         self._num_steps = 0
-        self._before: dict[str, dict[str, Any]] = {}  # fingerprints, of step 1 or 2
+        self._before: dict[str, dict[str, Any]] = {}  # fingerprints of the last step of a pair
+        self._parts = dict(model.named_modules())
+        self._flags: list[bool] = []  # of `_parts`, after the first step
         self._warned: set[str] = set()
 
     def look(self) -> None:
         """Called after each step."""
-        self._num_steps += 1
-        if not self._looks or self._num_steps > 2:
+        if not self._looks:
             return
-        now = self._attributes()
-        if self._num_steps == 2:
-            self._warn_once(name for name in now if now[name] != self._before.get(name, now[name]))
-        self._before = now
+        self._num_steps += 1
+        flags = [module.training for module in self._parts.values()]
+        if self._flags and flags != self._flags:
+            changed = zip(self._parts, flags, self._flags, strict=True)
+            self._warn_once(f"{name}.training" for name, now, before in changed if name and now != before)
+        self._flags = self._flags or flags
+        is_second = self._num_steps.bit_count() == 1
+        if is_second or (self._num_steps + 1).bit_count() == 1:
+            now = self._attributes()
+            self._warn_once(name for name in now if self._is_changed(name, now[name], is_second))
+            self._before = now
 
     def look_at_save(self) -> None:
-        """Called before each save, for what changes only later."""
+        """Called before each save."""
         if self._looks and self._num_steps > 2:
-            self._warn_once(
-                name
-                for name, values in self._attributes().items()
-                if any(
-                    _changed(self._before.get(name, {}).get(place), value) for place, value in values.items()
-                )
-            )
+            now = self._attributes()
+            self._warn_once(name for name in now if self._is_changed(name, now[name], False))
+
+    def _is_changed(self, name: str, now: dict[str, Any], by_one_step: bool) -> bool:
+        before = self._before.get(name, now)
+        if by_one_step:
+            return before != now
+        return any(_is_other_value(before.get(place), value) for place, value in now.items())
 
     def _warn_once(self, names: Iterable[str]) -> None:
         changed = [name for name in names if name not in self._warned]
@@ -60,7 +71,7 @@ class UnsavedState:
                 "%s%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
                 "that the one before left, a resumed run will differ; make it a buffer of the model "
                 "(register_buffer), or give its module get_extra_state and set_extra_state; what an "
-                "optimizer keeps belongs in its state",
+                "optimizer keeps belongs in its state, and what sets a training flag in the module's train()",
                 ", ".join(changed[:5]),
                 f" (and {len(changed) - 5} more)" * (len(changed) > 5),
             )
@@ -87,7 +98,7 @@ class UnsavedState:
         return {name: fingerprint(value, known) for name, value in found.items()}
 
 
-def _changed(before: Any, now: Any) -> bool:
+def _is_other_value(before: Any, now: Any) -> bool:
     """Whether a value is another one of the same size: a cache that grew is not state."""
     if before is None or now is None or before == now:
         return False
