@@ -131,6 +131,14 @@ def test_python_and_yaml_can_be_read(block: Block) -> None:
         assert yaml.safe_load(block.text)
 
 
+def test_the_tutorial_takes_the_example_of_the_readme() -> None:
+    named = [block for block in _blocks("python", "yaml") if re.match(r"# (mine\.py|conf/)", block.text)]
+    of = {
+        page: [b.text for b in named if b.page == ROOT / page] for page in ("README.md", "docs/tutorial.md")
+    }
+    assert len(of["README.md"]) == 3 and of["README.md"] == of["docs/tutorial.md"]
+
+
 @pytest.mark.parametrize("block", _blocks("bash"), ids=str)
 def test_a_shell_reads_the_commands(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.text, text=True, capture_output=True)
