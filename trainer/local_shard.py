@@ -13,6 +13,14 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same dtype, shape and bits; a NaN equals itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    first, second = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(first, second)
+
+
 def local_shard(full: Tensor, sharded: DTensor) -> Tensor:
     """This process's shard of `sharded`, as a view of `full`: of a mapped file the rest is never read."""
     *copies, placement = sharded.placements

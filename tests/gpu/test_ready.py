@@ -23,7 +23,6 @@ from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies import data_parallel
 from trainer.strategies.base import Computing, Strategy
-from trainer.strategies.buffers import are_statistics
 from trainer.strategies.data_parallel import GpuReplica
 from trainer.tasks import Classification
 
@@ -189,16 +188,6 @@ def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.Monke
     assert seen.count("fill_") == 4
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
     assert agreement.finish("step 1") == (True, False)
-
-
-def test_only_buffers_that_training_reads_are_sent_at_each_forward_pass() -> None:
-    norms = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    assert are_statistics(norms)
-    own = nn.Module()
-    own.register_buffer("running_mean", torch.zeros(1))
-    assert not are_statistics(own)  # its forward pass may read it
-    norms.register_buffer("mask", torch.ones(1))
-    assert not are_statistics(norms)
 
 
 @pytest.mark.slow

@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
 from trainer.loop import fit
-from trainer.strategies.buffers import ChangedBuffers, are_statistics
+from trainer.tasks.classification import Classification
 
 DTYPES = [
     torch.int16,
@@ -100,79 +99,45 @@ def test_workers_that_have_buffers_of_their_own_say_so(tmp_path: Path) -> None:
     assert [message[:35] for message in first] == ["the forward pass changes buffers, a"] and not second
 
 
-class ByData(nn.Module):
-    """Writes a buffer without a new version, from its third forward pass in training on."""
+class Normed(nn.Module):
+    """Without buffers but a norm's; `seen` holds its mean at the begin of each pass in training mode."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(size))
-        self.calls = 0
+    seen: ClassVar[list[list[float]]] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.calls > 2:
-            self.mean.data.add_(x.mean())
-        return x
-
-
-@pytest.mark.parametrize(("size", "small_bytes"), [(4, 0), (4, -1), (1, 4)])
-def test_a_change_through_data_is_sent_from_the_next_pass_on(size: int, small_bytes: int) -> None:
-    model, sent = ByData(size), []
-    buffers = ChangedBuffers(model, lambda: sent.append(model.calls), lambda here: here, small_bytes)
-    for _ in range(5):
-        buffers.before_forward()
-        model(torch.ones(2))
-    assert sent == ([0, 1, 2, 3, 4] if model.mean.nbytes <= small_bytes else [3, 4])
-
-
-def test_all_ranks_send_if_one_has_changed_its_buffers() -> None:
-    model, sent = ByData(4), []
-    buffers = ChangedBuffers(model, lambda: sent.append(1), lambda here: True, small_bytes=0)
-    buffers.before_forward()
-    assert sent == [1]
-
-
-class Renorm(nn.BatchNorm1d):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.num_batches_tracked
-
-
-class Named(nn.BatchNorm1d):
-    """Without its own forward pass."""
-
-
-def _mean_of(norm: nn.Module) -> Tensor:
-    return norm.running_mean
-
-
-class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(4)
+        self.norm, self.layer = nn.BatchNorm1d(6), nn.Linear(6, 2)
 
-
-class ReadsDirectly(Reads):
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) + self.norm.running_mean
+        if self.training:
+            Normed.seen.append(self.norm.running_mean.tolist())
+        return self.layer(self.norm(x))
 
 
-class ReadsInLambda(Reads):
-    def forward(self, x: Tensor) -> Tensor:
-        return (lambda: getattr(self.norm, "running_var") + self.norm(x))()  # noqa: B009
+class LooksAgain(Classification):
+    """Its loss ends with a pass in evaluation mode, which reads the statistics, and has no gradient."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        model.eval()
+        with torch.no_grad():
+            model(batch[0])
+        model.train()
+        return loss
 
 
-class ReadsByFunction(Reads):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) + _mean_of(self.norm)
+def _means(run_dir: Path) -> list[list[list[float]]]:
+    found = []
+    own = (f"model._target_={__name__}.Normed", f"data.task={{_target_:{__name__}.LooksAgain}}")
+    for number, strategy in enumerate((["ddp"], ["fsdp"], ["parameter_server", "strategy.servers=all"])):
+        Normed.seen = []
+        words = (f"strategy={strategy[0]}", *strategy[1:], "train.max_steps=3")
+        train(*COMMON, *own, *words, f"run_dir={run_dir / str(number)}")
+        found.append(Normed.seen)
+    return found
 
 
-class OnlyUses(Reads):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-
-def test_statistics_that_training_may_read_are_not_only_statistics() -> None:
-    for kept in (nn.BatchNorm1d(4), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4), Named(4), OnlyUses()):
-        assert are_statistics(kept), kept
-    for read in (Renorm(4), ReadsDirectly(), ReadsInLambda(), ReadsByFunction()):
-        assert not are_statistics(read), read
+def test_running_statistics_are_those_of_rank_0_before_each_step(tmp_path: Path) -> None:
+    ranks = run_ranks(_means, 2, tmp_path, init=False)
+    assert ranks[0] == ranks[1]
+    assert all(len({tuple(mean) for mean in seen}) == 3 for seen in ranks[0])

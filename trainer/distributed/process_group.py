@@ -166,7 +166,7 @@ def broadcast_tensors(
 
     Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; packs small tensors.
     """
-    tensors = list(tensors)
+    tensors = sorted(tensors, key=lambda tensor: -tensor.itemsize)  # aligns each part to its dtype
     ends = accumulate(tensor.nbytes for tensor in tensors)
     places = [(tensor.device, end // _TOGETHER_BYTES) for tensor, end in zip(tensors, ends, strict=True)]
     for _, numbers in groupby(range(len(tensors)), key=places.__getitem__):
@@ -175,7 +175,7 @@ def broadcast_tensors(
         dist.broadcast(message, src, group)
         parts = message.split([tensor.nbytes for tensor in together])
         for tensor, part in zip(together, parts, strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # cloned: aligned to its dtype
+            tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,16 @@ from trainer.comm.ddp_hook import CommHook, attach
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError
+from trainer.exact.order import AS_THEY_COME
 from trainer.meta_init.module_tensors import without_gradient_hooks
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
-from trainer.strategies.buffers import are_statistics
 from trainer.strategies.shardable import refuse_max_norm
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
-_FORWARD_SENDS_NO_BUFFERS: dict[str, Any] = {
+_SENDS_NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
 }
-_NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # by gloo or NCCL; neither is any float8
 
 
 class Ddp(Strategy):
@@ -40,7 +39,6 @@ class Ddp(Strategy):
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
-        self._sends_buffers_of: nn.Module | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self._passes_missed = 0  # passes to repeat in a resumed run, until DDP has rebuilt its buckets
         if settings.sync_batchnorm and dist.device.type != "cuda":
@@ -69,20 +67,16 @@ class Ddp(Strategy):
             refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
             self.order.attach(model, reduces=True)
             self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            keeps = are_statistics(model) or self.order.sums is not None
-            sends: dict[str, Any] = _FORWARD_SENDS_NO_BUFFERS if keeps else {}
-            tensors = [*model.parameters(), *model.buffers()]
-            if any(t.dtype in _NOT_SENT or "float8" in str(t.dtype) for t in tensors):
-                broadcast_tensors(tensors, src=0)
-                self._sends_buffers_of = None if sends else model
-                sends = _FORWARD_SENDS_NO_BUFFERS | {"init_sync": False}
+            # Not by DDP, which cannot send int16 or float8.
+            broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
             model = DistributedDataParallel(
                 model,
                 device_ids=[self.device] if self.device.type == "cuda" and not self._split_over else None,
                 gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
                 static_graph=self.settings.static_graph,
                 find_unused_parameters=self.settings.find_unused_parameters,
-                **sends,
+                init_sync=False,
+                **_SENDS_NO_BUFFERS,
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
             options = _options(self.comm, hooks=self.order.sums is not None)
@@ -109,11 +103,6 @@ class Ddp(Strategy):
         if self.order.sums is None:  # integers have the same sum in any order
             self._passes_missed = min(state.progress.step, passes)
 
-    def begin_step(self) -> None:
-        super().begin_step()
-        if self._sends_buffers_of is not None:
-            self.sync_buffers(self._sends_buffers_of)
-
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         if not isinstance(model, DistributedDataParallel):
             return self.order.leaf(enabled)
@@ -126,6 +115,8 @@ class Ddp(Strategy):
 
     @contextmanager
     def _leaf(self, model: DistributedDataParallel, last: bool) -> Iterator[None]:
+        if self.order is AS_THEY_COME:  # DDP itself knows no later buffers, and skips a pass after no_grad()
+            self.sync_buffers(model)
         with self.order.leaf(last), self._reduced(model) if last else model.no_sync():
             yield
 
@@ -202,12 +193,12 @@ def _local_gradients(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, Tens
 def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Have `model` reduce `gradients`, those of its last pass, in the buckets of the next (a collective).
 
-    No user code runs: not the model's, which is replaced by _StandIn, and no hook on a gradient.
+    No user code runs: not the model's, which is replaced, and no hook on a gradient.
     """
     given = dict(gradients)
     for parameter in given:
         parameter.grad = None
-    users, model.module = model.module, _StandIn(model.module)
+    users, model.module = model.module, nn.Identity()
     try:
         model(torch.zeros((), device=gradients[0][1].device))
     finally:
@@ -215,17 +206,6 @@ def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Param
     with without_gradient_hooks(given):
         for parameter, gradient in gradients:
             parameter.backward(gradient if gradient is given[parameter] else torch.zeros_like(gradient))
-
-
-class _StandIn(nn.Module):
-    """Computes nothing; has the buffers of `model`, which DDP finds and sends."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value
 
 
 def _options(comm: CommConfig, hooks: bool = False) -> dict[str, Any] | None:

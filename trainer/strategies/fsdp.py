@@ -25,7 +25,6 @@ from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import DTYPES, Computing, Fill, Strategy
-from trainer.strategies.buffers import ChangedBuffers, any_of
 from trainer.strategies.gathered import GatheredParameters
 from trainer.strategies.reads import read_from_outside
 from trainer.strategies.shardable import (
@@ -63,7 +62,6 @@ class Fsdp(Strategy):
         self._accumulates = False
         self._gathered: GatheredParameters | None = None
         self._used: UsedParameters | None = None
-        self._buffers: ChangedBuffers | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self.mesh = sharding_mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
@@ -138,10 +136,6 @@ class Fsdp(Strategy):
         wire = self.comm.wire_dtype if isinstance(self.comm, ScheduleCommConfig) else "fp32"
         self._gathered = GatheredParameters(state.model, DTYPES[wire] if wire != "fp32" else None)
         self._used = UsedParameters(state.model, self._gathered, self.dist, self.timeout_s)
-        if self.num_replicas > 1 and self.order is AS_THEY_COME:
-            sync = functools.partial(self.sync_buffers, state.model)
-            on_any = functools.partial(any_of, device=self.device)
-            self._buffers = ChangedBuffers(state.model, sync, on_any)
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -229,8 +223,8 @@ class Fsdp(Strategy):
         each = self.settings.reduce_every_micro_batch or self.order is not AS_THEY_COME
         if self._used is not None:
             self._used.reduces = enabled or each
-        if self._buffers is not None:
-            self._buffers.before_forward()
+        if self.order is AS_THEY_COME:
+            self.sync_buffers(model)
         if each:
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
         else:

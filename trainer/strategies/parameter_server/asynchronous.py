@@ -18,10 +18,10 @@ from trainer.comm.timeline.records import Timeline
 from trainer.config import ParameterServerConfig
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError, UserError
+from trainer.local_shard import same_bits
 from trainer.optim.train_state import Progress, TrainState
 from trainer.step import StepResult, compute_gradients, label_counts_ahead
 from trainer.strategies.base import Computing
-from trainer.strategies.buffers import ChangedBuffers
 from trainer.strategies.parameter_server.no_collectives import NoCollectives
 from trainer.strategies.parameter_server.replay import Replay
 from trainer.strategies.parameter_server.staleness import StalenessStats
@@ -63,6 +63,8 @@ class AsyncParameterServer(ParameterServer):
         self._async_server: AsyncServer | None = None
         self._async_worker: AsyncWorker | None = None
         self._stops: Callable[[], bool] = lambda: False
+        self._first_buffers: list[Tensor] | None = None  # copies from before the first forward pass
+        self._warned = False  # that it changes them
         self._norms = [0.0, 0.0]  # sum and number of this round's gradient norms
         bound = (
             "without bound" if math.isinf(self._max_staleness) else f"at most {settings.max_staleness} ahead"
@@ -90,19 +92,22 @@ class AsyncParameterServer(ParameterServer):
         super().begin(state)
         self._state, self._num_updates = state, 0
 
-    def _changed_buffers(self) -> ChangedBuffers:
-        """Warns: only where the loop saves or evaluates do workers meet, and get the first one's buffers."""
-
-        def warn() -> None:
-            if self.replica == 0:
-                log.warning(
-                    "the forward pass changes buffers, and each worker has its own until it gets the first "
-                    "one's at a save or an evaluation; if the forward pass also uses them, what is learned "
-                    "depends on when that is; use strategy.max_staleness=0, or strategy=ddp"
-                )
-            self._buffers = None
-
-        return ChangedBuffers(self._model, warn, lambda here: here, small_bytes=-1)
+    def _before_forward(self) -> None:
+        """Warn once: workers get the first one's buffers only where the loop saves or evaluates."""
+        if self.num_replicas == 1 or self.replica != 0 or self._warned:
+            return
+        now = [buffer.detach() for buffer in self._model.buffers()]
+        if self._first_buffers is None:
+            self._first_buffers = [buffer.clone() for buffer in now]
+        first = self._first_buffers
+        self._warned = len(now) != len(first) or not all(map(same_bits, now, first))
+        if self._warned:
+            self._first_buffers = None
+            log.warning(
+                "the forward pass changes buffers, and each worker has its own until it gets the first "
+                "one's at a save or an evaluation; if the forward pass also uses them, what is learned "
+                "depends on when that is; use strategy.max_staleness=0, or strategy=ddp"
+            )
 
     # ---- a round
 

@@ -23,7 +23,6 @@ from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.buffers import ChangedBuffers, any_of
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
 from trainer.strategies.parameter_server.no_collectives import NoCollectives
 from trainer.strategies.parameter_server.roles import roles
@@ -65,7 +64,6 @@ class ParameterServer(Strategy):
         self._meets_nobody = settings.servers != "all"  # whether a worker's pass needs no other rank
         self._is_first_pass: bool | None = None  # of training; None before it
         self._frozen_versions: dict[str, int] = {}  # before it
-        self._buffers: ChangedBuffers | None = None
         self._replica: WorkerCopy | None = None
         self._server: Server | None = None
 
@@ -139,8 +137,7 @@ class ParameterServer(Strategy):
         if self._is_first_pass:
             frozen = ((name, p) for name, p in self._parameters.items() if not p.requires_grad)
             self._frozen_versions = {name: parameter._version for name, parameter in frozen}
-        if self._buffers is not None:
-            self._buffers.before_forward()
+        self._before_forward()
         with self._plain_errors(), self._replica.pass_(first, last=enabled):
             yield
 
@@ -199,18 +196,12 @@ class ParameterServer(Strategy):
             )
         if not self.serves:
             state.optimizer.state.clear()  # loaded from a checkpoint: the servers have it
-        if self.trains and self.num_replicas > 1:
-            self._buffers = self._changed_buffers()
         self._refresh()
 
-    def _changed_buffers(self) -> ChangedBuffers:
-        """Keeps the buffers of workers equal, as a save and a resume make them."""
-        src, group = self.workers[0], self._workers_group
-
-        def sync() -> None:
-            broadcast_tensors(self._model.buffers(), src, group)
-
-        return ChangedBuffers(self._model, sync, lambda here: any_of(here, torch.device("cpu"), group))
+    def _before_forward(self) -> None:
+        """Give each worker the buffers of the first, as a save and a resume do (a collective of workers)."""
+        if self.num_replicas > 1:
+            broadcast_tensors(self._model.buffers(), self.workers[0], self._workers_group)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Send every rank the servers' values, and the buffers of the first worker."""
