@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -137,6 +138,7 @@ def _means(run_dir: Path) -> list[list[list[float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_running_statistics_are_those_of_rank_0_before_each_step(tmp_path: Path) -> None:
     ranks = run_ranks(_means, 2, tmp_path, init=False)
     assert ranks[0] == ranks[1]
