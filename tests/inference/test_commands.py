@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.programs import finish, finish_ranks
 from tests.ranks import run_ranks
@@ -353,9 +354,9 @@ def test_a_checkpoint_that_goes_while_it_is_read(tmp_path: Path) -> None:
     run = tmp_path / "run"
     newest, before = sorted((run / "checkpoints").glob("step_*"))[-1:-3:-1]
     model = api.load_model(run, "newest")
-    source = read_model(model, run, None, "newest", None, Deletes(run))
+    source = read_model(model, run, None, "newest", None, Deletes(run), torch.device("cpu"))
     assert source.directory == before and not newest.exists()
     damaged = next(before.glob("model-*"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    older = read_model(model, run, None, "newest", None, Alone())
+    older = read_model(model, run, None, "newest", None, Alone(), torch.device("cpu"))
     assert older.manifest.step < source.manifest.step

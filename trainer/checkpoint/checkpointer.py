@@ -215,7 +215,7 @@ class Checkpointer:
 
     def restore(self, state: TrainState, source: OpenCheckpoint) -> None:
         """As `Resuming.restore`."""
-        self.restored_data_states = self._resuming.restore(state, source)
+        self.restored_data_states = self._resuming.restore(state, source, self._dist.device)
         self.restored_metrics = source.manifest.metrics
         if source.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step

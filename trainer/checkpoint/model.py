@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from trainer.checkpoint.listing import Listing, best_checkpoint
+from trainer.checkpoint.made_buffers import make_buffers
 from trainer.checkpoint.matching import model_targets
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.tree import put_together
@@ -31,6 +32,7 @@ def read_model(
     which: str,
     best: KeepBest | None,
     agreement: Agreement,
+    device: torch.device,
 ) -> OpenCheckpoint:
     """Load a checkpoint into `model`, sharded or not, and return it (a collective).
 
@@ -38,6 +40,7 @@ def read_model(
 
     Args:
         run_id: of the run that `newest` and `best` mean; None for any.
+        device: where the model computes.
         which: newest (of those that verify), best (by the metric `best`), or a path.
 
     Raises:
@@ -52,7 +55,7 @@ def read_model(
         found = agreement.on_main(lambda: _candidates(run_dir, run_id, which, best))
         try:
             source = first_intact(found, read, agreement.rank == 0) if which == "newest" else read(found[0])
-            agreement.everywhere(partial(_read, model, source))
+            agreement.everywhere(partial(_read, model, source, device))
         except UserError:
             if not left or agreement.on_main(partial(_are_there, found)):
                 raise
@@ -106,8 +109,9 @@ def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement
         agreement.everywhere(lambda: source.read_into(targets))
 
 
-def _read(model: nn.Module, source: OpenCheckpoint) -> None:
+def _read(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> None:
     """Load the model's state, and those of its other buffers that were saved in the same size."""
+    make_buffers(model, source, device)
     held = get_model_state_dict(model)
     targets = model_targets(held, source.shapes)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}

@@ -121,7 +121,7 @@ class OpenCheckpoint:
 
     def data_states(self) -> list[dict[str, Any]]:
         """Where the data of each rank stands, from its loader."""
-        found = self._read(tensor_names(self.facts[DATA_STATES]))
+        found = self.read_named(tensor_names(self.facts[DATA_STATES]))
         copies = {name: tensor.clone() for name, tensor in found.items()}  # a stream may keep them
         states: list[dict[str, Any]] = put_together(self.facts[DATA_STATES], copies, DATA_STATES)
         return states
@@ -154,10 +154,11 @@ class OpenCheckpoint:
 
         A tensor that was saved as one chunk is mapped from its file and read when used.
         """
-        found = self._read([name for name in self.shapes if name.startswith(prefix)])
+        found = self.read_named([name for name in self.shapes if name.startswith(prefix)])
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
-    def _read(self, names: list[str]) -> dict[str, Tensor]:
+    def read_named(self, names: list[str]) -> dict[str, Tensor]:
+        """As `read`, but of the tensors of these full names."""
         needed = sorted({chunk.file for name in names for chunk in self.index[name].chunks})
         read: dict[tuple[str, str], Tensor] = {}  # a tensor with several names is read once
         found = {}

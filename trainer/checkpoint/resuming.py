@@ -7,7 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.checkpoint.listing import Listing, newest_of
+from trainer.checkpoint.made_buffers import make_buffers
 from trainer.checkpoint.matching import (
     begins_average,
     check_fits,
@@ -68,14 +71,23 @@ class Resuming:
         self._agreement.everywhere(lambda: self._check_data(source))
         return source
 
-    def restore(self, state: TrainState, source: OpenCheckpoint) -> list[dict[str, Any]]:
-        """Continue from ``source``; returns the state of each rank's data in it.
+    def restore(
+        self, state: TrainState, source: OpenCheckpoint, device: torch.device
+    ) -> list[dict[str, Any]]:
+        """Continue from ``source``, on ``device``; returns the state of each rank's data in it.
 
         Raises:
             UserError: on every rank alike: it is of another model, or cannot be read.
         """
         plain = source.facts["state"]
-        # The state is not changed before all ranks have found that all of it fits.
+        # No more than buffers is changed before all ranks have found that all of the state fits.
+        left = self._agreement.everywhere(lambda: make_buffers(state.model, source, device))
+        if self._agreement.rank == 0 and left:
+            log.warning(
+                "%s also holds these buffers, which the model has no place for: %s",
+                source.directory,
+                first_five(left),
+            )
         shapes = source.shapes
         targets = self._agreement.everywhere(lambda: targets_for(state, shapes, plain))
         if self._agreement.rank == 0 and (unread := other_buffers(state, shapes)):

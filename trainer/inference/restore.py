@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
@@ -84,7 +85,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         model = _built(config, train_set)
         freeze(model.module, config.model)  # how strategies shard depends on it
         wrapped = strategy.wrap(model.module, model.fill)
-        source = _read(strategy.owned(wrapped), config, checkpoint, agreement)
+        source = _read(strategy.owned(wrapped), config, checkpoint, agreement, strategy.device)
         strategy.weights_changed(wrapped)
         where = f"{config.strategy.name} on {dist.world_size} x {dist.device.type}"
         log.info("%s, %s", source.directory, where)
@@ -115,7 +116,7 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
     with generators_kept():
         model = _built(config, _training_data(config))
         model.fill(model.module)
-    _read(model.module, config, checkpoint, Alone())
+    _read(model.module, config, checkpoint, Alone(), torch.device("cpu"))
     return model.module.eval()
 
 
@@ -137,11 +138,13 @@ def _built(config: Config, train_set: Callable[[], Any]) -> Deferred:
     return deferred(lambda: build_model(config.model, facts), config.seed)
 
 
-def _read(model: nn.Module, config: Config, checkpoint: str, agreement: Agreement) -> OpenCheckpoint:
+def _read(
+    model: nn.Module, config: Config, checkpoint: str, agreement: Agreement, device: torch.device
+) -> OpenCheckpoint:
     run_dir = location(config.run_dir or "")
     run_id = agreement.on_main(lambda: run_id_of(run_dir))
     best = config.checkpoint.keep_best
-    source = read_model(model, run_dir, run_id, checkpoint, best, agreement)
+    source = read_model(model, run_dir, run_id, checkpoint, best, agreement, device)
     if agreement.rank == 0 and source.manifest.run_id not in (run_id, None):
         log.warning("%s was saved by a different run than the one in %s", source.directory, run_dir)
     if evaluates_ema(config):

@@ -279,6 +279,12 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield _plain_name(name), buffer
 
 
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module under each of its names in the plain module; of wrappers, the one within comes last."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield _plain_name(name), module
+
+
 def buffer_names(model: nn.Module) -> set[str]:
     """The dotted paths of buffers in a state dict."""
     names = [name for name, _ in named_buffers(model)]
