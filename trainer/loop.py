@@ -119,7 +119,8 @@ def skip_epoch(context: TrainingContext) -> None:
             f"{context.settings.global_batch_size} samples; lower train.global_batch_size, or look at the "
             "stream, with data.sharded at its shortest shard"
         )
-    progress.end_epoch()
+    with context.gate.held():
+        progress.end_epoch()
 
 
 def save(context: TrainingContext, evaluation: dict[str, float] | None = None) -> None:
@@ -157,7 +158,9 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
             show(context, evaluation, context.run_log, progress.step, at_end=is_over(context))
     context.run_log.scalars(metrics, progress.step)
     context.run_log.line(f"eval at step {progress.step}  {_words(metrics)}")
-    after_evaluation(context.state.schedule, metrics)
+    with context.gate.held():
+        after_evaluation(context.state.schedule, metrics)
+        context.gate.evaluation = progress.step, metrics
     return metrics
 
 
@@ -167,7 +170,7 @@ def weights_to_evaluate(context: TrainingContext) -> Iterator[str]:
     if average is None or not instead:
         yield "eval/"
     if average is not None:
-        with average.in_place():
+        with context.gate.held(), average.in_place():
             context.strategy.weights_changed(context.model)
             yield "eval/" if instead else "eval/ema/"
         context.strategy.weights_changed(context.model)

@@ -23,6 +23,7 @@ from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError, writing
 from trainer.exact.ground import of_run
 from trainer.faults import exit_report
+from trainer.faults.gate import Gate, NoGate
 from trainer.faults.injection.injector import FaultInjector
 from trainer.files.atomic_file import atomic_file
 from trainer.launch.fresh import is_watched
@@ -44,6 +45,7 @@ from trainer.tasks import Task
 from trainer.training import run_hash
 from trainer.training.context import TrainingContext
 from trainer.training.gradient_check import GradientCheck
+from trainer.training.last_step import KeptStep
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
 from trainer.training.profiler import Profile
@@ -144,7 +146,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
             state.progress.skip_short_rest(train.global_batch_size, data.train_loader.num_samples)
     strategy.begin(state)
     replicated = partial(strategy.replicated, state) if strategy.equal_ranks() else None
-    injector.attach(strategy.unwrap(wrapped), state.progress, total_steps, replicated)
+    injector.attach(strategy.unwrap(wrapped), state, total_steps, replicated)
 
     return TrainingContext(
         dist=dist,
@@ -179,7 +181,27 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
+        gate=_gate(config, state, checkpointer, data, strategy, dist),
     )
+
+
+def _gate(
+    config: Config, state: TrainState, checkpointer: Checkpointer, data: Data, strategy: Strategy, dist: Dist
+) -> Gate:
+    if not config.checkpoint.at_fault or dist.watch is None:
+        return NoGate(dist.heartbeat)
+    groups, every = strategy.equal_ranks(), config.train.check_replicas_every
+    kept = KeptStep(
+        dist,
+        state,
+        checkpointer,
+        data.train_loader,
+        ReplicaCheck(dist, groups, every, strategy.replicated),  # its own: another thread uses it
+        why_not=strategy.not_whole,
+        own_buffers=config.train.exact is None,
+    )
+    dist.watch.saves(kept)
+    return NoGate(dist.heartbeat) if kept.why_not else kept
 
 
 def _checkpointer(

@@ -72,6 +72,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
         if max_norm is not None and grad_norm is not None:
             scale_down(state.model.parameters(), max_norm, grad_norm)
         context.checkpointer.wait_until_copied()
+        context.gate.begin_update()  # the loop ends it, when it has counted the step
         strategy.update(state)
     if log_now:
         context.weight_statistics.after_update()

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.alone import write_alone
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.layout import Plan, index_to_json, plan
 from trainer.checkpoint.listing import Retention
-from trainer.checkpoint.matching import of_modules_own
+from trainer.checkpoint.matching import first_five, of_modules_own
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.resuming import Resuming
@@ -176,6 +177,38 @@ class Checkpointer:
             )
         else:
             self._write(step, tensors, who, facts, metrics)
+
+    def is_saved(self, step: int) -> bool:
+        """Whether the newest checkpoint of this run is of `step`; not a collective."""
+        return next((m.step for m in self._store.own().values()), None) == step
+
+    def save_alone(
+        self,
+        state: TrainState,
+        metrics: Mapping[str, float],
+        data_state: Mapping[str, Any],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        """`save` without any other rank, after a fault. ``state`` must be whole here.
+
+        ``buffers``, by their names in the model, are saved in place of its own. Other ranks' data states are
+        left out: what of a stream they read is read again on resume, and dropped.
+
+        Raises:
+            UserError: a number is NaN or Inf; nothing is saved.
+            OSError: as from `write_alone`.
+        """
+        tensors, plain = self._taken_apart(state)
+        changed = {
+            f"{part}.{name}": value for part in ("model", "buffers") for name, value in buffers.items()
+        }
+        tensors |= {name: value for name, value in changed.items() if name in tensors}
+        if self._expected is not None and (bad := sorted(self._expected.new_in(tensors))):
+            raise UserError(f"{first_five(bad)} is not finite")
+        own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
+        of_data, data_states = take_apart({DATA_STATES: own})
+        store = Store(self._store.root, self._store.run_id, shared=True)
+        write_alone(store, state.progress.step, tensors | of_data, self._facts(plain, data_states), metrics)
 
     def _refuse_not_finite(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Raise NonFiniteError on every rank if any has a NaN or Inf that was not there at the start."""

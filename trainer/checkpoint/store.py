@@ -54,10 +54,14 @@ class Store(Listing[Path]):
     """The checkpoints of the run ``run_id`` under ``root``. Only rank 0 writes, renames or deletes here.
 
     It does not prune or replace those of other runs.
+
+    Args:
+        shared: another process may still write here: what it has not finished is left to the next start.
     """
 
-    def __init__(self, root: Path, run_id: str | None = None) -> None:
+    def __init__(self, root: Path, run_id: str | None = None, shared: bool = False) -> None:
         super().__init__(root, run_id)
+        self._shared = shared
         self._filling = root
         self._named: set[Path] = set()
 
@@ -156,6 +160,8 @@ class Store(Listing[Path]):
 
     def _sweep(self) -> None:
         """Delete what kills, replacements and failed deletions left. Nothing is being written then."""
+        if self._shared:
+            return
         for entry in list(self.root.iterdir()):
             final = self.root / entry.name.removeprefix(_REPLACED)
             if entry.name.startswith(_TEMPORARY):

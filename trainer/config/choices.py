@@ -100,7 +100,9 @@ class ParameterServerConfig(UnitsConfig):
     bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
 
 
-FAULT_PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint", "evaluate")
+FAULT_PHASES = (
+    *("data", "forward", "backward", "all_reduce", "optimizer", "update", "checkpoint", "evaluate", "rescue"),
+)
 
 
 @dataclass
@@ -121,6 +123,7 @@ class TimedFaultConfig(FaultConfig):
 @dataclass
 class RankFaultConfig(TimedFaultConfig):
     rank: int = at_least(0)
+    count: int = limited(lambda value: value >= 1, "at least 1", default=1)  # ranks, from this one on
 
 
 @dataclass

@@ -110,6 +110,7 @@ class CheckpointConfig:
     format: str = one_of("full", "sharded")
     every_steps: int | None = at_least(1)
     every_epochs: int | None = at_least(1)
+    at_fault: bool = MISSING
     keep_last: int = at_least(1)
     keep_best: KeepBest | None = MISSING
     keep_every: int | None = at_least(1)

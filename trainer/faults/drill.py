@@ -3,7 +3,8 @@
 Trains the MLP on the embedded digits under torchrun with --max-restarts=1, as a user would, once undisturbed
 and once for each fault, and prints a table with a row for each. `right` means that failure.json names the
 rank, the phase and the step of the fault; the seconds are from the fault to the verdict, and until each
-process of that attempt has ended. Exit status 1 if any row is wrong.
+process of that attempt has ended; `lost` counts the steps that were made again. Exit status 1 if any row is
+wrong.
 
     python -m trainer.faults.drill
     python -m trainer.faults.drill --strategies ddp --comm ring --faults kill,stop --phase all_reduce
@@ -36,7 +37,8 @@ def cases(strategies: Sequence[str], comms: Sequence[str], faults: Sequence[str]
 
 
 HEADER = (
-    f"{'':<16} {'fault':<8} {'right':<6} {'verdict s':>9} {'gone s':>7}  {'went on':<12} {'equal':<6} notes"
+    f"{'':<16} {'fault':<8} {'right':<6} {'verdict s':>9} {'gone s':>7}  {'went on':<12} {'lost':<5} "
+    f"{'equal':<6} notes"
 )
 
 
@@ -46,7 +48,8 @@ def row(case: Case, outcome: Outcome, problems: Sequence[str], equal: bool) -> s
 
     wrong = [problem for problem in problems if problem != "another hash"]
     times = f"{seconds(outcome.verdict_s):>9} {seconds(outcome.end_s):>7}"
-    went_on = f"{outcome.went_on:<12} {'yes' if equal else 'no':<6}"
+    lost = "-" if outcome.lost is None else outcome.lost
+    went_on = f"{outcome.went_on:<12} {lost:<5} {'yes' if equal else 'no':<6}"
     right = "no" if wrong else "yes"
     return f"{case.name:<16} {case.fault:<8} {right:<6} {times}  {went_on} {'; '.join(wrong)}".rstrip()
 
@@ -122,13 +125,15 @@ def fitting_batch(processes: int) -> str:
 def _main() -> None:
     known = parser(__doc__, FAULTS)
     known.add_argument("--processes", type=int, default=4)
+    known.add_argument("--count", type=int, default=1, help="so many ranks at once, from rank 1 on")
     arguments = known.parse_args()
     if arguments.processes < 2:
         known.error(f"--processes is {arguments.processes}, but must be at least 2: another rank sees it")
     if arguments.processes > BATCH:
         known.error(f"--processes is {arguments.processes}, but a batch has {BATCH} samples: at most {BATCH}")
     todo = cases(arguments.strategies, arguments.comm, arguments.faults, arguments.phase)
-    todo = [replace(case, overrides=(fitting_batch(arguments.processes),)) for case in todo]
+    batch = (fitting_batch(arguments.processes),)
+    todo = [replace(case, count=arguments.count, overrides=batch) for case in todo]
     sys.exit(main(todo, torchrun(arguments.processes), arguments))
 
 

@@ -25,16 +25,19 @@ PHASES = (
     "checkpoint",
     "log",
     "end",
+    "rescue",
 )
 ALL_REDUCE = "all_reduce"  # of one bucket, during the backward pass
 
 MAX_WORKERS = 255  # data workers of one rank with a record; further ones have none
 _MAGIC = 0x52494E47
 _RECORD_BYTES, _NOTE_BYTES = 128, 8192
-_SIZE = _RECORD_BYTES * (1 + MAX_WORKERS) + _NOTE_BYTES
+_NOTE = _RECORD_BYTES * (1 + MAX_WORKERS)  # where its end is recorded, and
+_RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
+_SIZE = _RESCUE + _NOTE_BYTES
 # Words of a record, int64 each.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _SINCE, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(11)
-_AT_DISK, _DISK_NS = range(11, 13)
+_AT_DISK, _DISK_NS, _FINISHED = range(11, 14)
 _NONE = -1
 _CODES = {phase: code for code, phase in enumerate(PHASES)}
 
@@ -53,6 +56,7 @@ class Beat:
         progress_ns: the last progress: the phase, a bucket, a sample, bytes of a checkpoint.
         tick_ns: when the process's own watch was last awake; 0 if it has none.
         disk_ns: how long a thread may wait for the disk; 0 if none does.
+        finished: the last step whose state is whole in memory; 0 if that is not known.
     """
 
     pid: int
@@ -66,6 +70,7 @@ class Beat:
     progress_ns: int
     tick_ns: int
     disk_ns: int
+    finished: int
 
 
 class Heartbeat:
@@ -102,6 +107,15 @@ class Heartbeat:
     @step.setter
     def step(self, step: int) -> None:
         self._words[_STEP] = step
+
+    @property
+    def finished(self) -> int:
+        """The last step that is finished and counted."""
+        return self._words[_FINISHED]
+
+    @finished.setter
+    def finished(self, step: int) -> None:
+        self._words[_FINISHED] = step
 
     def enter(self, phase: str, bucket: int = _NONE) -> None:
         """Record that this process begins `phase`, one of PHASES; or sends `bucket` to the all-reduce."""
@@ -189,8 +203,14 @@ class Heartbeat:
 
     def note(self, facts: dict[str, Any]) -> None:
         """Record how this process ends (plain values), for others to read afterwards."""
+        self._write(_NOTE, facts)
+
+    def note_rescue(self, facts: dict[str, Any]) -> None:
+        """Record what this process asks for or does to save a step at a fault (plain values)."""
+        self._write(_RESCUE, facts)
+
+    def _write(self, begin: int, facts: dict[str, Any]) -> None:
         text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass")
-        begin = _SIZE - _NOTE_BYTES
         self._memory[begin : begin + 8] = bytes(8)
         assert len(text) <= _NOTE_BYTES - 8, "the note is too long"
         self._memory[begin + 8 : begin + 8 + len(text)] = text
@@ -256,7 +276,13 @@ class Records:
 
     def note(self) -> dict[str, Any] | None:
         """The recorded end of the process; None without one."""
-        begin = _SIZE - _NOTE_BYTES
+        return self._read(_NOTE)
+
+    def rescue(self) -> dict[str, Any]:
+        """What it asked for or did to save a step at a fault; empty without a fault."""
+        return self._read(_RESCUE) or {}
+
+    def _read(self, begin: int) -> dict[str, Any] | None:
         size = int.from_bytes(self._memory[begin : begin + 8], "little")
         with contextlib.suppress(ValueError):  # one that is being replaced is absent for a moment
             return json.loads(self._memory[begin + 8 : begin + 8 + size]) if size else None
@@ -280,4 +306,5 @@ def _beat(words: memoryview) -> Beat:
         progress_ns=words[_PROGRESS],
         tick_ns=words[_TICK],
         disk_ns=words[_DISK_NS] if words[_AT_DISK] else 0,
+        finished=words[_FINISHED],
     )

@@ -112,6 +112,7 @@ class Neighbour:
             waits=stacks.waits(frames or []),
             worker=note.get("worker") or self.worker_words,
             patience_s=beat.disk_ns / 1e9 if beat.phase in _MAY_WRITE else 0.0,
+            finished=beat.finished,
         )
 
     def busy_workers(self, beat: Beat, blamed: str = "") -> list[Beat]:

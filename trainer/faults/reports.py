@@ -102,11 +102,14 @@ class Reports:
         return observed
 
     def agree(self, verdict: Verdict, timeout_s: float) -> Verdict:
-        """Agree on the first verdict that a host gives; without an answer in time, on this one."""
+        """Agree on the first verdict that a host gives.
+
+        Without an answer in time, on this one, but nothing is saved: behind a cut link another may save.
+        """
         self._proposed = verdict
         self._asked.set()
         self._agreed.wait(timeout_s)
-        return self.verdict or verdict
+        return self.verdict or dataclasses.replace(verdict, saver=None)
 
     def close(self, last_report: Sequence[Observed] = (), lost: Container[int] = ()) -> None:
         """Stop reporting; a `last_report` stays in the store, if the store accepts it in time.
@@ -206,7 +209,8 @@ class Reports:
             verdict.refuse("status", "that of a run that ended badly, 1 to 255")
         facts = verdict.mapping("facts").values
         known = {name: value for name, value in facts.items() if name in _FACTS}
-        return Verdict(tuple(ranks), verdict.text("kind"), status, verdict.text("message"), known)
+        saver = verdict.count("saver") if verdict.has("saver") else None
+        return Verdict(tuple(ranks), verdict.text("kind"), status, verdict.text("message"), known, saver)
 
     def _tell_that_it_knows(self, store: "Store") -> None:
         """Tell hosts that wait for it that this host knows of their end; done by the host's leader."""

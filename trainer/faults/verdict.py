@@ -16,6 +16,7 @@ _WORDS = {
     "checkpoint": "the checkpoint",
     "log": "the log",
     "end": "the end",
+    "rescue": "the save at a fault",
 }
 
 
@@ -39,6 +40,7 @@ class Observed:
         waits: its stack shows that it waits in communication.
         worker: the state of its data worker, if that is stuck.
         patience_s: how long it may wait for the disk, while it does: its silence is then no failure.
+        finished: the last step whose state is whole in its memory; 0 if that is not known.
     """
 
     rank: int
@@ -65,6 +67,7 @@ class Observed:
     waits: bool = False
     worker: str | None = None
     patience_s: float = 0.0
+    finished: int = 0
 
     @property
     def name(self) -> str:
@@ -99,13 +102,17 @@ class Observed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The ranks to look at first. `status` is the exit status of every rank of the run."""
+    """The ranks to look at first. `status` is the exit status of every rank of the run.
+
+    `saver` is the rank that saves the last finished step, if one does.
+    """
 
     ranks: tuple[int, ...]
     kind: str  # orderly | raised | died | lost | stopped | hangs | unknown
     status: int
     message: str
     facts: Mapping[str, object] = field(default_factory=dict)  # rank, host, phase, where, step, silent_s
+    saver: int | None = None
 
 
 def judge(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Verdict | None:

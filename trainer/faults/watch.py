@@ -23,6 +23,7 @@ from trainer.faults.heartbeat import Heartbeat, set_mine
 from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity
 from trainer.faults.reports import Reports
+from trainer.faults.rescue import SAVE_S, LastStep, Rescue, choose, with_words
 from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge, slow, stand_still
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class Watch:
                     self._here[member.rank] = Neighbour(member)
         self._alone = len(members) == 1
         self._reports: Reports | None = None
+        self._rescue = Rescue(heartbeat, rank, self._here)
         self._kill_timer = KillTimer(timeout_s + _KILL_TIMER_S)
         self._memory_kills = processes.MemoryKills(neighbour.member.pid for neighbour in self._here.values())
         self._parent, self._orphan_since = os.getppid(), 0.0
@@ -93,6 +95,10 @@ class Watch:
             refusals: whether to write an orderly end, too.
         """
         self._run_dir, self._refusals = run_dir, refusals
+
+    def saves(self, last_step: LastStep) -> None:
+        """Set what saves the last finished step at a fault."""
+        self._rescue.last_step = last_step
 
     def _where_to_write(self, verdict: Verdict) -> Path | None:
         return self._run_dir if self._refusals or verdict.kind != "orderly" else None
@@ -149,6 +155,8 @@ class Watch:
         is_last = all(other.records.note() is not None for other in self._others_here())
         if note["symptom"]:
             self._closed.wait(_GRACE_S + _ALONE_S)
+            if self._rescue.has_begun:
+                self._closed.wait(SAVE_S)
         elif isinstance(error, RunEndError):
             if self._rank == 0 or self._run_dir is None or exit_report.read_failure(self._run_dir) is None:
                 about = self._members[error.ranks[0] if error.ranks else self._rank]
@@ -180,15 +188,18 @@ class Watch:
         while not self._closed.is_set():
             for fd, _ in poll.poll(TICK_S * 1e3):
                 poll.unregister(fd)
-            self._heartbeat.tick()
-            # Not in the set-up, where torch waits for peers while it holds the interpreter.
-            if not self._alone and self._heartbeat.step:
-                self._kill_timer.put_off()
+            self._tick()
             try:
                 self._look()
             except Exception as error:  # a bug in here must not end a healthy run
                 exit_report.print_line(f"[rank {self._rank}] the watch cannot look: {error!r}")
                 time.sleep(_ALONE_S)
+
+    def _tick(self) -> None:
+        self._heartbeat.tick()
+        # Not in the set-up, where torch waits for peers while it holds the interpreter.
+        if not self._alone and self._heartbeat.step:
+            self._kill_timer.put_off()
 
     def _look(self) -> None:
         self._leave_when_orphaned()
@@ -201,6 +212,7 @@ class Watch:
                 exit_report.leave(int(note["verdict"]))
         if self._closed.is_set():
             return
+        self._rescue.serve()
         if not self._leads():
             if self._reports is not None:  # it led while a lower rank was asleep
                 self._reports.rest()
@@ -306,9 +318,13 @@ class Watch:
         if verdict.kind == "died" and "SIGKILL" in (culprit.ending or "SIGKILL"):
             words = self._memory_kills.words() if culprit.rank in self._here else None
             verdict = replace(verdict, message=verdict.message + (f"; {words}" if words else ""))
-        if self._reports is not None:
-            verdict = self._reports.agree(verdict, timeout_s=1.0)
-        self._end(verdict)
+        self._end(self._agreed(replace(verdict, saver=choose(everyone, verdict.ranks))))
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """The first verdict that a host has given; if the store does not answer, this one, and no save."""
+        if (reports := self._reports_of_other_hosts()) is not None:
+            return reports.agree(verdict, timeout_s=1.0)
+        return verdict if len(self._here) == len(self._members) else replace(verdict, saver=None)
 
     def _prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""
@@ -320,7 +336,9 @@ class Watch:
     # ---- the end
 
     def _end(self, verdict: Verdict) -> None:
-        """Print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
+        """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
+        if verdict.kind != "orderly":
+            verdict = with_words(verdict, self._rescue.lead(verdict, self._wait))
         exit_report.say(verdict, len(self._members), self._run_dir)
         writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
         writing.start()
@@ -337,6 +355,10 @@ class Watch:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(neighbour.member.pid, signal.SIGKILL)
         exit_report.leave(verdict.status)
+
+    def _wait(self, seconds: float) -> None:
+        self._tick()
+        time.sleep(seconds)
 
     def _write(self, verdict: Verdict) -> None:
         run_dir = self._where_to_write(verdict)
@@ -364,11 +386,16 @@ class Watch:
         verdict = judge([own], self._timeout_s, pressing=False)
         if verdict is None:
             return
-        if self._reports_of_other_hosts() is not None and self._reports is not None:
-            verdict = self._reports.agree(verdict, timeout_s=1.0)
+        reports = self._reports_of_other_hosts()
+        elsewhere = choose(reports.others(), ()) if reports is not None else None
+        verdict = self._agreed(replace(verdict, saver=self._rank if elsewhere is None else elsewhere))
+        words = self._rescue.alone() if verdict.saver in self._here else ""
+        verdict = with_words(verdict, words)
         self._write(verdict)
         if not self._alone or own.worker:
             atexit.register(exit_report.say, verdict, len(self._members), self._run_dir)
+        elif words:
+            atexit.register(exit_report.print_line, words)
 
     # ---- lines during the run
 

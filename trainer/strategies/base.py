@@ -56,6 +56,7 @@ class Strategy:
         gradients_differ: whether ranks update different parameters, or different parts of them.
         notes: messages for the user about how the settings were applied.
         order: in which order micro-batches are added, set before `wrap`.
+        not_whole: why this process alone cannot save the run, in a phrase; None if it holds all.
         without_gradients: why a backward pass may have given none, and the way out.
     """
 
@@ -65,6 +66,7 @@ class Strategy:
         "The loss depends on none of them, as behind detach(), item() or NumPy: return one that is computed "
         "from the model's outputs by differentiable operations"
     )
+    not_whole: str | None = None
     trains = True
     gradients_differ = False
     order: SumOrder = AS_THEY_COME

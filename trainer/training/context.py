@@ -8,6 +8,7 @@ from trainer.checkpoint import Checkpointer
 from trainer.config import EmaConfig, TrainConfig
 from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.data.loading.batch import BatchSplit
+from trainer.faults.gate import Gate
 from trainer.inference.evaluation import ModelContext
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
@@ -46,9 +47,11 @@ class TrainingContext(ModelContext):
     meter: Meter
     profile: Profile
     stop_request: StopRequest
+    gate: Gate
 
     def count_step(self, losses: Tensor, data_left: bool) -> None:
         """Count a step, with this rank's `losses`; without `data_left` the epoch ends with it."""
         self.state.progress.advance(self.settings.global_batch_size, data_left)
+        self.gate.end_update(self.state.progress.step)
         self.meter.count_step(losses)
         self.run_log.advance()

@@ -71,14 +71,17 @@ class ReplicaCheck:
         if not self.is_on or self._checked_at == step:
             return
         hashes = self._hashes(state)
-        whole = hashlib.blake2b(repr(hashes).encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(whole, signed=True)], device=self._dist.device)
+        mine = torch.tensor([_overall(hashes)], device=self._dist.device)
         gathered = mine.new_empty(self._dist.world_size)
         dist.all_gather_into_tensor(gathered, mine)
         by_rank = gathered.tolist()
         if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
             raise self._verdict(step, by_rank, gather_objects(hashes))
         self._checked_at = step
+
+    def fingerprint(self, state: TrainState) -> int | None:
+        """64 bits of all that this rank shares with others; None if nothing is compared. Not a collective."""
+        return _overall(self._hashes(state)) if self.is_on else None
 
     def _hashes(self, state: TrainState) -> dict[str, int]:
         """The hash of each tensor that this rank shares with others, by name."""
@@ -144,6 +147,11 @@ class ReplicaCheck:
             "together, set train.check_replicas_every=null",
             tuple(sorted(blamed)),
         )
+
+
+def _overall(hashes: Mapping[str, int]) -> int:
+    digest = hashlib.blake2b(repr(hashes).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
 
 
 def _first_difference(theirs: Mapping[str, int], right: Mapping[str, int]) -> str:

@@ -66,9 +66,10 @@ class StreamTrainLoader:
         return self._batches.position.state_dict()
 
     def resume(self, states: list[dict[str, Any]]) -> None:
-        if not any(states):
+        known = [state for state in states if state]  # a save at a fault has one rank's alone
+        if not known:
             return  # saved between two epochs
-        position = StreamPosition.merged(states)
+        position = StreamPosition.merged(known)
         if position.num_shards != self._reader.num_shards:
             raise UserError(
                 f"the training stream was read as {position.num_shards} shards when the checkpoint was "

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ class Case:
     fault: str
     phase: str = "forward"
     rank: int = 1
+    count: int = 1
     overrides: tuple[str, ...] = ()  # further overrides
 
     @property
@@ -44,7 +46,7 @@ class Case:
     def command_line(self) -> list[str]:
         if self.fault == "none":
             return [f"fault={self.fault}"]
-        who = [] if self.fault == "cut" else [f"fault.rank={self.rank}"]
+        who = [] if self.fault == "cut" else [f"fault.rank={self.rank}", f"fault.count={self.count}"]
         return [f"fault={self.fault}", *who, f"fault.step={STEP}", f"fault.phase={self.phase}"]
 
 
@@ -57,6 +59,7 @@ class Outcome:
     verdict_s: float | None = None
     end_s: float | None = None
     went_on: str = "undisturbed"  # | by torchrun | by hand
+    lost: int | None = None  # steps made again
     sha256: str | None = None
     left: list[str] = field(default_factory=list)  # processes, shared memory, temporary files
     outputs: list[str] = field(default_factory=list)  # the output on each host, up to the first end
@@ -75,12 +78,15 @@ class Outcome:
         if self.end_s is None or self.end_s > timeout_s + _SPARE_S:
             found.append(f"not gone within {timeout_s + _SPARE_S:.0f} s")
         expected: dict[str, Any] = {"status": 3 if case.fault == "nan" else 1, "rank": case.rank}
+        if case.count > 1 and self.verdict.get("rank") in range(case.rank, case.rank + case.count):
+            del expected["rank"]
         if case.fault == "cut":  # each side names the other, and either may write last
             del expected["rank"]
             for host, said in enumerate(self.outputs):
                 found += [] if f"host {1 - host} (" in said else [f"host {host} does not name the other"]
         elif case.fault not in ("nan", "diverge"):  # which are found later than injected
-            expected |= {"step": self.step, "phase": case.phase}
+            phase = "optimizer" if case.phase == "update" else case.phase
+            expected |= {"step": self.step, "phase": phase}
         return found + [
             f"{key} {self.verdict.get(key)}, not {value}"
             for key, value in expected.items()
@@ -125,8 +131,9 @@ def attempt(case: Case, start: Start, folder: Path, timeout_s: float) -> Outcome
     with ended(launchers := start(overrides, environment, folder)):
         _follow(outcome, launchers, run_dir, mark, pids, until_gone=case.fault == "cut")
     outcome.outputs = _outputs(folder)
-    if "resumed from" in outcome.outputs[0]:
+    if resumed := re.search(r"resumed from .* at step (\d+)", outcome.outputs[0]):
         outcome.went_on = "by torchrun"
+        outcome.lost = max(0, outcome.step - 1 - int(resumed[1]))
     if case.fault != "none" and not (run_dir / "result.json").exists():
         outcome.went_on = "by hand"
         with ended(launchers := start(overrides, environment, folder)):

@@ -29,7 +29,7 @@ from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
 from trainer.local_shard import to_local
 from trainer.nested import mapped
-from trainer.optim.train_state import Progress
+from trainer.optim.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class FaultInjector:
         if self._fault is not None and _read(self._marker).get("fault") == dataclasses.asdict(fault):
             log.info("fault=%s was injected in this run before, and is not repeated", fault.kind)
             self._fault = None
-        self._is_here = self._fault is not None and _rank_of(self._fault, hosts) == rank
+        self._is_here = self._fault is not None and rank in _ranks_of(self._fault, hosts)
         self._poisons = False
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
@@ -69,7 +69,7 @@ class FaultInjector:
         return _ReportedHeartbeat(heartbeat, self._at) if self._is_here else heartbeat
 
     def attach(
-        self, model: nn.Module, progress: Progress, total_steps: int, replicated: Replicated | None
+        self, model: nn.Module, state: TrainState, total_steps: int, replicated: Replicated | None
     ) -> None:
         """Receive the objects that some faults change, before the first step.
 
@@ -80,7 +80,7 @@ class FaultInjector:
         Raises:
             UserError: this run will never be at the step of the fault; raised on every rank.
         """
-        fault, done = self._fault, progress.step
+        fault, done = self._fault, state.progress.step
         if fault is None:
             return
         if not done < fault.step <= total_steps:
@@ -94,6 +94,8 @@ class FaultInjector:
         self._replicated = replicated
         if fault.kind == "nan" and self._is_here:
             model.register_forward_hook(self._poison)
+        if fault.phase == "update" and self._is_here:  # in the middle: the schedule and the step are to come
+            state.optimizer.register_step_post_hook(lambda *_: self._at("update", state.progress.step + 1))
 
     def _at(self, phase: str, step: int) -> None:
         fault = self._fault
@@ -156,20 +158,25 @@ class _ReportedHeartbeat(Heartbeat):
         self._tell(phase, self.step)
 
 
-def _rank_of(fault: TimedFaultConfig, hosts: Sequence[int]) -> int:
-    """The rank of the fault; a host is cut off by its first rank."""
+def _ranks_of(fault: TimedFaultConfig, hosts: Sequence[int]) -> Sequence[int]:
+    """The ranks of the fault; a host is cut off by its first rank."""
     if isinstance(fault, CutFaultConfig):
         if fault.host not in hosts:
             raise UserError(f"fault.host is {fault.host}, but the hosts of this run are 0 to {max(hosts)}")
-        return list(hosts).index(fault.host)
+        return [list(hosts).index(fault.host)]
     assert isinstance(fault, RankFaultConfig)
     if fault.rank >= len(hosts):
         raise UserError(f"fault.rank is {fault.rank}, but the ranks of this run are 0 to {len(hosts) - 1}")
+    if fault.rank + fault.count > len(hosts):
+        raise UserError(
+            f"fault.count is {fault.count}, but there are {len(hosts) - fault.rank} ranks from "
+            f"fault.rank={fault.rank} on"
+        )
     if fault.phase == "all_reduce" and len(hosts) == 1:
         raise UserError(
             "fault.phase=all_reduce never happens in a run of one process; use fault.phase=backward"
         )
-    return fault.rank
+    return range(fault.rank, fault.rank + fault.count)
 
 
 def flip(tensor: Tensor, index: int, bit: int) -> None:

@@ -43,6 +43,7 @@ class ParameterServer(Strategy):
     """
 
     gradients_differ = True
+    not_whole = "the servers hold the parameters"
 
     def __init__(
         self, settings: ParameterServerConfig, dist_: Dist, computing: Computing, timeout_s: float

@@ -1,0 +1,212 @@
+"""A save at a fault: a run without periodic checkpoints loses no step, and ends like an undisturbed one."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.faults.test_ends import TINY, failing
+from tests.programs import Ended, finish_ranks
+from tests.ranks import run_ranks
+from tests.runs import train
+from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.rescue import Rescue, choose
+from trainer.faults.verdict import Observed
+from trainer.training.last_step import KeptBuffers
+
+RUN = (*TINY, "train.epochs=3", "checkpoint.every_epochs=null", "resume=auto", "distributed.timeout_s=20")
+
+
+def start(world_size: int, run_dir: Path, *overrides: str) -> list[Ended]:
+    return finish_ranks(world_size, "train.py", *RUN, f"run_dir={run_dir}", *overrides)
+
+
+def hash_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "result.json").read_text())["param_sha256"])
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("*") if not path.is_symlink())
+
+
+def message(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "failure.json").read_text())["message"])
+
+
+_hashes: dict[Any, str] = {}
+
+
+def undisturbed(world_size: int, folder: Path, *overrides: str) -> str:
+    if (world_size, overrides) not in _hashes:
+        ranks = start(world_size, folder / "undisturbed", *overrides)
+        assert [rank.code for rank in ranks] == [0] * world_size, ranks
+        _hashes[world_size, overrides] = hash_of(folder / "undisturbed")
+    return _hashes[world_size, overrides]
+
+
+def fault(kind: str, rank: int, phase: str, step: int = 8, count: int = 1) -> tuple[str, ...]:
+    where = (f"fault.rank={rank}", f"fault.step={step}", f"fault.phase={phase}", f"fault.count={count}")
+    return (f"fault={kind}", *where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "how", "saver"),
+    [
+        pytest.param(2, fault("kill", 1, "optimizer"), 0, id="rank 1 before the update"),
+        pytest.param(2, fault("kill", 0, "optimizer"), 1, id="rank 0 before the update"),
+        pytest.param(2, fault("kill", 1, "update"), 0, id="rank 1 within the update"),
+        pytest.param(2, fault("kill", 0, "update"), 1, id="rank 0 within the update"),
+        pytest.param(3, fault("kill", 0, "update", count=2), 2, id="two of three"),
+        pytest.param(2, fault("raise", 0, "forward"), 1, id="rank 0 raises"),
+        pytest.param(1, fault("raise", 0, "forward"), 0, id="the only one raises"),
+        pytest.param(2, fault("stop", 1, "forward"), 0, id="rank 1 is stopped"),
+    ],
+)
+def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    deadline = ("distributed.timeout_s=5",) if "fault=stop" in how else ()
+    ended = start(world_size, run_dir, *how, *deadline)
+    assert 0 not in [rank.code for rank in ended], ended
+    # A survivor may have made the step of the fault, or be about to make it.
+    wanted = {"step_00000007", "step_00000008"}
+    found = checkpoints(run_dir)
+    assert len(found) == 1 and found[0] in wanted, (found, ended)
+    words = f"step {int(found[0][5:])} is saved, by rank {saver}"
+    assert words in message(run_dir)
+    # A rank that is alone says so after its traceback, at its interpreter's end, which a forked one lacks.
+    assert world_size == 1 or any(words in rank.output for rank in ended), ended
+    again = start(world_size, run_dir)
+    assert [rank.code for rank in again] == [0] * world_size, again
+    assert f"{found[0]} at step" in again[0].output
+    assert hash_of(run_dir) == undisturbed(world_size, tmp_path)
+
+
+@pytest.mark.slow
+def test_if_the_saver_dies_another_saves(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    start(3, run_dir, *failing(2, 8, "SIGKILL"), *fault("kill", 0, "rescue"))
+    assert " is saved, by rank 1" in message(run_dir)
+    unharmed = failing(2, 10_000, "SIGKILL")  # the same task
+    again = start(3, run_dir, *unharmed)
+    assert "resumed from" in again[0].output
+    assert [name for name in checkpoints(run_dir) if "tmp" in name] == []
+    assert hash_of(run_dir) == undisturbed(3, tmp_path, *unharmed)
+
+
+@pytest.mark.slow
+def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
+    normed = ("model._target_=tests.user_parts.Normed",)
+    start(2, tmp_path / "0", *normed, *fault("kill", 0, "forward"))
+    assert checkpoints(tmp_path / "0") == []
+    assert "no step is saved: the model's running statistics" in message(tmp_path / "0")
+    # Rank 0 has made the forward pass of step 8 when rank 1 dies: its statistics are those of step 7.
+    start(2, tmp_path / "1", *normed, *fault("kill", 1, "optimizer"))
+    again = start(2, tmp_path / "1", *normed)
+    assert "resumed from" in again[0].output
+    assert hash_of(tmp_path / "1") == undisturbed(2, tmp_path, *normed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("strategy=fsdp", *fault("kill", 1, "forward")), "no step is saved: each rank holds a shard only"),
+        (("strategy=ddp", *fault("nan", 1, "forward")), ""),
+        (("checkpoint.at_fault=false", *fault("kill", 1, "forward")), ""),
+    ],
+    ids=["shards", "NaN", "off"],
+)
+def test_nothing_is_saved(overrides: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    start(2, tmp_path, *overrides)
+    assert checkpoints(tmp_path) == []
+    assert words in message(tmp_path) and (bool(words) or "saved:" not in message(tmp_path))
+
+
+def on_a_full_disk(run_dir: Path) -> str:
+    from trainer.checkpoint import alone
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    alone.write_text = full
+    with pytest.raises(RuntimeError, match="fault=raise"):
+        train(*RUN, f"run_dir={run_dir}", "checkpoint.every_steps=3", *fault("raise", 0, "forward"))
+    return message(run_dir)
+
+
+@pytest.mark.slow
+def test_on_a_full_disk_the_older_checkpoint_stays(tmp_path: Path) -> None:
+    (said,) = run_ranks(on_a_full_disk, 1, tmp_path, init=False)
+    assert said.endswith("no step is saved: OSError: [Errno 28] No space left on device")
+    assert checkpoints(tmp_path) == ["step_00000003", "step_00000006"]
+
+
+def rank(number: int, finished: int, **more: Any) -> Observed:
+    return Observed(number, host=number // 2, hostname="h", pid=number, finished=finished, **more)
+
+
+def test_the_saver_has_the_largest_step_and_is_near_rank_0() -> None:
+    assert choose([rank(0, 7), rank(1, 8), rank(2, 8)], [3]) == 1
+    assert choose([rank(1, 8), rank(0, 8, state="dead")], [0]) == 1
+    assert choose([rank(0, 8, status=1), rank(1, 8, status=1, symptom=True)], [0]) == 1
+    assert choose([rank(0, 8, heard_s=3.0), rank(1, 8, asleep_s=4.0), rank(2, 7)], []) == 2
+    assert choose([rank(0, 0), rank(1, 8, state="stopped")], []) is None
+
+
+class Here:
+    """A neighbour that said `said`."""
+
+    def __init__(self, **said: Any) -> None:
+        self.records, self.died_at_ns, self._said = self, None, said
+
+    def look_for_death(self) -> None:
+        pass
+
+    def rescue(self) -> dict[str, Any]:
+        return self._said
+
+
+@pytest.mark.parametrize(
+    ("hashes", "differ"), [([5], False), ([6], True), ([5, 6], False), ([6, 6], True), ([6, 6, 5, 5], False)]
+)
+def test_a_minority_saves_nothing(hashes: list[int], differ: bool) -> None:
+    here: Any = {n + 1: Here(step=8, hash=h, words="-") for n, h in enumerate(hashes)}
+    here[9] = Here(step=7, hash=4, words="-")  # of another step, it says nothing of this one
+    rescue = Rescue(Heartbeat(), 0, here)
+    if differ:
+        with pytest.raises(ValueError, match="replicas differ: rank 0 from rank 1"):
+            rescue._compare(5, 8, list(here))
+    else:
+        rescue._compare(5, 8, list(here))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("mask", torch.zeros(1 << 19))
+
+
+def test_buffers_are_kept_as_they_were_after_the_last_step() -> None:
+    model = Masked()
+    kept = KeptBuffers(model)
+    model.norm(torch.randn(4, 3))
+    assert not kept.changed
+    kept.keep()
+    assert kept.changed
+    after = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.norm(torch.randn(4, 3))
+    model.mask += 1
+    found = kept.kept()
+    assert found.keys() == after.keys() and all(torch.equal(found[name], after[name]) for name in after)
+    kept.keep()
+    model.mask.numpy()[0] = 5
+    with pytest.raises(ValueError, match="mask is changed in a way that torch does not count"):
+        kept.kept()

@@ -1,0 +1,56 @@
+"""Keeps an update and a save at a fault apart."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from trainer.faults.heartbeat import Heartbeat
+
+
+class Gate:
+    """A lock that the main thread holds from before an update until its step is counted.
+
+    The watch's thread saves the state while the main thread may still be at work. It takes the lock and never
+    gives it back: no update begins while it reads, and it waits for one that has begun. An update waits for
+    no other rank, so that wait is short. An exception within leaves the lock held: the state is then of no
+    step.
+
+    Attributes:
+        evaluation: the last evaluation's step and figures, set within `held`.
+    """
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat, self._lock = heartbeat, threading.Lock()
+        self.evaluation: tuple[int, Mapping[str, float]] = (0, {})
+
+    def begin_update(self) -> None:
+        self._lock.acquire()
+
+    def end_update(self, step: int) -> None:
+        """`step` is finished and counted."""
+        self.keep()
+        self._heartbeat.finished = step
+        self._lock.release()
+
+    def keep(self) -> None:
+        """Copy what may change before the next update; called once for each step."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around any other change of what a checkpoint holds; left whole also by an exception."""
+        with self._lock:
+            yield
+
+    def take(self, timeout_s: float) -> bool:
+        """Take it for good; False if an update goes on for longer, or has failed."""
+        return self._lock.acquire(timeout=timeout_s)
+
+
+class NoGate(Gate):
+    """Of a run that saves nothing at a fault."""
+
+    def begin_update(self) -> None:
+        pass
+
+    def end_update(self, step: int) -> None:
+        pass

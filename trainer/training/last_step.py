@@ -1,0 +1,176 @@
+"""What this process saves by itself at a fault: its state after the last finished step."""
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.checkpoint import Checkpointer
+from trainer.data.loading.base import TrainLoader
+from trainer.distributed.process_group import Dist
+from trainer.errors import UserError
+from trainer.faults.gate import Gate
+from trainer.optim.train_state import TrainState, named_buffers
+from trainer.training.replica_check import ReplicaCheck
+
+_SMALL_BYTES = 1 << 20
+_UPDATE_S = 10.0  # for an update that has begun
+
+
+class KeptStep(Gate):
+    """The gate of a run that saves at a fault, and what the watch saves.
+
+    Args:
+        why_not: why one rank cannot save this run, in a phrase; None if it can.
+        own_buffers: whether ranks have different buffers, of which those of rank 0 are the model's.
+    """
+
+    def __init__(
+        self,
+        dist: Dist,
+        state: TrainState,
+        checkpointer: Checkpointer,
+        loader: TrainLoader,
+        replica_check: ReplicaCheck,
+        *,
+        why_not: str | None,
+        own_buffers: bool,
+    ) -> None:
+        super().__init__(dist.heartbeat)
+        self._dist, self._state, self._checkpointer, self._loader = dist, state, checkpointer, loader
+        self._replica_check, self._own_buffers = replica_check, own_buffers and dist.rank != 0
+        self._buffers = KeptBuffers(state.model)
+        self._data_state: dict[str, Any] = {}
+        self._updated = torch.cuda.Event() if dist.device.type == "cuda" else None
+        self._frozen = False
+        self.why_not = why_not
+
+    def keep(self) -> None:
+        self._buffers.keep()
+        self._data_state = self._loader.state_dict()
+        if self._updated is not None:
+            self._updated.record()
+
+    def is_saved(self, step: int) -> bool:
+        return self._checkpointer.is_saved(step)
+
+    def freeze(self, failed: bool) -> int:
+        self._frozen = self._frozen or self.take(timeout_s=0.5 if failed else _UPDATE_S)
+        if not self._frozen:
+            step = self._state.progress.step
+            doing = f"was within an update, or evaluated averages, after step {step}"
+            raise UserError(f"rank {self._dist.rank} {doing}")
+        if self._updated is not None:
+            deadline = time.monotonic() + _UPDATE_S
+            while not self._updated.query():
+                if time.monotonic() > deadline:
+                    raise UserError(f"{self._dist.device} has not finished step {self._state.progress.step}")
+                time.sleep(0.01)
+        if self._own_buffers and self._buffers.changed:
+            raise UserError("the model's running statistics, or other buffers, are those of rank 0")
+        return self._state.progress.step
+
+    def fingerprint(self) -> int | None:
+        with self._own_stream():
+            return self._replica_check.fingerprint(self._state)
+
+    def save(self) -> None:
+        self._dist.heartbeat.enter("rescue")
+        of_step, metrics = self.evaluation
+        with self._own_stream():
+            self._checkpointer.save_alone(
+                self._state,
+                metrics if of_step == self._state.progress.step else {},
+                self._data_state,
+                self._buffers.kept(),
+            )
+
+    def _own_stream(self) -> Any:
+        """On a GPU, the main thread's stream may wait forever for a rank that is gone."""
+        if self._updated is None:
+            return nullcontext()
+        torch.cuda.set_device(self._dist.device)  # of this thread
+        return torch.cuda.stream(torch.cuda.Stream(self._dist.device))
+
+
+class KeptBuffers:
+    """Copies of a model's buffers as they were after the last step: forward passes change them.
+
+    All small ones are copied after each step, and large ones, such as masks, if torch has counted a change.
+
+    Attributes:
+        changed: whether any was ever changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = {
+            plain: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for (plain, _), (name, _) in zip(
+                named_buffers(model), model.named_buffers(remove_duplicate=False), strict=True
+            )
+        }
+        live = self._live()
+        self._large = {name: buffer for name, buffer in live.items() if buffer.nbytes > _SMALL_BYTES}
+        self._versions = {name: buffer._version for name, buffer in self._large.items()}
+        self._large = {name: buffer.detach().clone() for name, buffer in self._large.items()}
+        small = [name for name in live if name not in self._large]
+        kinds = {(live[name].device, live[name].dtype) for name in small}
+        self._kinds = [
+            [name for name in small if (live[name].device, live[name].dtype) == kind] for kind in kinds
+        ]
+        self._small = self._first = self._packed()
+        self._large_changed = False
+
+    def keep(self) -> None:
+        if self._kinds:
+            self._small = self._packed()
+        for name, kept in self._large.items():
+            buffer = self._buffer(name)
+            if buffer._version != self._versions[name]:
+                self._versions[name], self._large_changed = buffer._version, True
+                kept.copy_(buffer.detach())
+
+    @property
+    def changed(self) -> bool:
+        pairs = zip(self._small, self._first, strict=True)
+        return self._large_changed or not all(_equal(now, first) for now, first in pairs)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """By name in the model.
+
+        Raises:
+            UserError: a large one has changed without a count, as by numpy(): its former value is lost.
+        """
+        for name, kept in self._large.items():
+            buffer = self._buffer(name)
+            if buffer._version == self._versions[name] and not _equal(buffer.detach(), kept):
+                raise UserError(f"{name} is changed in a way that torch does not count")
+        found = dict(self._large)
+        for names, packed in zip(self._kinds, self._small, strict=True):
+            live = [self._buffer(name) for name in names]
+            parts = packed.split([buffer.numel() for buffer in live])
+            found |= {name: part.view(b.shape) for name, part, b in zip(names, parts, live, strict=True)}
+        return found
+
+    def _packed(self) -> list[Tensor]:
+        """Copies of the small buffers, those of a dtype and device in one: a model may have hundreds."""
+        return [
+            torch.cat([self._buffer(name).detach().reshape(-1) for name in names]) for names in self._kinds
+        ]
+
+    def _buffer(self, name: str) -> Tensor:
+        module, attribute = self._places[name]
+        buffer: Tensor = getattr(module, attribute)
+        return buffer
+
+    def _live(self) -> dict[str, Tensor]:
+        return {name: self._buffer(name) for name in self._places}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same bits."""
+    first, second = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(first, second)
