@@ -224,6 +224,7 @@ def test_no_strategy_imports_a_sibling() -> None:
         "sharding_errors",
         "sharding_mesh",
         "split",
+        "turns",
         "units",
         "used",
         "parameter_server",

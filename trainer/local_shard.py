@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+_AS_INTEGERS = {1: torch.int8, 2: torch.int16}
+
 
 def to_local(tensor: Tensor) -> Tensor:
     """The local tensor of `tensor`, detached: all of it, or this rank's shard of a DTensor."""
@@ -34,3 +36,9 @@ def local_shard(full: Tensor, sharded: DTensor) -> Tensor:
         return sharded.to_local()
     index, shards = coordinate[-1], full.chunk(mesh.size(-1))
     return shards[index] if index < len(shards) else full[:0]
+
+
+def other_bits(one: Tensor, other: Tensor) -> Tensor:
+    """Whether any bit differs, as a bool scalar; as integers, since a NaN differs from itself."""
+    lanes = _AS_INTEGERS.get(one.itemsize, torch.int32)
+    return (one.view(lanes) != other.view(lanes)).any()

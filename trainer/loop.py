@@ -151,8 +151,10 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     if context.eval_loader is None or not evaluation_due(context):
         return {}
     metrics: dict[str, float] = {}
+    context.strategy.finish_checks()  # before the evaluation overwrites what it would find
     for prefix in weights_to_evaluate(context):
         evaluation = evaluate(context, context.eval_loader)
+        context.strategy.finish_checks()
         metrics |= {f"{prefix}{name}": value for name, value in evaluation.metrics.items()}
         if prefix == "eval/":
             show(context, evaluation, context.run_log, progress.step, at_end=is_over(context))

@@ -36,11 +36,16 @@ class Block(nn.Module):
         self.passes += self.training
         if self.training and self.passes >= self.since:
             self.change(rows)
+        if not self.training and self.how == "in evaluation":
+            self.layer.weight.data.clamp_(-0.1, 0.1)
         return self.layer(rows + self.start).tanh()
 
     def change(self, rows: Tensor) -> None:
-        if self.how == "clips":
+        at_times = self.how == "clips at times" and self.passes % 4 == self.since % 4
+        if self.how == "clips" or at_times:
             self.layer.weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "moves":
+            self.start.data = self.start.data * 0.9 + rows.mean(dim=0)
         elif self.how == "starts" and self.passes == self.since:
             with torch.no_grad():
                 self.start.add_(rows.mean(dim=0))
@@ -73,6 +78,9 @@ class AfterThePass(Classification):
 CASES = {
     ("clips", 1): "block.layer.weight",
     ("clips", 6): "block.layer.weight",
+    ("clips at times", 6): "block.layer.weight",
+    ("in evaluation", 1): "block.layer.weight",  # the last, after which no step follows
+    ("moves", 6): "block.start",
     ("scales", 5): "block.layer.weight",
     ("starts", 1): "block.start",
     ("replaces", 1): "block.layer.weight",
@@ -91,7 +99,10 @@ def test_an_optimizer_that_updates_an_old_object_is_refused(tmp_path: Path) -> N
 
 def told(strategy: tuple[str, ...], root: Path) -> list[str]:
     runs = [
-        (*OWN, *strategy, f"+model.how='{how}'", f"+model.since={since}", f"run_dir={root}/{number}")
+        (
+            *(*OWN, *strategy, f"+model.how='{how}'", f"+model.since={since}", f"run_dir={root}/{number}"),
+            *(("train.eval_every_epochs=3",) if how == "in evaluation" else ()),
+        )
         for number, (how, since) in enumerate(CASES)
     ]
     return refusals(*runs)

@@ -216,9 +216,9 @@ class Strategy:
         state.optimizer.zero_grad(set_to_none=True)
 
     def finish_checks(self) -> None:
-        """Wait for the checks of the last step that ranks still compare in the background (a collective).
+        """Look for what no checkpoint would hold, and finish the checks of the last step (a collective).
 
-        Called before a save and at the end of the run.
+        Called before and after an evaluation, before a save and at the end of the run.
 
         Raises:
             UserError: on every rank alike: one of them failed.

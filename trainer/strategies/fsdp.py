@@ -140,7 +140,8 @@ class Fsdp(Strategy):
 
     def begin_step(self) -> None:
         super().begin_step()
-        self.finish_checks()
+        if self._used is not None:
+            self._used.finish()
 
     def trained(self, model: nn.Module) -> list[Tensor]:
         gathered = self._gathered.names if self._gathered is not None else ()  # without a reduction, in these
@@ -157,7 +158,7 @@ class Fsdp(Strategy):
 
     def finish_checks(self) -> None:
         if self._used is not None:
-            self._used.finish()
+            self._used.look_again()
 
     @property
     def param_dtype(self) -> torch.dtype:

@@ -1,6 +1,6 @@
 """FSDP's gathered parameters are copies that it frees: what a forward pass changes in them is lost."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any, cast
@@ -10,19 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.local_shard import local_shard, to_local
+from trainer.local_shard import local_shard, other_bits, to_local
+from trainer.strategies.turns import Turns
 
-_FIRST_PASSES = 3  # which compare all units
-_PASSES_PER_UNIT = 4  # later: one unit in each pass would take 1 % of a small model's step on a CPU
-_AS_INTEGERS = {1: torch.int8, 2: torch.int16}
+_PASSES_PER_UNIT = 4  # one unit in each pass would take 1 % of a small model's step on a CPU
 
 
 class GatheredParameters:
     """Looks for gathered parameters that a forward pass changes or replaces.
 
     After each unit's call in the first passes, this rank's rows are compared with its shard: together, ranks
-    compare all. Every fourth of the later passes compares one unit, in turn. Each step also reads version
-    counters, in 0.1 us for each parameter; these do not count what is written through `p.data`.
+    compare all. Of the later passes one in four compares one unit, drawn at random. Each step also reads
+    version counters, in 0.1 us for each parameter; these do not count what is written through `p.data`.
 
     Args:
         model: sharded.
@@ -37,12 +36,15 @@ class GatheredParameters:
         self._sent_as = sent_as
         self._shards = dict(model.named_parameters(remove_duplicate=False))
         self._versions: dict[Tensor, int] = {}
+        self._frozen: set[str] = set()  # in a pass: the next gather would train them again
         self._compared: list[tuple[list[str], Tensor]] = []  # names, and by place whether each differs
-        self._passes = 0  # forward passes of the model so far
         units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
         self._units = [
             _GatheredUnit(number, name, cast(nn.Module, unit)) for number, (name, unit) in enumerate(units)
         ]
+        # Evaluation may change others than training.
+        self._turns = {training: Turns(len(units), _PASSES_PER_UNIT) for training in (True, False)}
+        self._due: Sequence[int] = ()  # the numbers of the units to compare in this pass
         for unit in self._units:
             unit.module.register_forward_pre_hook(partial(self._begin, unit))
             # Before FSDP's hook, which frees the unit.
@@ -56,7 +58,7 @@ class GatheredParameters:
         by_version = [name for p, name in self.names.items() if p._version != self._versions[p]]
         found = [name for names, flags in self._compared for name in compress(names, flags.tolist())]
         self._compared.clear()
-        return sorted({*by_version, *found})
+        return sorted({*by_version, *found, *self._frozen})
 
     def compare_root(self) -> None:
         """Called after the loss, which may have changed the root's parameters since the root's call."""
@@ -64,7 +66,8 @@ class GatheredParameters:
 
     def _begin(self, unit: "_GatheredUnit", *_: Any) -> None:
         """Called before a unit's forward pass, when FSDP has gathered it."""
-        self._passes += unit.number == 0  # the root
+        if unit.number == 0:  # the root
+            self._due = self._turns[unit.module.training].next()
         if not unit.parameters:
             unit.parameters = dict(unit.gathered())
             self.names.update((p, name) for name, p in unit.parameters.items())
@@ -73,8 +76,12 @@ class GatheredParameters:
     @torch.no_grad()
     def _end(self, unit: "_GatheredUnit", *_: Any) -> None:
         """Called after a unit's forward pass; compares it if it is its turn."""
-        turn, between = divmod(self._passes, _PASSES_PER_UNIT)
-        if self._passes > _FIRST_PASSES and (between or turn % len(self._units) != unit.number):
+        self._frozen.update(
+            name
+            for name, p in unit.parameters.items()
+            if not p.requires_grad and self._shards[name].requires_grad
+        )
+        if unit.number not in self._due:
             return
         now = {name: p for name, p in unit.gathered() if name in unit.parameters}
         flags = [self._differs(p, unit.parameters[name], self._shards[name]) for name, p in now.items()]
@@ -87,9 +94,9 @@ class GatheredParameters:
             return torch.ones((), dtype=torch.bool, device=gathered.device)
         rows = local_shard(gathered.detach(), cast(DTensor, shard))
         own = to_local(shard).to(rows.device, rows.dtype)
-        differs = _other_bits(rows, own)
+        differs = other_bits(rows, own)
         if self._sent_as is not None:  # they may have been rounded on the wire
-            differs &= _other_bits(rows, own.to(self._sent_as).to(rows.dtype))
+            differs &= other_bits(rows, own.to(self._sent_as).to(rows.dtype))
         return differs
 
 
@@ -105,9 +112,3 @@ class _GatheredUnit:
         """Its parameters, and not those of units within it, while they are gathered."""
         named = self.module.named_parameters(self._prefix)
         return ((name, p) for name, p in named if not isinstance(p, DTensor))
-
-
-def _other_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Whether any bit differs, as a bool scalar; as integers, since a NaN differs from itself."""
-    lanes = _AS_INTEGERS.get(one.itemsize, torch.int32)
-    return (one.view(lanes) != other.view(lanes)).any()

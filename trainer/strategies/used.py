@@ -72,6 +72,12 @@ class UsedParameters:
         used = bytes(parameter.grad is not None for parameter in self._parameters)
         self._send(used, self._gathered.changed())
 
+    def look_again(self) -> None:
+        """Compare what later passes changed, such as those of an evaluation (a collective)."""
+        self.finish()
+        self._send(b"", self._gathered.changed())
+        self.finish()
+
     def _send(self, used: bytes, changed: list[str]) -> None:
         """Start the comparison. `used`: by parameter, 1 or 0; `changed`: names of gathered parameters."""
         self._used, self._changed, crc = used, changed, zlib.crc32(used)
@@ -94,8 +100,9 @@ class UsedParameters:
             more = f" (and {len(changed) - 5} more)" * bool(changed[5:])
             raise UserError(
                 f"strategy=fsdp: the forward pass or the loss changes {', '.join(changed[:5])}{more} in a "
-                "gathered copy, so that the change is lost. Nothing was saved since. Compute with another "
-                "tensor (weight.clamp(-c, c)), or use strategy=ddp"
+                "gathered copy (its values or requires_grad), so that the change is lost; this "
+                "run's checkpoints may lack earlier ones. Compute with another tensor "
+                "(weight.clamp(-c, c)), or use strategy=ddp"
             )
         if most != -minus_least:
             raise UserError(_verdict(self._names, gather_objects(self._used, self._group)))

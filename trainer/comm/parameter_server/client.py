@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trainer.comm.parameter_server.layout import ShardedBucket, digest, unpack
 from trainer.comm.parameter_server.links import ANSWER, COMMIT, HELLO, REQUEST, Link, Transfer, down, up
+from trainer.local_shard import other_bits
 
 
 class Client:
@@ -84,13 +85,17 @@ class Client:
         for index in list(self._awaited):
             self.settle(index)
 
+    def keep(self, index: int, server: int, message: Tensor) -> None:
+        """Note values that the parameters got from a server without a pull."""
+        self._incoming[index][server].copy_(message)
+
     def changed(self, index: int) -> list[str]:
-        """The names of parameters in a bucket that no longer have the values pulled."""
+        """The names of parameters in a bucket that no longer have the values pulled or kept."""
         names = []
         for server, message in enumerate(self._incoming[index]):
             for span in self._buckets[index].row_ranges[server]:
                 rows = self._parameters[span.name].detach()[span.begin : span.end]
-                if not torch.equal(rows.cpu(), message[span.at : span.at + span.numel].view(rows.shape)):
+                if other_bits(rows.cpu().reshape(-1), message[span.at : span.at + span.numel]):
                     names.append(span.name)
         return names
 

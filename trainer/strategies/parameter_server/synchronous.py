@@ -64,7 +64,6 @@ class ParameterServer(Strategy):
         self._compared = False  # the ranks' buffers, after the first step
         self._meets_nobody = settings.servers != "all"  # whether a worker's pass needs no other rank
         self._is_first_pass: bool | None = None  # of training; None before it
-        self._frozen_versions: dict[str, int] = {}  # before it
         self._replica: WorkerCopy | None = None
         self._server: Server | None = None
 
@@ -135,9 +134,6 @@ class ParameterServer(Strategy):
         assert self._replica is not None
         first, self._pulled = not self._pulled, True
         self._is_first_pass = self._is_first_pass is None
-        if self._is_first_pass:
-            frozen = ((name, p) for name, p in self._parameters.items() if not p.requires_grad)
-            self._frozen_versions = {name: parameter._version for name, parameter in frozen}
         self._before_forward()
         with self._plain_errors(), self._replica.pass_(first, last=enabled):
             yield
@@ -223,6 +219,8 @@ class ParameterServer(Strategy):
                 if message.numel():
                     dist.broadcast(message.view(torch.uint8), src=server, group=self._group)  # of any dtype
                 unpack(bucket, number, message, self._parameters)
+                if self._replica is not None:
+                    self._replica.client.keep(bucket.index, number, message)
 
     def collect(self, model: nn.Module) -> None:
         """Send every rank the buffers of the first worker, and servers its extra state, too."""
@@ -240,7 +238,7 @@ class ParameterServer(Strategy):
         """Called after each step (a collective in the first)."""
         if not self._compared:
             self._compare_buffers()
-            self._refuse_changed_parameters()
+            self.finish_checks()
             self._compared = True
 
     def _compare_buffers(self) -> None:
@@ -254,13 +252,11 @@ class ParameterServer(Strategy):
             "register buffers in __init__, in their final size, or use strategy=ddp",
         )
 
-    def _refuse_changed_parameters(self) -> None:
-        """Raise UserError on every rank if a step made parameters, or changed frozen ones, on any."""
-        now = dict(self._model.named_parameters())
-        changed = [
-            name for name, p in now.items() if p._version != self._frozen_versions.get(name, p._version)
-        ]
-        own = sorted(changed + [name for name in now if name not in self._parameters])
+    def finish_checks(self) -> None:
+        """Raise UserError on every rank if a pass made parameters, or changed any, on any worker."""
+        own = [name for name, _ in self._model.named_parameters() if name not in self._parameters]
+        if self._replica is not None:
+            own += self._replica.changed()
         if names := sorted(set().union(*gather_objects(own))):
             raise UserError(CHANGES.format(", ".join(names[:5])))
 

@@ -16,6 +16,7 @@ from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.worker import Worker
 from trainer.errors import UserError
 from trainer.nested import leaves
+from trainer.strategies.turns import Turns
 
 
 class WorkerCopy:
@@ -41,9 +42,11 @@ class WorkerCopy:
     ) -> None:
         self.client, self.timeline = client, timeline
         self._enter, self._compiled = enter, compiled
-        self._model, self._num_steps = model, 0
+        self._model = model
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         bucket_of = {name: bucket for bucket in buckets if bucket.trainable for name in bucket.names}
+        self._all = [bucket.index for bucket in buckets]
+        self._turns = Turns(len(buckets))
         self._buckets = {bucket.index: bucket for bucket in bucket_of.values()}
         # Parameters without a gradient so far in this backward pass, by bucket.
         self._waiting: dict[int, set[Tensor]] = {}
@@ -91,17 +94,18 @@ class WorkerCopy:
             self._flush()
 
     def _refuse_changes(self) -> None:
-        """Raise UserError if a step's passes replaced or changed trained parameters, which servers overwrite.
+        """Raise UserError if a step's passes replaced or changed parameters, which servers overwrite.
 
-        The first steps compare the values of all, later ones those of one bucket, in turn.
+        The first steps compare the values of all, later ones those of one bucket, drawn at random.
         """
-        now = dict(self._model.named_parameters())
-        changed = {name for parameter, name in self._names.items() if now.get(name) is not parameter}
-        own = list(self._buckets)
-        due = own if self._num_steps < _ALL_BUCKETS else own[self._num_steps % len(own) :][:1]
-        self._num_steps += 1
-        if names := sorted(changed.union(*map(self.client.changed, due))):
+        if names := self.changed([self._all[number] for number in self._turns.next()]):
             raise UserError(CHANGES.format(", ".join(names[:5])))
+
+    def changed(self, buckets: Sequence[int] | None = None) -> list[str]:
+        """The names of replaced parameters, and of those in `buckets`, or in all, with other values."""
+        now = dict(self._model.named_parameters())
+        replaced = {name for parameter, name in self._names.items() if now.get(name) is not parameter}
+        return sorted(replaced.union(*map(self.client.changed, self._all if buckets is None else buckets)))
 
     def close(self) -> None:
         self._worker.close()
@@ -149,7 +153,6 @@ class WorkerCopy:
 
 
 _NOTHING = torch.empty(0)
-_ALL_BUCKETS = 3  # steps
 CHANGES = (
     "strategy=parameter_server: the forward pass or the loss makes or changes {}: no server would hold that, "
     "nor a checkpoint; make parameters in __init__, and change none, or use strategy=ddp"
