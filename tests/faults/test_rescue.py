@@ -210,3 +210,6 @@ def test_buffers_are_kept_as_they_were_after_the_last_step() -> None:
     model.mask.numpy()[0] = 5
     with pytest.raises(ValueError, match="mask is changed in a way that torch does not count"):
         kept.kept()
+    model.register_buffer("made", torch.zeros(1))
+    with pytest.raises(ValueError, match="made or removed buffers"):
+        kept.kept()

@@ -106,6 +106,7 @@ class KeptBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._places = {
             plain: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for (plain, _), (name, _) in zip(
@@ -142,8 +143,11 @@ class KeptBuffers:
         """By name in the model.
 
         Raises:
-            UserError: a large one has changed without a count, as by numpy(): its former value is lost.
+            UserError: a large one has changed without a count, as by numpy(): its former value is lost; or a
+                forward pass has made another buffer, of which there is no copy.
         """
+        if {name for name, _ in named_buffers(self._model)} != self._places.keys():
+            raise UserError("a forward pass has made or removed buffers")
         for name, kept in self._large.items():
             buffer = self._buffer(name)
             if buffer._version == self._versions[name] and not _equal(buffer.detach(), kept):
