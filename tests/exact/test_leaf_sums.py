@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trainer.comm.leaf_sums import Encoder, LeafSums, decode
 from trainer.errors import UserError
+from trainer.exact.buffers import LeafBuffers
 
 
 def _sum(*gradients: Tensor, num_leaves: int = 9) -> Tensor:
@@ -84,3 +85,13 @@ def test_what_cannot_be_added_is_refused() -> None:
         UserError, match="weight was used in a part of the batch, but in the last part of no rank"
     ):
         sums.check()
+
+
+def test_a_buffer_that_the_first_step_made_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    buffers = LeafBuffers(model, num_leaves=1, first=0)
+    buffers.begin_leaf()
+    model.register_buffer("made", torch.zeros(1), persistent=False)
+    buffers.end_leaf()
+    with pytest.raises(UserError, match="the first step made the buffer made"):
+        buffers.finish()

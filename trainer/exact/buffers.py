@@ -26,7 +26,7 @@ class LeafBuffers:
     """
 
     def __init__(self, model: nn.Module, num_leaves: int, first: int) -> None:
-        self._num_leaves, self._first = num_leaves, first
+        self._model, self._num_leaves, self._first = model, num_leaves, first
         self._places = [
             (f"{prefix}.{name}".lstrip("."), module, name)
             for prefix, module in model.named_modules()
@@ -58,11 +58,18 @@ class LeafBuffers:
         """Called after the last leaf of a step (a collective, if any buffer changes).
 
         Raises:
-            UserError: leaves disagree in a buffer of integers, or a buffer changed that did not before.
+            UserError: leaves disagree in a buffer of integers, a buffer changed that did not before, or the
+                first step made one.
         """
         followed, made = self._followed(), self._made
         self._made = []
         if self._changing is None:
+            known = {name for name, _, _ in self._places}
+            if late := {name for name, _ in self._model.named_buffers()} - known:
+                raise UserError(
+                    f"train.exact: the first step made the buffer {min(late)}, without a mean over leaves; "
+                    "register it in __init__"
+                )
             flags = torch.zeros(len(self._places), device=self._device())
             flags[sorted(self._changed)] = 1
             self._changing = sum_over_ranks(flags).nonzero().flatten().tolist() if self._places else []
