@@ -354,17 +354,19 @@ def test_groups_and_frozen_parameters_under_each_strategy(tmp_path: Path) -> Non
 
 
 class Thaws(nn.Module):
-    """Digits; a frozen layer, which the third pass thaws on request."""
+    """Digits; a layer that is frozen, and that the third pass thaws on request, or the other way round."""
 
-    def __init__(self, thaws: bool) -> None:
+    def __init__(self, thaws: bool, freezes: bool = False) -> None:
         super().__init__()
-        self.layer, self.head = nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 10)
-        self.thaws, self.passes = thaws, 0
+        self.layer, self.head = nn.Linear(64, 32).requires_grad_(freezes), nn.Linear(32, 10)
+        self.thaws, self.freezes, self.passes = thaws, freezes, 0
 
     def forward(self, images: Tensor) -> Tensor:
         self.passes += 1
         if self.thaws and self.passes == 3:
             self.layer.requires_grad_(True)
+        if self.freezes and self.passes == 3:
+            self.layer.requires_grad_(False)
         return self.head(torch.tanh(self.layer(images.flatten(1))))
 
 
@@ -402,3 +404,16 @@ def test_what_is_thawed_in_mid_run_is_told_once_and_leaves_the_rest_alone(tmp_pa
         assert thawed == frozen and not nothing
         assert warning.startswith(words)
     assert len(alone[1][1]) == 1  # pushes come in any order
+
+
+def _freezing(root: str) -> list[str]:
+    _, warnings = _thawing(f"{root}/single", False, "strategy=single", "+model.freezes=true")
+    with pytest.raises(UserError, match=r"changes layer\.bias, layer\.weight in a gathered copy"):
+        _thawing(f"{root}/fsdp", False, "strategy=fsdp", "+model.freezes=true")
+    return warnings
+
+
+@pytest.mark.slow
+def test_what_is_frozen_in_mid_run_is_told_since_a_resumed_run_trains_it(tmp_path: Path) -> None:
+    ((warning,),) = run_ranks(_freezing, 1, str(tmp_path), init=False)
+    assert warning.startswith("layer.weight (and 1 more) was trained when the run began and now requires no")

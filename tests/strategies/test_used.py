@@ -71,6 +71,14 @@ class Penalty(Classification):
         return loss + slope.square().sum()
 
 
+class Decay(Classification):
+    """With the norm of the parameters, as they are between forward passes."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        squares = [parameter.square().sum() for parameter in model.parameters()]
+        return super().loss(model, batch) + 0.01 * sum(squares)
+
+
 def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
     def named(name: str, more: int, rank: int = 0) -> str:
         return f"used {name} (and {more} more) on rank {rank} and not on {1 - rank}, but"
@@ -92,7 +100,10 @@ def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> 
     runs.append((*PARTS, "strategy=fsdp", *added))
     penalty = ("data.task._target_=tests.strategies.test_used.Penalty", f"run_dir={tmp_path}/penalty")
     runs.append((*PARTS, "strategy=fsdp", *penalty))
+    decay = ("data.task._target_=tests.strategies.test_used.Decay", f"run_dir={tmp_path}/decay")
+    runs.append((*PARTS, "strategy=fsdp", *decay))
     words = [*expected.values(), "accepted", "the backward pass went a second time through a unit"]
+    words.append("UserError: strategy=fsdp: the loss uses parameters outside of the model's forward pass")
     for messages in run_ranks(refusals, 2, *runs, init=False):
         for message, expectation in zip(messages, words, strict=True):
             assert expectation in message, message

@@ -313,6 +313,19 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(wrong: Any, shown: str)
         loss_of(Mine(), nn.Linear(2, 2), torch.ones(3, 2), 1)
 
 
+def test_a_model_that_cannot_be_copied_is_told_in_plain_words() -> None:
+    class Wrapped(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("cannot pickle 'mmap.mmap' object")
+
+    class Mine:
+        def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+            return copy.deepcopy(model)(batch).sum()
+
+    with pytest.raises(UserError, match=r"Mine.loss calls copy.deepcopy, which fails .cannot pickle 'mmap"):
+        loss_of(Mine(), Wrapped(2, 2), torch.ones(3, 2), 1)
+
+
 class Backward(Classification):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)

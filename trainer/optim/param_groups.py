@@ -39,30 +39,46 @@ def freeze(model: nn.Module, node: dict[str, Any]) -> None:
 
 
 class Frozen:
-    """The parameters that are not trained when a run begins, so the optimizer does not have them.
+    """Which parameters are trained when a run begins: the optimizer has those, and no checkpoint says which.
 
     Args:
         model: unwrapped, as this process computes with it.
     """
 
+    _told_thawed = False
+
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {name: p for name, p in parameter_names(model) if not p.requires_grad}
-        self._told = False
+        named = list(parameter_names(model))
+        self._frozen = {name: p for name, p in named if not p.requires_grad}
+        self._trained = {name: p for name, p in named if p.requires_grad}
 
     def drop_gradients(self) -> None:
-        """Called after each backward pass: user code may have thawed some, which no step would clear."""
-        thawed = [name for name, parameter in self._parameters.items() if parameter.grad is not None]
+        """Called after each backward pass: user code may have thawed some, which no step would clear.
+
+        Warns of the first that it thawed or froze.
+        """
+        thawed = [name for name, parameter in self._frozen.items() if parameter.grad is not None]
         for name in thawed:
-            self._parameters[name].grad = None
-        if thawed and not self._told:
-            self._told = True
-            more = f" (and {len(thawed) - 1} more)" * bool(thawed[1:])
+            self._frozen[name].grad = None
+        if thawed and not self._told_thawed:
+            self._told_thawed = True
             log.warning(
-                "%s%s was frozen when the run began and now requires a gradient: it is not trained for that. "
+                "%s was frozen when the run began and now requires a gradient: it is not trained for that. "
                 "Begin another run with it trained, from this one's weights (model.init_from)",
-                thawed[0],
-                more,
+                _first_of(thawed),
             )
+        if frozen := [name for name, parameter in self._trained.items() if not parameter.requires_grad]:
+            self._trained = {}  # once is enough
+            log.warning(
+                "%s was trained when the run began and now requires no gradient. No checkpoint holds that: a "
+                "resumed run trains it until this code freezes it again. To freeze it for good, begin "
+                "another run with model.freeze, from this one's weights (model.init_from)",
+                _first_of(frozen),
+            )
+
+
+def _first_of(names: Sequence[str]) -> str:
+    return names[0] + f" (and {len(names) - 1} more)" * bool(names[1:])
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:

@@ -35,10 +35,16 @@ def forward_errors(param_dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def backward_errors() -> Iterator[None]:
-    """Around a backward pass: a unit may have been freed before the last pass through it."""
+    """Around a backward pass, in which a parameter of the loss may be sharded or freed."""
     try:
         yield
     except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise UserError(
+                "strategy=fsdp: the loss uses parameters outside of the model's forward pass, where they are "
+                "sharded, as a penalty over model.parameters() does; use optim.weight_decay, compute the "
+                "penalty in the forward pass, or use strategy=ddp"
+            ) from error
         if "out of bounds for storage of size 0" in str(error):
             raise UserError(
                 "strategy=fsdp: the backward pass went a second time through a unit, whose parameters are "

@@ -1,6 +1,8 @@
 """How many labels of each micro-batch count, and the divisors of losses that follow from it."""
 
+import copy
 import math
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -87,9 +89,9 @@ def loss_of(
         UserError: `task.loss` does not return a scalar to differentiate, or changed gradients itself.
     """
     before = _gradients(watched)
-    with _zero_gradients(model) if divisor is None else nullcontext():
-        loss = task.loss(model, batch)
     method = f"{type(task).__name__}.loss"
+    with _zero_gradients(model) if divisor is None else nullcontext(), _explained_copies(method):
+        loss = task.loss(model, batch)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(
             f"{method} returns {_described(loss)}, but must return a scalar to differentiate, a mean"
@@ -146,6 +148,21 @@ def _zero_gradients(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _explained_copies(method: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if any((frame.filename, frame.name) == (copy.__file__, "deepcopy") for frame in frames):
+            raise UserError(
+                f"{method} calls copy.deepcopy, which fails ({error}). A model in training cannot be copied "
+                "under every strategy: keep clones of its parameters (p.detach().clone()), build a second "
+                "model of its class for them, or use strategy=single"
+            ) from error
+        raise
 
 
 def _described(value: Any) -> str:
