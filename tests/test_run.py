@@ -213,6 +213,10 @@ BARE = ["~model.hidden", "~model.input_shape", "~model.num_classes"]
             "makes a Unsummarised without summarise; see",
         ),
         (
+            [*BARE, "model._target_=tests.test_run.NamedTwice"],
+            r"NamedTwice cannot be built: KeyError: \"attribute 'layer' already exists",
+        ),
+        (
             ["data.dataset={_target_:tests.test_run.Uncounted}"],
             r"Uncounted has __getitem__, but no __len__",
         ),
@@ -237,6 +241,13 @@ class Uncounted:
 
     def __init__(self, split: str) -> None: ...
     def __getitem__(self, index: int) -> None: ...
+
+
+class NamedTwice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.register_buffer("layer", None)
 
 
 class Learned(torch.nn.Module, Classification):

@@ -24,9 +24,9 @@ from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.meta_init.deferred import Deferred
-from trainer.nested import leaves
 from trainer.strategies import Strategy
 from trainer.tasks import Task, offers
+from trainer.tasks.base import refuse_own_parameters
 
 
 class Data(NamedTuple):
@@ -166,11 +166,7 @@ def build_task(config: Config) -> Task:
             f"data.task: {config.data.task['_target_']} makes a {type(task).__name__} without {lacking}; see "
             "trainer.tasks.Task. With train.eval_every_epochs=0 only loss is needed"
         )
-    if any(_is_trained(part) for part in leaves(getattr(task, "__dict__", {}))):
-        raise UserError(
-            f"data.task: {type(task).__name__} has parameters, which no optimizer would train and no "
-            "checkpoint hold; put them into the model, or freeze them (requires_grad_(False))"
-        )
+    refuse_own_parameters(task)
     if config.train.compile and offers(task, "compile"):
         task.compile()
     return task
@@ -185,11 +181,6 @@ def _lacking(task: Any, evaluates: bool) -> str:
         if {*pair} <= {*lacking}:
             lacking.append("(or rows and summarise_rows)")
     return " and ".join(lacking).replace(" and (", " (")
-
-
-def _is_trained(part: Any) -> bool:
-    of_module = part.parameters() if isinstance(part, nn.Module) else [part]
-    return any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in of_module)
 
 
 def start_from(node: dict[str, Any], model: Deferred, agreement: Agreement, dist: Dist) -> None:

@@ -111,7 +111,7 @@ def compute_gradients(
     another_follows = context.state.progress.step + 1 < context.total_steps
     first_micro_batch, order = context.batch.first_micro_batch(replica), strategy.order
     own_losses: list[Tensor] = []
-    is_first = step == context.steps_before + 1
+    is_first_step = step == context.steps_before + 1
     watched = strategy.watched(context.model, step - 1 - context.steps_before)
     for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
@@ -125,8 +125,11 @@ def compute_gradients(
         seed_micro_batch(context.seed, step, first_micro_batch + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):
             with strategy.autocast():
-                loss = loss_of(context.task, context.model, batch, divisor, watched, is_first=is_first)
-            is_first = False
+                loss = loss_of(
+                    *(context.task, context.model, batch, divisor, watched),
+                    is_first=is_first_step and micro_step == 1,
+                    by_value=is_first_step,
+                )
             own_losses.append(loss.detach().float())
             meter.count_batch(context.task, batch, divisor, order.row(micro_step - 1))
             if last and tell_others:

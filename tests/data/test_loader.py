@@ -149,6 +149,17 @@ def test_a_subset_and_a_list_of_samples_are_batched_too() -> None:
     assert images.shape == (8, 1, 8, 8)
 
 
+def test_none_hides_the_batches_of_a_base_class() -> None:
+    class Single(Digits):
+        __getitems__ = None  # type: ignore[assignment]
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.images[index] + 1, self.labels[index]
+
+    images, _ = next(iter(train_loader(Single("train"), 8).epoch(0)))
+    assert images.min() >= 1
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_sample_is_one_message(workers: int) -> None:
     for batches in (

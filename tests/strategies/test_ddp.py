@@ -3,13 +3,16 @@
 import os
 import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.faults.test_ends import TINY, refusals
 from tests.programs import finish_ranks
 from tests.ranks import run_ranks
+from trainer.tasks import Classification
 
 QUICK = (
     *(word for word in TINY if not word.startswith("model._target_")),
@@ -22,12 +25,16 @@ WAY_OUT = r"DDP waits for the gradient of each parameter; set strategy\.find_unu
 class Idle(nn.Module):
     """On the ranks of `ranks`, one layer is skipped from the fourth pass on; another is never used."""
 
-    def __init__(self, ranks: str = "01", spare: bool = False, max_norm: float | None = None) -> None:
+    def __init__(
+        self, ranks: str = "01", spare: bool = False, max_norm: float | None = None, hook: bool = False
+    ) -> None:
         super().__init__()
         self.table = None if max_norm is None else nn.Embedding(2, 6, max_norm=max_norm)
         self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 2)
         self.ranks, self.spare = ranks, nn.Linear(6, 6) if spare else None
         self.passes = 0
+        if hook:
+            self.head.bias.register_hook(torch.neg)
 
     def forward(self, rows: Tensor) -> Tensor:
         self.passes += self.training
@@ -35,6 +42,13 @@ class Idle(nn.Module):
         for layer in self.layers[leaves_out:]:
             rows = layer(rows)
         return self.head(rows)
+
+
+class Parts(Classification):
+    """Calls a part of the model."""
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return cast(Tensor, model.head(batch[0]).sum())
 
 
 def idle(*options: str) -> tuple[str, ...]:
@@ -53,12 +67,18 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
         idle("train.micro_batch_size=6", "strategy.static_graph=true"): "a step has several micro-batches",
         idle("+model.max_norm=1"): "table has max_norm=1, .* changes the weight: on each rank",
         idle("+model.spare=true", "strategy.find_unused_parameters=true"): "accepted",
+        idle(
+            f"data.task._target_={__name__}.Parts"
+        ): r"the loss uses model\.head, but .* a call of the model",
+        idle("+model.hook=true", "train.max_steps=1"): "accepted",
     }
     mistakes = [(*options, f"run_dir={tmp_path}/{number}") for number, options in enumerate(expected)]
     for rank, messages in enumerate(run_ranks(refusals, 2, *mistakes, init=False)):
         for message, words in zip(messages, expected.values(), strict=True):
             assert re.search(words, message), message
             assert words not in (spare, layer) or f"the loss of rank {rank} " in message
+    log = (tmp_path / str(len(expected) - 1) / "train.log").read_text()
+    assert "hooks on the gradients of head.bias get each rank's own" in log
 
 
 @pytest.mark.slow

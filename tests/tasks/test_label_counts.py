@@ -359,7 +359,11 @@ class Late(Classification):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss, self.calls = super().loss(model, batch), self.calls + 1
         if self.calls == 2:
-            if self.how in ("adds", "replaces"):
+            if self.how == "shifts":
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.data += 1  # changes no version
+            elif self.how in ("adds", "replaces"):
                 if self.how == "replaces":
                     model.zero_grad()
                 super().loss(model, batch).backward()
@@ -369,7 +373,11 @@ class Late(Classification):
 
 
 @pytest.mark.parametrize(
-    "how", ["adds", *(pytest.param(how, marks=pytest.mark.slow) for how in ("replaces", "drops", "clears"))]
+    "how",
+    [
+        *("adds", "shifts"),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("replaces", "drops", "clears")),
+    ],
 )
 @pytest.mark.parametrize("parts", [2, 1])  # its second call is in the first step, or in the next
 def test_gradients_of_other_micro_batches_are_no_loss_to_change(how: str, parts: int, tmp_path: Path) -> None:
@@ -380,7 +388,7 @@ def test_gradients_of_other_micro_batches_are_no_loss_to_change(how: str, parts:
 
 
 class Reaches(Classification):
-    """Its loss depends on no parameter, or on one of its own, which is trained or frozen."""
+    """Its loss depends on no parameter, or it has its own, from the start or late, trained or frozen."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -388,6 +396,9 @@ class Reaches(Classification):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)
+        if self.what == "late":
+            self.own = [nn.Linear(1, 1)]
+        self.kept = loss, model  # has parameters, but none of its own
         return loss.detach().requires_grad_() if self.what == "nothing" else loss
 
 
@@ -396,6 +407,7 @@ class Reaches(Classification):
     [
         ("nothing", "the first backward pass gave no parameter a gradient. The loss depends on none"),
         ("trained", "Reaches has parameters, which no optimizer would train"),
+        ("late", "Reaches has parameters, which no optimizer would train"),
         pytest.param("frozen", "accepted", marks=pytest.mark.slow),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import hydra.utils
 from hydra.errors import InstantiationException
 
-from trainer.errors import UserError, on_one_line
+from trainer.errors import UserError, in_a_line, on_one_line
 
 # Hydra 1.4 asks for a list of the classes that a config may name. Here it may name any: see README, "Trust".
 warnings.filterwarnings("ignore", message=r"hydra\.utils\.instantiate\(\) resolved")
@@ -34,7 +34,7 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
         cause = error.__cause__
         if isinstance(cause, UserError):
             raise cause from None
-        if cause is None or isinstance(cause, TypeError | ValueError | ImportError | OSError):
+        if cause is None or isinstance(cause, TypeError | ValueError | LookupError | ImportError | OSError):
             raise _cannot(name, node, cause or error) from error
         raise cause from None
     except TypeError as error:  # Hydra's own, for a node that it cannot read: _recursive_=x
@@ -42,7 +42,8 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
 
 
 def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
-    target, said = node["_target_"], on_one_line(reason)
+    target = node["_target_"]
+    said = in_a_line(reason) if isinstance(reason, LookupError) else on_one_line(reason)  # a bare key
     unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
     left_out = f"; ~{name}.{unknown[1]} leaves it out" if unknown and unknown[1] in node else ""
     return UserError(f"{name}: {target} cannot be built: {said}{left_out}{_hidden(target)}")

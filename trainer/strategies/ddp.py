@@ -14,7 +14,7 @@ from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdComm
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME
-from trainer.meta_init.module_tensors import without_gradient_hooks
+from trainer.meta_init.module_tensors import has_gradient_hook, without_gradient_hooks
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
 from trainer.strategies.shardable import refuse_max_norm
@@ -64,6 +64,11 @@ class Ddp(Strategy):
             # The graph is still split at the bucket borders, since torch compiles it when DDP calls it.
             model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # a single rank has no peers
+            if hooked := [name for name, p in model.named_parameters() if has_gradient_hook(p)]:
+                self.notes.append(
+                    f"ddp: hooks on the gradients of {', '.join(hooked[:5])} get each rank's own, before "
+                    "it is averaged over ranks, so the result depends on the number of ranks"
+                )
             refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
             self.order.attach(model, reduces=True)
             self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -102,6 +107,21 @@ class Ddp(Strategy):
         passes = 2 if self.settings.static_graph else 0 if self.settings.find_unused_parameters else 1
         if self.order.sums is None:  # integers have the same sum in any order
             self._passes_missed = min(state.progress.step, passes)
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        with super().autocast():
+            try:
+                yield
+            except AttributeError as error:
+                wrapper, name = error.obj, error.name
+                if not isinstance(wrapper, DistributedDataParallel) or not hasattr(wrapper.module, str(name)):
+                    raise
+                raise UserError(
+                    f"strategy=ddp: the loss uses model.{name}, but gradients are averaged over ranks only "
+                    "in a call of the model itself: let its forward() do so and call model(...), or return "
+                    "the loss from forward(), for data.task._target_=trainer.tasks.OwnLoss"
+                ) from error
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         if not isinstance(model, DistributedDataParallel):

@@ -1,10 +1,13 @@
 """The interface of tasks: any class with `loss`, and the other methods as needed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
+
+from trainer.errors import UserError
+from trainer.nested import leaves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,3 +91,15 @@ class Task(Protocol):
 def offers(task: Task, *methods: str) -> bool:
     """Whether the task has all these methods."""
     return all(callable(getattr(task, name, None)) for name in methods)
+
+
+def refuse_own_parameters(task: Task, known: Collection[int] = ()) -> None:
+    """Raise UserError if `task` holds parameters that require a gradient, but those with `known` ids."""
+    for part in leaves(getattr(task, "__dict__", {})):
+        for tensor in part.parameters() if isinstance(part, nn.Module) else [part]:
+            is_tensor = isinstance(tensor, Tensor) and id(tensor) not in known
+            if is_tensor and tensor.requires_grad and tensor.is_leaf:  # outputs that a loss keeps are none
+                raise UserError(
+                    f"data.task: {type(task).__name__} has parameters, which no optimizer would train and "
+                    "no checkpoint hold; put them into the model, or freeze them (requires_grad_(False))"
+                )

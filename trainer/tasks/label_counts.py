@@ -15,6 +15,7 @@ from trainer.errors import UserError
 from trainer.local_shard import to_local
 from trainer.nested import leaves
 from trainer.tasks import Task
+from trainer.tasks.base import refuse_own_parameters
 
 Divisor = float | Tensor | None
 """The divisor of a micro-batch's mean loss before losses are added; an int if all counts are equal. None: the
@@ -74,6 +75,7 @@ def loss_of(
     watched: Sequence[Tensor] = (),
     *,
     is_first: bool = False,
+    by_value: bool = False,
 ) -> Tensor:
     """The contribution of a micro-batch to the loss of the step, a scalar to be differentiated.
 
@@ -84,11 +86,14 @@ def loss_of(
         watched: parameters whose gradients `task.loss` must leave as they are. To look at one before and
             after takes 3 to 7 us.
         is_first: whether it is the first micro-batch of the run: no parameter may then have a gradient.
+        by_value: whether to compare sums of these gradients, too, since a change through `grad.data` leaves
+            no other trace. It waits for the device.
 
     Raises:
-        UserError: `task.loss` does not return a scalar to differentiate, or changed gradients itself.
+        UserError: `task.loss` does not return a scalar to differentiate, changed gradients itself, or made
+            parameters.
     """
-    before = _gradients(watched)
+    before = _gradients(watched, by_value)
     method = f"{type(task).__name__}.loss"
     with _zero_gradients(model) if divisor is None else nullcontext(), _explained_copies(method):
         loss = task.loss(model, batch)
@@ -97,24 +102,27 @@ def loss_of(
             f"{method} returns {_described(loss)}, but must return a scalar to differentiate, a mean"
         )
     # FSDP gathers units in the first forward pass: only then `model` has these parameters.
-    after = _gradients(model.parameters() if is_first else watched)
+    after = _gradients(model.parameters() if is_first else watched, by_value)
     if [key for _, *key in before] != [key for _, *key in after]:
         raise UserError(
             f"{method} changes the gradients of parameters, as backward() and zero_grad() do, but they are "
             "the sum over micro-batches and ranks; return the loss, to which the trainer applies backward(), "
             "and compute gradients within it by torch.autograd.grad"
         )
+    if is_first:
+        refuse_own_parameters(task, {id(tensor) for tensor in (*model.parameters(), *watched)})
     return divided(loss, divisor)
 
 
-def _gradients(trained: Iterable[Tensor]) -> list[tuple[Tensor, int, int, int]]:
-    """Of each gradient: itself, so that its id is not given again; its tensor's id, its own; its version."""
-    held = [(id(tensor), gradient) for tensor in trained if (gradient := tensor.grad) is not None]
-    return [(grad, whose, id(grad), _version(grad)) for whose, grad in held]
-
-
-def _version(gradient: Tensor) -> int:
-    return (gradient if type(gradient) is Tensor else to_local(gradient))._version
+def _gradients(trained: Iterable[Tensor], by_value: bool) -> list[tuple[Tensor, int, int, int, str]]:
+    """Of each gradient: itself, so that its id is not given again; its tensor's id, its own; version, sum."""
+    found = []
+    for tensor in trained:
+        if (gradient := tensor.grad) is not None:
+            own = gradient if type(gradient) is Tensor else to_local(gradient)
+            total = repr(own.sum().item()) if by_value else ""  # as text, in which NaN equals NaN
+            found.append((gradient, id(tensor), id(gradient), own._version, total))
+    return found
 
 
 def scalar(value: Any, source: str) -> Tensor:

@@ -160,7 +160,7 @@ def fetches_batches(dataset: Dataset[Any]) -> bool:
     """Whether the dataset returns whole batches. A Subset always does, so ask the dataset behind it."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    return hasattr(dataset, "__getitems__")
+    return callable(getattr(dataset, "__getitems__", None))  # None hides that of a base class
 
 
 def sample_of(dataset: Any, index: int) -> Any:
