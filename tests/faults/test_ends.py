@@ -383,7 +383,7 @@ def test_what_users_code_does_is_told_with_its_line_and_its_sample(tmp_path: Pat
         said["killed"],
     ), said
     assert re.search(
-        r"in data of step \d+, at tests/user_parts.py:\d+ in _act: .*a data worker raised SystemExit: 7$",
+        r"in data of step \d+, at tests/user_parts.py:\d+ in _act: .*a data worker raised SystemExit: 7; step 8 is saved",
         said["worker exits"],
     ), said
 
