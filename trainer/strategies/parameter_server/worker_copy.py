@@ -46,7 +46,7 @@ class WorkerCopy:
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         bucket_of = {name: bucket for bucket in buckets if bucket.trainable for name in bucket.names}
         self._all = [bucket.index for bucket in buckets]
-        self._turns = Turns(len(buckets))
+        self._turns, self._is_later = Turns(len(buckets)), False
         self._buckets = {bucket.index: bucket for bucket in bucket_of.values()}
         # Parameters without a gradient so far in this backward pass, by bucket.
         self._waiting: dict[int, set[Tensor]] = {}
@@ -98,7 +98,10 @@ class WorkerCopy:
 
         The first steps compare the values of all, later ones those of one bucket, drawn at random.
         """
-        if names := self.changed([self._all[number] for number in self._turns.next()]):
+        # All ranks ask together after the first step, also about frozen ones.
+        due = [self._all[number] for number in self._turns.next()] if self._is_later else list(self._buckets)
+        self._is_later = True
+        if names := self.changed(due):
             raise UserError(CHANGES.format(", ".join(names[:5])))
 
     def changed(self, buckets: Sequence[int] | None = None) -> list[str]:
