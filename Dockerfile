@@ -1,10 +1,10 @@
 # From the wheel:   pip wheel --no-deps --wheel-dir dist . && docker build -t ringmaster .
-# A run:            docker run --gpus all --shm-size=8g -v $PWD/runs:/work/runs ringmaster
+# A run:            docker run --gpus all --shm-size=8g -v $PWD/runs:/ringmaster/runs ringmaster
 # With settings:    docker run ... ringmaster --standalone --nproc-per-node=2 -m trainer strategy=fsdp run_dir=runs/mine resume=auto
 FROM python:3.12-slim
 COPY dist/*.whl /tmp/
 RUN pip install --no-cache-dir /tmp/*.whl && rm /tmp/*.whl
-WORKDIR /work
+WORKDIR /ringmaster
 # torchrun is process 1 and gets the signals of `docker stop` itself; the ranks have 120 s to save:
 # stop with `docker stop --time 130`.
 ENTRYPOINT ["torchrun", "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1", "--shutdown-timeout", "120"]

@@ -51,9 +51,7 @@ def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str
     from trainer.training.run_hash import parameters_sha256
 
     words = ["strategy.servers=all"] * (strategy == "parameter_server")
-    source = folder / kind / "checkpoints" / f"step_{STOPPED_AT:08}"
-    if resume and not source.exists():  # the run was refused
-        return
+    source = saved_by(folder, kind)
     run_dir = folder / (f"{kind}-resumed" if resume else kind)
     words += [f"run_dir={run_dir}", f"resume={source if resume else 'null'}"]
 
@@ -76,6 +74,11 @@ def visit(strategy: str, resume: bool, folder: Path, answers: Answers, kind: str
     sha = answers.asked(question, trained)
     if int(os.environ["RANK"]) == 0:
         answers.give(question, sha)
+
+
+def saved_by(folder: Path, kind: str) -> Path:
+    """The checkpoint to resume from. A run that was refused has none."""
+    return folder / kind / "checkpoints" / f"step_{STOPPED_AT:08}"
 
 
 @contextmanager
@@ -120,9 +123,8 @@ def main() -> None:
             folder.mkdir(parents=True)
             for resume in (False, True):
                 ask = partial(visit, strategy, resume, folder)
-                for kind in visit_each(
-                    ask, STRATEGIES[strategy], arguments.only, folder / f"answers{resume:d}"
-                ):
+                kinds = [kind for kind in arguments.only if not resume or saved_by(folder, kind).exists()]
+                for kind in visit_each(ask, STRATEGIES[strategy], kinds, folder / f"answers{resume:d}"):
                     row = read(folder / f"answers{resume:d}").get(kind, {})
                     print(f"{strategy:17}{kind:22}", row, flush=True)
             found[strategy] = {
