@@ -24,7 +24,7 @@ from trainer import config
 from trainer.config.overrides import for_hydra, leaves
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 _BLOCK = re.compile(
     r"(?:<!-- skip: (?P<skip>[^>]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -55,7 +55,8 @@ def _blocks(*kinds: str) -> list[Block]:
     return [block for block in found if block.kind in kinds]
 
 
-SHELL = [block for block in _blocks("bash") if block.skip is None]
+# Those of examples/ are run by tests/test_examples.py.
+SHELL = [block for block in _blocks("bash") if block.skip is None and "examples" not in block.page.parts]
 
 
 def _commands(block: Block) -> Iterator[list[str]]:

@@ -71,5 +71,8 @@ def _filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
 def _fact(name: str, key: str, facts: object) -> Any:
     fact = getattr(facts, key, None)
     if fact is None:
-        raise UserError(f"{name}.{key} is auto, but {type(facts).__name__} has no {key}; give it a value")
+        of = getattr(
+            facts, "class_name", type(facts).__name__
+        )  # not the wrapper that a setting put around it
+        raise UserError(f"{name}.{key} is auto, but {of} has no {key}; give it a value")
     return fact

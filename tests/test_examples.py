@@ -1,0 +1,49 @@
+"""The projects of examples/: the commands of their READMEs are run, with steps cut."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.programs import ROOT, finish
+
+EXAMPLES = sorted(page.parent.name for page in (ROOT / "examples").glob("*/README.md"))
+SHORT = ("train.max_steps=4", "schedule.warmup_steps=0")
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of `python`, for each command of the page."""
+    for block in re.findall(r"^```bash\n(.*?)^```$", page.read_text(), re.M | re.S):
+        for line in re.split(r"\n|&&", block):
+            match shlex.split(line, comments=True):
+                case [] | ["cd", _]:
+                    pass
+                case ["python", *words]:
+                    yield words
+                case ["ringmaster", *words]:
+                    yield ["-m", "trainer", *words, *SHORT]
+                case ["torchrun", *words]:
+                    yield ["-m", "torch.distributed.run", *words, *SHORT]
+                case words:
+                    raise AssertionError(words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs_as_its_readme_says(example: str, tmp_path: Path) -> None:
+    own_runs = shutil.ignore_patterns("runs", "round", "angular", "*.csv", "__pycache__")
+    shutil.copytree(ROOT / "examples" / example, tmp_path / "examples" / example, ignore=own_runs)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for words in commands(ROOT / "examples" / example / "README.md"):
+        done = finish(*words, cwd=tmp_path / "examples" / example)
+        assert done.code == 0, f"{words}\n{done.output}"
+
+
+def test_each_example_is_listed() -> None:
+    listed = re.findall(r"\]\((\w+)/README\.md\)", (ROOT / "examples/README.md").read_text())
+    assert sorted(listed) == EXAMPLES
