@@ -3,7 +3,7 @@
 Any other exception is a fault: Python's own status 1, with its traceback.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,6 +82,12 @@ class EndedBefore(RunEndError):  # noqa: N818, not an error
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.exit_code = status
+
+
+def first_few(items: Iterable[object], most: int = 5) -> str:
+    """The first `most` of the items, and how many more there are: "a, b (and 3 more)"."""
+    words = [str(item) for item in items]
+    return ", ".join(words[:most]) + (f" (and {len(words) - most} more)" if len(words) > most else "")
 
 
 def first_line(error: BaseException | str) -> str:

@@ -1,5 +1,7 @@
 """This process's shard of a tensor that may be sharded over ranks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,19 +25,38 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def local_shard(full: Tensor, sharded: DTensor) -> Tensor:
-    """This process's shard of `sharded`, as a view of `full`: of a mapped file the rest is never read."""
-    *copies, placement = sharded.placements
-    assert all(copy == Replicate() for copy in copies), sharded.placements
-    if placement == Replicate():
-        return full
-    assert placement == Shard(0), sharded.placements
-    mesh = sharded.device_mesh
-    coordinate = mesh.get_coordinate()
+def num_rows(shape: Sequence[int]) -> int:
+    """The size of the first dimension; 1 for a scalar."""
+    return shape[0] if shape else 1
+
+
+def rows_of_shard(num_rows: int, shard: int, num_shards: int) -> tuple[int, int]:
+    """The rows [begin, end) of a shard, cut as by torch.chunk and DTensor: the last ones may be empty."""
+    each = -(-num_rows // num_shards)
+    return min(shard * each, num_rows), min((shard + 1) * each, num_rows)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks hold different rows of it: along its first dimension, over the mesh's last."""
+    if not isinstance(tensor, DTensor):
+        return False
+    *copies, placement = tensor.placements
+    assert all(copy == Replicate() for copy in copies), tensor.placements
+    assert placement in (Replicate(), Shard(0)), tensor.placements
+    return placement == Shard(0)
+
+
+def own_rows(tensor: Tensor) -> tuple[int, int]:
+    """The rows [begin, end) of `tensor` that this process holds: all, or those of its shard."""
+    rows = num_rows(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return 0, rows
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # the mesh has only other ranks, such as parameter servers
-        return sharded.to_local()
-    index, shards = coordinate[-1], full.chunk(mesh.size(-1))
-    return shards[index] if index < len(shards) else full[:0]
+        return 0, 0
+    if not is_sharded(tensor):
+        return 0, rows
+    return rows_of_shard(rows, coordinate[-1], tensor.device_mesh.size(-1))
 
 
 def other_bits(one: Tensor, other: Tensor) -> Tensor:

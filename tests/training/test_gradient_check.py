@@ -111,7 +111,7 @@ def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
             assert (found["updates"], found["same"], error.exit_code) == (2, True, 3), name
             known = not last or name in ("server", "all_serve")  # before it reached the others
             where = f"rank {last} (host {last})" if known else "some rank"
-            what = "head.weight" if name == "fsdp_one_row" else "1.weight (and of 5 more)"
+            what = "head.weight" if name == "fsdp_one_row" else "1.weight (and 5 more)"
             said = f"the gradient of {what} is NaN or Inf in step 3 on {where}; no rank applied that step"
             assert str(error).startswith(said), (name, str(error))
             assert error.ranks == ((last,) if known else ()), name
@@ -213,7 +213,7 @@ def test_a_fused_optimizer_leaves_an_update_out_that_the_host_learns_of_later(
         updates.append(not any(p.any() for group in self.param_groups for p in group["params"]))
 
     monkeypatch.setattr(torch.optim.SGD, "step", noted)
-    with pytest.raises(NonFiniteError, match=r"the gradient of 1 \(and of 1 more\) is NaN or Inf"):
+    with pytest.raises(NonFiniteError, match=r"the gradient of 1 \(and 1 more\) is NaN or Inf"):
         checked(
             [torch.ones(2), torch.tensor([1.0, torch.nan]), torch.tensor([torch.inf])],
             on_cuda=True,

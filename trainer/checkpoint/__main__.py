@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.convert import DTYPES, FILE_BYTES, FORMS, convert
+from trainer.checkpoint.convert import FILE_BYTES, FORMS, convert
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
+from trainer.distributed.backend_flags import DTYPES
 from trainer.errors import UserError
 from trainer.files.address import Location, location
 from trainer.files.untrusted import printable

@@ -20,7 +20,6 @@ from trainer.errors import UserError
 from trainer.files.address import Location
 
 FORMS = ("safetensors", "torch", "hf", "dcp")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_BYTES = 5 * 10**9  # as Hugging Face splits
 
 

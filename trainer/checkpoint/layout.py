@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.matching import of_modules_own
 from trainer.checkpoint.safetensors_files import NAMES, sizes_in
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.untrusted import Fields, printable
-from trainer.local_shard import to_local
+from trainer.local_shard import is_sharded, num_rows, rows_of_shard, to_local
 
 _MODEL = "model."
 # Beside those of safetensors, which has no names for these: they are stored as bytes.
@@ -96,39 +96,6 @@ def _entry(name: str, fields: Fields) -> IndexEntry:
     return IndexEntry(dtype, torch.Size(shape), tuple(chunks))
 
 
-def num_rows(shape: tuple[int, ...]) -> int:
-    """The size of the first dimension; 1 for a scalar."""
-    return shape[0] if shape else 1
-
-
-def rows_of_part(num_rows: int, part: int, parts: int) -> tuple[int, int]:
-    """The rows [begin, end) of part number ``part`` of ``parts``, cut as by torch.chunk and DTensor."""
-    each = -(-num_rows // parts)
-    return min(part * each, num_rows), min((part + 1) * each, num_rows)
-
-
-def own_rows(tensor: Tensor) -> tuple[int, int]:
-    """The rows [begin, end) of ``tensor`` that this process holds: all, or those of its shard."""
-    rows = num_rows(tuple(tensor.shape))
-    if not isinstance(tensor, DTensor):
-        return 0, rows
-    place = tensor.device_mesh.get_coordinate()
-    if place is None:  # the mesh has only other ranks, such as parameter servers
-        return 0, 0
-    if not _is_sharded(tensor):
-        return 0, rows
-    return rows_of_part(rows, place[-1], tensor.device_mesh.size(-1))
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    if not isinstance(tensor, DTensor):
-        return False
-    *copies, placement = tensor.placements
-    assert all(copy == Replicate() for copy in copies), tensor.placements
-    assert placement in (Replicate(), Shard(0)), tensor.placements
-    return placement == Shard(0)
-
-
 def _holders(tensor: Tensor, plain_on: Collection[int]) -> list[list[int]]:
     """For each copy of ``tensor``, the ranks that hold it together, in the order of its rows.
 
@@ -138,7 +105,7 @@ def _holders(tensor: Tensor, plain_on: Collection[int]) -> list[list[int]]:
     if not isinstance(tensor, DTensor):
         return [[rank] for rank in plain_on]
     ranks = tensor.device_mesh.mesh
-    return ranks.reshape(-1, ranks.shape[-1] if _is_sharded(tensor) else 1).tolist()
+    return ranks.reshape(-1, ranks.shape[-1] if is_sharded(tensor) else 1).tolist()
 
 
 @dataclass(frozen=True)
@@ -161,7 +128,7 @@ class Plan:
         """Those of ``tensors`` that ``rank`` writes, or sends to the rank that writes them."""
         given = tensors.keys() & {name for name, ranks in self.writers.items() if rank in ranks}
         if self.gathered:
-            given |= {name for name in self.writers.keys() & tensors.keys() if _is_sharded(tensors[name])}
+            given |= {name for name in self.writers.keys() & tensors.keys() if is_sharded(tensors[name])}
         return {name: tensors[name] for name in tensors if name in given}
 
     def file_of(self, name: str, rank: int) -> str:
@@ -178,7 +145,7 @@ class Plan:
         shape, writers = tuple(tensor.shape), self.writers[name]
         chunks = []
         for part, rank in enumerate(writers):
-            begin, end = rows_of_part(num_rows(shape), part, len(writers))
+            begin, end = rows_of_shard(num_rows(shape), part, len(writers))
             if begin < end or part == 0:
                 sizes = (end - begin, *shape[1:]) if shape else ()
                 chunks.append(Chunk(self.file_of(name, rank), key_of(name), begin, sizes))

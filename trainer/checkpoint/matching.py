@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.tree import put_together
-from trainer.errors import UserError
+from trainer.errors import UserError, first_few
 from trainer.files.untrusted import printable
 from trainer.optim.train_state import TrainState, parameter_names
 
@@ -222,9 +222,8 @@ def compare_shapes(
 
 
 def first_five(items: list[str]) -> str:
-    """The first five, printable, and how many more there are."""
-    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
-    return ", ".join(map(printable, items[:5])) + more
+    """As `first_few`, escaped: a checkpoint may name anything."""
+    return first_few(map(printable, items))
 
 
 def _compare_optimizers(ours: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.expected import not_finite
-from trainer.checkpoint.layout import Index, index_from_json, num_rows, own_rows
+from trainer.checkpoint.layout import Index, index_from_json
 from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, verify
 from trainer.checkpoint.matching import Shapes, first_five, of_modules_own
 from trainer.checkpoint.reading import PlainFile
@@ -24,7 +24,7 @@ from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.address import Location
 from trainer.files.untrusted import Fields, printable
-from trainer.local_shard import to_local
+from trainer.local_shard import num_rows, own_rows, to_local
 from trainer.optim.train_state import Progress
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from pathlib import Path
 from trainer.checkpoint.hashing import FileDigest, fsync_directory, write_text
 from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
-from trainer.errors import UserError
+from trainer.errors import UserError, first_few
 from trainer.faults.heartbeat import at_disk
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     if present != set(manifest.files):
         missing, foreign = sorted(set(manifest.files) - present), sorted(present - set(manifest.files))
         raise OSError(
-            f"{temporary} lacks {missing[:5]} and holds {foreign[:5]} besides: "
-            "is run_dir on a file system that all hosts share?"
+            f"{temporary} lacks {first_few(missing) or 'nothing'}, and holds "
+            f"{first_few(foreign) or 'nothing'} besides: is run_dir on a file system that all hosts share?"
         )
     fsync_directory(temporary)
     write_text(temporary / MANIFEST, manifest_text(manifest))

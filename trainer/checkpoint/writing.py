@@ -8,10 +8,10 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from trainer.checkpoint.hashing import FileDigest
-from trainer.checkpoint.layout import Plan, key_of, num_rows
+from trainer.checkpoint.layout import Plan, key_of
 from trainer.checkpoint.safetensors_files import ToStore, write_file
 from trainer.distributed.gather_shards import gather_shards_to_rank0
-from trainer.local_shard import to_local
+from trainer.local_shard import num_rows, to_local
 
 
 def write_tensors(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from trainer.comm.leaf_sums import Encoder, decode
 from trainer.errors import UserError
+from trainer.local_shard import rows_of_shard
 
 Send = Callable[[Tensor, Tensor, dist.ProcessGroup], None]
 """Write the sum of this rank's block of all ranks' messages to the first tensor; the second is a message."""
@@ -64,7 +65,7 @@ class ShardSums:
 
     def _num_elements(self, world: int) -> int:
         """Of the shard, padded as torch does it: the rows of each parameter are cut into equal parts."""
-        return sum(-(-p.shape[0] // world) * math.prod(p.shape[1:]) for p in self._parameters)
+        return sum(rows_of_shard(len(p), 0, world)[1] * math.prod(p.shape[1:]) for p in self._parameters)
 
 
 def native_reduce_scatter(block: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:

@@ -9,7 +9,7 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from trainer.data.images import check_split
-from trainer.errors import UserError
+from trainer.errors import UserError, first_few
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 MAX_PIXELS = 89_478_485  # Pillow's own limit, a quarter of a gigabyte in RGB
@@ -52,7 +52,7 @@ class ImageFolder(datasets.ImageFolder):
             odd = sorted(set(self.classes) ^ set(train_classes))
             raise UserError(
                 f"{folder} and {Path(root, 'train')} must hold the same classes, but {len(odd)} are in "
-                f"one of them only: {', '.join(odd[:5])}"
+                f"one of them only: {first_few(odd)}"
             )
         self.num_classes = len(self.classes)
         if image_size is not None:

@@ -4,6 +4,9 @@ import torch
 
 from trainer.config import TrainConfig
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By their names in settings and commands."""
+
 
 def set_backend_flags(train: TrainConfig, device: torch.device) -> None:
     """Set torch's flags for the computation on a GPU; a CPU's arithmetic is not affected.

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from trainer.local_shard import to_local
+from trainer.local_shard import is_sharded, rows_of_shard, to_local
 
 
 def gather_shards_to_rank0(
@@ -25,20 +25,19 @@ def gather_shards_to_rank0(
         device: a device on which `group` communicates; `group` None means all ranks.
     """
     local, rank = to_local(tensor), dist.get_rank()
-    if not isinstance(tensor, DTensor) or all(placement == Replicate() for placement in tensor.placements):
+    if not isinstance(tensor, DTensor) or not is_sharded(tensor):
         if rank == 0:
             yield local.cpu()
         return
-    *copies, placement = tensor.placements
-    assert placement == Shard(0) and all(copy == Replicate() for copy in copies), tensor.placements
     # Each group holds a copy; the first group includes rank 0.
     holders = tensor.device_mesh.mesh.flatten()[: tensor.device_mesh.size(-1)].tolist()
     if rank != 0:
         if rank in holders and local.numel():
             dist.send(local.to(device), dst=0, group=group)
         return
-    shapes = [chunk.shape for chunk in torch.empty(tensor.shape, device="meta").chunk(len(holders))]
-    for holder, shape in zip(holders, shapes, strict=False):  # the last holders may have empty shards
+    for number, holder in enumerate(holders):
+        begin, end = rows_of_shard(len(tensor), number, len(holders))
+        shape = torch.Size((end - begin, *tensor.shape[1:]))
         if holder == 0:
             yield local.cpu()
         elif shape.numel():

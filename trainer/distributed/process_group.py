@@ -1,8 +1,9 @@
 """Process group set-up and clean-up: the only place that calls init_process_group."""
 
 import logging
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -176,6 +177,14 @@ def broadcast_tensors(
         parts = message.split([tensor.nbytes for tensor in together])
         for tensor, part in zip(together, parts, strict=True):
             tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def extremes(values: Sequence[float]) -> tuple[float, float]:
+    """The largest and the negated smallest of `values`: an all-reduce by MAX then gives those of all ranks.
+
+    All values of all ranks are equal if the first is the negated second.
+    """
+    return max(values, default=-math.inf), -min(values, default=math.inf)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.local_shard import to_local
+from trainer.local_shard import num_rows, own_rows, to_local
 
 
 @torch.no_grad()
@@ -19,18 +19,15 @@ def exact_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     held = [(parameter, gradient) for parameter in parameters if (gradient := parameter.grad) is not None]
     if not held:
         return torch.zeros(())
-    num_rows, device = sum(_num_rows(parameter) for parameter, _ in held), to_local(held[0][1]).device
-    sums = torch.zeros(num_rows, device=device)
+    total, device = sum(num_rows(parameter.shape) for parameter, _ in held), to_local(held[0][1]).device
+    sums = torch.zeros(total, device=device)
     begin = 0
     for parameter, gradient in held:
-        local, num_rows, first = to_local(gradient), _num_rows(parameter), 0
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            first = min(num_rows, mesh.get_local_rank() * -(-num_rows // mesh.size()))
+        local, (first, end) = to_local(gradient), own_rows(gradient)
         if local.numel():
-            squares = local.float().square().reshape(_num_rows(local), -1)
-            sums[begin + first : begin + first + len(squares)] = _folded(squares)
-        begin += num_rows
+            squares = local.float().square().reshape(end - first, -1)
+            sums[begin + first : begin + end] = _folded(squares)
+        begin += num_rows(parameter.shape)
     if isinstance(held[0][1], DTensor):
         dist.all_reduce(sums, group=held[0][1].device_mesh.get_group())  # in each place one number, and zeros
     return _folded(sums[None])[0].sqrt()
@@ -44,7 +41,3 @@ def _folded(rows: Tensor) -> Tensor:
         rows[:, : length - half] += rows[:, half:length]
         length = half
     return rows[:, 0]
-
-
-def _num_rows(tensor: Tensor) -> int:
-    return len(tensor) if tensor.ndim else 1

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
-from trainer.errors import UserError
+from trainer.errors import UserError, first_few
 from trainer.optim.schedules import check_optimizer, sparse_weights
 from trainer.optim.train_state import parameter_names
 
@@ -65,7 +65,7 @@ class Frozen:
             log.warning(
                 "%s was frozen when the run began and now requires a gradient: it is not trained for that. "
                 "Begin another run with it trained, from this one's weights (model.init_from)",
-                _first_of(thawed),
+                first_few(thawed, 1),
             )
         if frozen := [name for name, parameter in self._trained.items() if not parameter.requires_grad]:
             self._trained = {}  # once is enough
@@ -73,12 +73,8 @@ class Frozen:
                 "%s was trained when the run began and now requires no gradient. No checkpoint holds that: a "
                 "resumed run trains it until this code freezes it again. To freeze it for good, begin "
                 "another run with model.freeze, from this one's weights (model.init_from)",
-                _first_of(frozen),
+                first_few(frozen, 1),
             )
-
-
-def _first_of(names: Sequence[str]) -> str:
-    return names[0] + f" (and {len(names) - 1} more)" * bool(names[1:])
 
 
 def keep_frozen_statistics(model: nn.Module) -> None:

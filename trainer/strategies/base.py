@@ -15,6 +15,7 @@ from trainer import step
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.summary import draw, table
 from trainer.config import SplitConfig
+from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.process_group import broadcast_tensors
 from trainer.errors import UserError, first_line
 from trainer.exact.order import AS_THEY_COME, SumOrder
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 Fill = Callable[[nn.Module], None]
 """Gives a module that may be on the meta device its initial values, on the CPU."""
 _STEPS_WATCHING_ALL, _NUM_WATCHED = 3, 8
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

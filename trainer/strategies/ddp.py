@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.comm.ddp_hook import CommHook, attach
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
-from trainer.errors import UserError
+from trainer.errors import UserError, first_few
 from trainer.exact.order import AS_THEY_COME
 from trainer.meta_init.module_tensors import has_gradient_hook, without_gradient_hooks
 from trainer.optim.train_state import TrainState
@@ -66,7 +66,7 @@ class Ddp(Strategy):
         if self.num_replicas > 1:  # a single rank has no peers
             if hooked := [name for name, p in model.named_parameters() if has_gradient_hook(p)]:
                 self.notes.append(
-                    f"ddp: hooks on the gradients of {', '.join(hooked[:5])} get each rank's own, before "
+                    f"ddp: hooks on the gradients of {first_few(hooked)} get each rank's own, before "
                     "it is averaged over ranks, so the result depends on the number of ranks"
                 )
             refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
@@ -165,9 +165,8 @@ class Ddp(Strategy):
         before = [_written(parameter) for _, parameter in self._trained]
         yield
         if idle := [name for (name, p), was in zip(self._trained, before, strict=True) if _written(p) == was]:
-            more = f" and {len(idle) - 3} more" if idle[3:] else ""
             raise UserError(
-                f"strategy=ddp: the loss of rank {self.replica} used no {', '.join(idle[:3])}{more}, and DDP "
+                f"strategy=ddp: the loss of rank {self.replica} used no {first_few(idle, 3)}, and DDP "
                 "waits for the gradient of each parameter; set strategy.find_unused_parameters=true, or "
                 "remove what is never used from the model, or freeze it (model.freeze)"
             )

@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from trainer.comm.fsdp_collectives import ShardComm, add_by_leaves, attach
 from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
+from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME
 from trainer.optim.train_state import TrainState
-from trainer.strategies.base import DTYPES, Computing, Fill, Strategy
+from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.gathered import GatheredParameters
 from trainer.strategies.reads import read_from_outside
 from trainer.strategies.shardable import (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trainer.local_shard import local_shard, other_bits, to_local
+from trainer.local_shard import other_bits, own_rows, to_local
 from trainer.strategies.turns import Turns
 
 _PASSES_PER_UNIT = 4  # one unit in each pass would take 1 % of a small model's step on a CPU
@@ -92,7 +92,7 @@ class GatheredParameters:
         """Whether a gathered parameter was replaced, or its rows of this rank changed: a bool scalar."""
         if now is not gathered:
             return torch.ones((), dtype=torch.bool, device=gathered.device)
-        rows = local_shard(gathered.detach(), cast(DTensor, shard))
+        rows = gathered.detach()[slice(*own_rows(shard))]
         own = to_local(shard).to(rows.device, rows.dtype)
         differs = other_bits(rows, own)
         if self._sent_as is not None:  # they may have been rounded on the wire

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.errors import UserError
+from trainer.errors import UserError, first_few
+from trainer.exact.buffers import BATCH_NORMS
 from trainer.meta_init.module_tensors import has_gradient_hook
 from trainer.meta_init.operations import storage_of
 from trainer.optim.schedules import sparse_weights
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class StaleReferenceCheck:
@@ -132,7 +131,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
     for reason, applies in reasons.items():
         if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
             raise UserError(
-                f"strategy=fsdp cannot shard {', '.join(found[:5])}: parameters with {reason}; or take "
+                f"strategy=fsdp cannot shard {first_few(found)}: parameters with {reason}; or take "
                 "strategy=ddp"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.agreement import gather_objects
-from trainer.distributed.process_group import Dist
-from trainer.errors import UserError
+from trainer.distributed.process_group import Dist, extremes
+from trainer.errors import UserError, first_few
 from trainer.strategies.gathered import GatheredParameters
 
 _NUM_AHEAD = 3  # passes that are compared before they reduce
@@ -81,7 +81,7 @@ class UsedParameters:
     def _send(self, used: bytes, changed: list[str]) -> None:
         """Start the comparison. `used`: by parameter, 1 or 0; `changed`: names of gathered parameters."""
         self._used, self._changed, crc = used, changed, zlib.crc32(used)
-        self._most = torch.tensor([crc, -crc, bool(changed)])  # equal on all ranks if most crc == least crc
+        self._most = torch.tensor([*extremes([crc]), bool(changed)])
         self._work = dist.all_reduce(self._most, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def finish(self) -> None:
@@ -97,9 +97,8 @@ class UsedParameters:
         most, minus_least, any_changed = self._most.tolist()
         if any_changed:
             changed = sorted(set().union(*gather_objects(self._changed, self._group)))
-            more = f" (and {len(changed) - 5} more)" * bool(changed[5:])
             raise UserError(
-                f"strategy=fsdp: the forward pass or the loss changes {', '.join(changed[:5])}{more} in a "
+                f"strategy=fsdp: the forward pass or the loss changes {first_few(changed)} in a "
                 "gathered copy (its values or requires_grad), so that the change is lost; this "
                 "run's checkpoints may lack earlier ones. Compute with another tensor "
                 "(weight.clamp(-c, c)), or use strategy=ddp"
@@ -125,14 +124,13 @@ def _leaves(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
 def _verdict(names: Sequence[str], everyones: Sequence[bytes]) -> str:
     """The message; `everyones`: by rank, which of the parameters in `names` it used, as 1 or 0 each."""
     differ = [number for number, _ in enumerate(names) if len({used[number] for used in everyones}) > 1]
-    first = differ[0]
+    named = first_few((names[number] for number in differ), 1)
     ranks = {
-        uses: ", ".join(str(rank) for rank, used in enumerate(everyones) if used[first] == uses)
+        uses: ", ".join(str(rank) for rank, used in enumerate(everyones) if used[differ[0]] == uses)
         for uses in (True, False)
     }
-    more = f" (and {len(differ) - 1} more)" * bool(differ[1:])
     return (
-        f"strategy=fsdp: a step used {names[first]}{more} on rank {ranks[True]} and not on {ranks[False]}, "
+        f"strategy=fsdp: a step used {named} on rank {ranks[True]} and not on {ranks[False]}, "
         "but ranks reduce the gradients of a unit as one. Nothing was saved since. Let all ranks use the "
         "same parameters in a step, or use strategy=ddp strategy.find_unused_parameters=true"
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteError
+from trainer.errors import NonFiniteError, first_few
 from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState, parameter_names
 
@@ -118,14 +118,15 @@ class GradientCheck:
         if not found and norm is None:
             return
         blamed = tuple(rank for rank, (_, is_to_blame) in enumerate(everyones) if found and is_to_blame)
-        what = f"the gradient of {found[0]}" if found else "the norm of the gradients, each of them finite,"
-        more = f" (and of {len(found) - 1} more)" if found[1:] else ""
+        what = f"the gradient of {first_few(found, 1)}"
+        if not found:
+            what = "the norm of the gradients, each of them finite,"
         beyond = (
             f", or beyond +-{self._limit:g}, as far as train.exact counts," if self._limit < math.inf else ""
         )
         where = " and ".join(map(self._dist.describe, blamed)) or "some rank"
         raise NonFiniteError(
-            f"{what}{more} is NaN or Inf{beyond} in step {step} on {where}; no rank applied that step. "
+            f"{what} is NaN or Inf{beyond} in step {step} on {where}; no rank applied that step. "
             "Look for a root or a logarithm of 0, or a division by 0, in the model and the loss; or lower "
             "optim.lr",
             blamed,

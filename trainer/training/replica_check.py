@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
-from trainer.errors import ReplicasDifferError
+from trainer.errors import ReplicasDifferError, first_few
 from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState
 
@@ -133,7 +133,7 @@ class ReplicaCheck:
                 named = " and ".join(map(describe, camp))
                 if 2 * len(majority) > len(group):
                     blamed += camp
-                    sentences.append(f"{named}, unlike ranks {_listed(majority)}, first in {where}")
+                    sentences.append(f"{named}, unlike ranks {first_few(majority, 8)}, first in {where}")
                 else:
                     sentences.append(
                         f"{named}, unlike {' and '.join(map(describe, majority))}, first in {where}; "
@@ -159,7 +159,7 @@ def _first_difference(theirs: Mapping[str, int], right: Mapping[str, int]) -> st
     """The first tensor that differs, in the model's order, and how many more do."""
     names = [*right, *(theirs.keys() - right.keys())]
     different = [name for name in names if theirs.get(name) != right.get(name)]
-    return different[0] + (f" (and {len(different) - 1} more)" if different[1:] else "")
+    return first_few(different, 1)
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -168,8 +168,3 @@ def _words(tensor: Tensor) -> Tensor:
         tensor = tensor.to_dense()
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(order).reshape(-1).view(_LANES.get(tensor.element_size(), torch.int32))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.process_group import Dist
+from trainer.distributed.process_group import Dist, extremes
 from trainer.errors import NonFiniteError
 from trainer.exact.order import SumOrder
 from trainer.tasks.label_counts import Divisor, divisors
@@ -60,7 +60,7 @@ class StepAgreement:
             loss.record_stream(self._stream)
         else:
             bad = 0.0 if math.isfinite(loss) else self._dist.rank + 1.0
-            self._flags = torch.tensor([bad, stop_requested, not data_left, *_extremes(label_counts)])
+            self._flags = torch.tensor([bad, stop_requested, not data_left, *extremes(label_counts)])
             self._send()
 
     def finish(self, where: str, then: str = "no rank applied that step") -> tuple[bool, bool]:
@@ -104,10 +104,10 @@ class StepAgreement:
 
     def agree_on_label_counts(self, label_counts: Sequence[float]) -> None:
         """Agree on the label counts of the next step, as `start` and `finish` do (a collective)."""
-        extremes = torch.tensor(_extremes(label_counts), device=self._dist.device)
+        counts = torch.tensor(extremes(label_counts), device=self._dist.device)
         if self._dist.world_size > 1:
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        most, minus_least = extremes.tolist()
+            dist.all_reduce(counts, dist.ReduceOp.MAX)
+        most, minus_least = counts.tolist()
         self._label_counts, self._even = label_counts, most == -minus_least
 
     def divisors(self, num_micro_batches: int, num_replicas: int, order: SumOrder) -> list[Divisor]:
@@ -137,15 +137,10 @@ class StepAgreement:
         # from the host and waits, on a stream that waits for the forward pass: the queue runs dry.
         self._stop.fill_(stop_requested)
         self._ended.fill_(not data_left)
-        for flag, extreme in zip(self._count_extremes, _extremes(label_counts), strict=True):
+        for flag, extreme in zip(self._count_extremes, extremes(label_counts), strict=True):
             flag.fill_(extreme)
         self._send()
 
     def _send(self) -> None:
         if self._dist.world_size > 1:
             self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
-
-
-def _extremes(label_counts: Sequence[float]) -> tuple[float, float]:
-    """The largest and the negated smallest; MAX over ranks then gives those of all."""
-    return max(label_counts, default=-math.inf), -min(label_counts, default=math.inf)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer.errors import first_few
 from trainer.fingerprint import OF_EVERY_MODULE, class_data, fingerprint
 
 log = logging.getLogger(__name__)
@@ -68,12 +69,11 @@ class UnsavedState:
         self._warned.update(changed)
         if changed:
             log.warning(
-                "%s%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
+                "%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
                 "that the one before left, a resumed run will differ; make it a buffer of the model "
                 "(register_buffer), or give its module get_extra_state and set_extra_state; what an "
                 "optimizer keeps belongs in its state, and what sets a training flag in the module's train()",
-                ", ".join(changed[:5]),
-                f" (and {len(changed) - 5} more)" * (len(changed) > 5),
+                first_few(changed),
             )
 
     def _attributes(self) -> dict[str, dict[str, Any]]:

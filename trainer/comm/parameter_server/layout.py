@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.errors import first_few
+from trainer.local_shard import rows_of_shard
+
 
 @dataclass(frozen=True)
 class RowRange:
@@ -52,9 +55,7 @@ def lay_out(
         ValueError: names the parameters without dimensions or without elements.
     """
     if bad := [name for name, value in parameters.items() if value.ndim == 0 or value.numel() == 0]:
-        raise ValueError(
-            f"{', '.join(bad[:5])} cannot be split into rows: give each a dimension and an element"
-        )
+        raise ValueError(f"{first_few(bad)} cannot be split into rows: give each a dimension and an element")
     groups: list[list[str]] = []
     kind, filled = None, 0
     for name, value in parameters.items():
@@ -75,7 +76,7 @@ def _bucket(
         own, at = [], 0
         for name in names:
             value = parameters[name]
-            begin, end = rows_of(len(value), num_servers, server)
+            begin, end = rows_of_shard(len(value), server, num_servers)
             numel = (end - begin) * (value.numel() // len(value))
             own.append(RowRange(name, begin, end, at, numel))
             at += numel
@@ -85,12 +86,6 @@ def _bucket(
     return ShardedBucket(
         index, first.dtype, first.requires_grad, tuple(names), tuple(by_server), tuple(numels)
     )
-
-
-def rows_of(rows: int, num_servers: int, server: int) -> tuple[int, int]:
-    """The rows [begin, end) of a server, by the rule of torch.chunk, which DTensor follows, too."""
-    size = -(-rows // num_servers)
-    return min(rows, server * size), min(rows, (server + 1) * size)
 
 
 @torch.no_grad()

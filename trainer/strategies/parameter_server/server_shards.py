@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer.comm.parameter_server.layout import ShardedBucket, rows_of
+from trainer.comm.parameter_server.layout import ShardedBucket
+from trainer.local_shard import rows_of_shard
 
 
 class ServerShards:
@@ -75,8 +76,8 @@ class ServerShards:
         """Copy this rank's rows of a full parameter."""
         local = self._locals[name]
         if self.server is not None and len(local):
-            begin, _ = rows_of(len(value), self._mesh.size(), self.server)
-            local.copy_(value[begin : begin + len(local)])
+            begin, end = rows_of_shard(len(value), self.server, self._mesh.size())
+            local.copy_(value[begin:end])
 
 
 def named_alike(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:

@@ -20,7 +20,7 @@ from trainer.comm.transport.blame import CommError, PeerError
 from trainer.config import ParameterServerConfig
 from trainer.distributed.agreement import compare_across_ranks, gather_objects
 from trainer.distributed.process_group import Dist, broadcast_tensors
-from trainer.errors import UserError
+from trainer.errors import UserError, first_few
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
@@ -258,7 +258,7 @@ class ParameterServer(Strategy):
         if self._replica is not None:
             own += self._replica.changed()
         if names := sorted(set().union(*gather_objects(own))):
-            raise UserError(CHANGES.format(", ".join(names[:5])))
+            raise UserError(CHANGES.format(first_few(names)))
 
     def evaluators(self, rank: int) -> tuple[int, int]:
         """All ranks evaluate, servers too, which would be idle otherwise."""

@@ -14,7 +14,7 @@ from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.layout import ShardedBucket
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.worker import Worker
-from trainer.errors import UserError
+from trainer.errors import UserError, first_few
 from trainer.nested import leaves
 from trainer.strategies.turns import Turns
 
@@ -102,7 +102,7 @@ class WorkerCopy:
         due = [self._all[number] for number in self._turns.next()] if self._is_later else list(self._buckets)
         self._is_later = True
         if names := self.changed(due):
-            raise UserError(CHANGES.format(", ".join(names[:5])))
+            raise UserError(CHANGES.format(first_few(names)))
 
     def changed(self, buckets: Sequence[int] | None = None) -> list[str]:
         """The names of replaced parameters, and of those in `buckets`, or in all, with other values."""
