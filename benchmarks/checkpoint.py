@@ -46,15 +46,16 @@ def build_state(gigabytes: float, shard: Callable[[nn.Module], object] = lambda 
     return TrainState(model, optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False), Progress())
 
 
-def checkpointer(run_dir: Path, format: str, async_: bool) -> Checkpointer:
+def checkpointer(state: TrainState, run_dir: Path, format: str, async_: bool) -> Checkpointer:
     settings = CheckpointConfig(
         format=format, every_steps=1, every_epochs=None, keep_last=1, keep_best=None, keep_every=None,
         async_=async_, timeout_s=600.0,
     )  # fmt: skip
     dist = Dist(0, 0, 1, 1, (0,), torch.device("cpu"), "gloo")
-    return Checkpointer(
-        settings, run_dir, dist, run_id="benchmark", num_samples=1, strategy="single", config={}
-    )
+    config = {"strategy.name": "single"}
+    made = Checkpointer(settings, run_dir, dist, run_id="benchmark", num_samples=1, config=config)
+    made.expect(state)
+    return made
 
 
 def torch_save(state: TrainState, path: Path) -> None:
@@ -78,8 +79,8 @@ def compute(state: TrainState) -> None:
 
 def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds of each way in each round; those of a first round, which allocates memory, are separate."""
-    full, sharded = (checkpointer(root / name, name, async_=False) for name in ("full", "sharded"))
-    in_background = checkpointer(root / "async", "full", async_=True)
+    full, sharded = (checkpointer(state, root / name, name, async_=False) for name in ("full", "sharded"))
+    in_background = checkpointer(state, root / "async", "full", async_=True)
     torch_file, dcp_directory, safe_file = root / "torch.pt", root / "dcp", root / "safe.safetensors"
     targets = {name: torch.empty_like(value) for name, value in take_apart(state.state_dict())[0].items()}
 

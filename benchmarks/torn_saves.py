@@ -45,7 +45,7 @@ def save_forever(rank: int, root: Path, way: str, gigabytes: float, done: Any) -
     torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=_RANKS)
     mesh = init_device_mesh("cpu", (_RANKS,))
     state = build_state(gigabytes, lambda model: fully_shard(model, mesh=mesh))
-    checkpointer = tiny.checkpointer(root, keep_last=1, **WAYS[way])
+    checkpointer = tiny.checkpointer(root, keep_last=1, state=state, **WAYS[way])
     for step in itertools.count(1):
         checkpointer.wait_until_copied()
         with torch.no_grad():

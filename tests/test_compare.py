@@ -157,9 +157,7 @@ def test_exact_runs_that_had_to_be_equal(tmp_path: Path) -> None:
     exact = {"leaves": 8, "ground": {"the CPU": "one"}, "since": 0}
     one = write(tmp_path / "one", "train.exact=8", exact=exact)
     other = write(tmp_path / "other", "train.exact=8", "strategy=fsdp", exact=exact, sha="bb")
-    broken = (
-        "; other had to be equal by train.exact (leaves, ground, settings): a defect of this program, or a"
-    )
+    broken = "; other had to be equal by train.exact (leaves, environment, settings): a defect of this program, or a"
     assert broken in compare(read_runs([one, other]))
     moved = {**exact, "ground": {"the CPU": "another"}}
     elsewhere = write(tmp_path / "elsewhere", "train.exact=8", exact=moved, sha="bb")

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
 from trainer.checkpoint import weights_for
-from trainer.config import Config, DataConfig, TrainConfig, model_settings
+from trainer.config import Config, DataConfig, TrainConfig, UnitsConfig, model_settings
 from trainer.config.instantiate import instantiate
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.loading.base import EvalLoader, Share, TrainLoader
@@ -24,7 +24,9 @@ from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.meta_init.deferred import Deferred
+from trainer.optim.param_groups import keep_frozen_statistics
 from trainer.strategies import Strategy
+from trainer.strategies.units import checkpoint_activations
 from trainer.tasks import Task, offers
 from trainer.tasks.base import refuse_own_parameters
 
@@ -47,6 +49,16 @@ def split(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     if train.exact is None:
         return split_batch(size, micro, replicas)
     return split_leaves(size, micro, train.exact, replicas, train.own_leaves(replicas, strategy.replica))
+
+
+def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
+    if isinstance(config.strategy, UnitsConfig) and config.strategy.activation_checkpointing:
+        compiled = config.train.compile
+        strategy.notes.append(checkpoint_activations(model.module, config.strategy, compiled))
+    wrapped = strategy.wrap(model.module, model.fill)
+    keep_frozen_statistics(strategy.unwrap(wrapped))
+    strategy.notes += model.notes
+    return wrapped
 
 
 def load_data(config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist) -> Data:

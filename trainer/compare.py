@@ -144,8 +144,8 @@ def verdict(runs: Sequence[Run], flagged: Mapping[str, Sequence[str]]) -> str:
         words += f"; no other model equals that of {base.name} to the last bit"
     if broken := [run.name for run in like if run.name not in same and _had_to_be_equal(base, run)]:
         words += (
-            f"; {', '.join(broken)} had to be equal by train.exact (leaves, ground, settings): a defect of "
-            "this program, or a broken machine"
+            f"; {', '.join(broken)} had to be equal by train.exact (leaves, environment, settings): a "
+            "defect of this program, or a broken machine"
         )
     gaps = [abs(gap) for run in like if run.name not in same for gap in loss_gaps(base, run).values()]
     if gaps:
@@ -154,7 +154,7 @@ def verdict(runs: Sequence[Run], flagged: Mapping[str, Sequence[str]]) -> str:
 
 
 def _had_to_be_equal(base: Run, run: Run) -> bool:
-    """Whether both were exact from step 0 on, with the same leaves, ground and settings that decide bits."""
+    """Whether both were exact from step 0 on, with equal leaves, environment and settings of the bits."""
     mine, theirs = run.result.get("exact"), base.result.get("exact")
     if not mine or mine != theirs or mine.get("since") != 0:
         return False

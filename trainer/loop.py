@@ -77,8 +77,8 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
         result = context.strategy.train_step(context, batches)
         context.count_step(result.losses, result.data_left)
         context.checkpointer.check_once(context.state)
-        context.unsaved_state.look()
-        context.replica_check.check_if_due(context.state)
+        context.checks.unsaved.look()
+        context.checks.replicas.check_if_due(context.state)
         if settings.logs(progress.step):
             log_begin = time.perf_counter()
             heartbeat.enter("log")
@@ -125,8 +125,8 @@ def skip_epoch(context: TrainingContext) -> None:
 
 def save(context: TrainingContext, evaluation: dict[str, float] | None = None) -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
-    context.unsaved_state.look_at_save()
-    context.replica_check.check(context.state)
+    context.checks.unsaved.look_at_save()
+    context.checks.replicas.check(context.state)
     context.strategy.finish_checks()
     context.strategy.collect(context.model)
     context.checkpointer.save(context.state, evaluation, context.train_loader.state_dict())

@@ -10,20 +10,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from trainer.build import Data, build_model, build_task, build_to_device, load_data, split, start_from
-from trainer.checkpoint import Checkpointer, saved_seed
-from trainer.config import Config, TrainConfig, UnitsConfig, flatten, to_yaml
+from trainer.build import (
+    Data,
+    build_model,
+    build_task,
+    build_to_device,
+    load_data,
+    split,
+    start_from,
+    wrap_model,
+)
+from trainer.checkpoint import Checkpointer, OpenCheckpoint, saved_seed
+from trainer.config import Config, TrainConfig, flatten, to_yaml
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
 from trainer.distributed.process_group import Dist, process_group
 from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError, writing
-from trainer.exact.ground import of_run
+from trainer.exact.environment import exact_facts
 from trainer.faults import exit_report
-from trainer.faults.gate import Gate, NoGate
 from trainer.faults.injection.injector import FaultInjector
 from trainer.files.atomic_file import atomic_file
 from trainer.launch.fresh import is_watched
@@ -31,8 +38,8 @@ from trainer.launch.place import place
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
-from trainer.meta_init.deferred import Deferred, deferred
-from trainer.optim.param_groups import Frozen, build_optimizer, freeze, keep_frozen_statistics
+from trainer.meta_init.deferred import deferred
+from trainer.optim.param_groups import Frozen, build_optimizer, freeze
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
 from trainer.run_dir.claim import RunDir, claim
@@ -40,12 +47,11 @@ from trainer.run_dir.console import messages
 from trainer.run_dir.result import write as write_result
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import parameter_count
-from trainer.strategies.units import checkpoint_activations
 from trainer.tasks import Task
 from trainer.training import run_hash
-from trainer.training.context import TrainingContext
+from trainer.training.context import Checks, TrainingContext
 from trainer.training.gradient_check import GradientCheck
-from trainer.training.last_step import KeptStep
+from trainer.training.last_step import build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
 from trainer.training.profiler import Profile
@@ -95,7 +101,7 @@ def run(config: Config) -> dict[str, Any]:
                 "world_size": dist.world_size,
                 **{name: None if math.isnan(value) else value for name, value in metrics.items()},
                 **context.strategy.measured(),
-                **({"exact": context.checkpointer.exact} if context.checkpointer.exact else {}),
+                **({"exact": context.exact} if context.exact else {}),
                 "param_sha256": run_hash.parameters_sha256(context.state.model),
             }
             context.checkpointer.close()
@@ -124,26 +130,20 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     task = build_task(config)
     _check_keep_best(config, task)
     data = load_data(config, batch, strategy, dist)
-    checkpointer = _checkpointer(config, run_dir, run_id, data.train_loader.num_samples, dist)
-    checkpointer.delete_leftovers()
+    num_samples = data.train_loader.num_samples
+
+    checkpointer = Checkpointer(config.checkpoint, run_dir, dist, run_id, num_samples, flatten(config))
     checkpoint = checkpointer.find(config.resume)
-    if train.exact is not None:
-        saved, step = (checkpoint.facts.get("exact"), checkpoint.progress.step) if checkpoint else (None, 0)
-        checkpointer.exact = of_run(train.exact, dist, saved, step)
-    total_steps = _last_step(
-        checkpoint.progress if checkpoint else Progress(), train, data.train_loader.num_samples
-    )
+    progress = checkpoint.progress if checkpoint else Progress()
+    total_steps = _last_step(progress, train, num_samples)
 
     wrapped, num_parameters, flops = _model(config, data, task, batch, strategy, dist)
-    facts = ScheduleFacts(total_steps, data.train_loader.steps_per_epoch)
-    state = _state(config, strategy.owned(wrapped), strategy.grad_scaler(), facts)
-    strategy.order.check(state.optimizer, strategy.gradients_differ)
-    checkpointer.begin(state)
+    state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
+    saved = checkpoint.facts.get("exact") if checkpoint else None
+    exact = exact_facts(train.exact, dist, saved, progress.step)
+    checkpointer.expect(state, exact)
     if checkpoint is not None:
-        checkpointer.restore(state, checkpoint)
-        data.train_loader.resume(checkpointer.restored_data_states)
-        if data.train_loader.num_samples is not None:
-            state.progress.skip_short_rest(train.global_batch_size, data.train_loader.num_samples)
+        _resume(checkpoint, checkpointer, state, data, train)
     strategy.begin(state)
     replicated = partial(strategy.replicated, state) if strategy.equal_ranks() else None
     injector.attach(strategy.unwrap(wrapped), state, total_steps, replicated)
@@ -164,57 +164,16 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         num_parameters=num_parameters,
         steps_before=state.progress.step,
         total_steps=total_steps,
+        exact=exact,
         checkpointer=checkpointer,
-        replica_check=ReplicaCheck(
-            dist, strategy.equal_ranks(), train.check_replicas_every, strategy.replicated
-        ),
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
-        unsaved_state=UnsavedState(
-            strategy.unwrap(wrapped), task, state.optimizer, strategy.trains and strategy.replica == 0
-        ),
         agreement=StepAgreement(dist),
-        gradient_check=GradientCheck(
-            dist, strategy.gradients_differ, strategy.is_to_blame, strategy.order.limit
-        ),
-        frozen=Frozen(strategy.unwrap(wrapped)),
+        checks=_checks(strategy, task, wrapped, state, train, dist),
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
         stop_request=stop_request,
-        gate=_gate(config, state, checkpointer, data, strategy, dist),
-    )
-
-
-def _gate(
-    config: Config, state: TrainState, checkpointer: Checkpointer, data: Data, strategy: Strategy, dist: Dist
-) -> Gate:
-    if not config.checkpoint.at_fault or dist.watch is None:
-        return NoGate(dist.heartbeat)
-    groups, every = strategy.equal_ranks(), config.train.check_replicas_every
-    kept = KeptStep(
-        dist,
-        state,
-        checkpointer,
-        data.train_loader,
-        ReplicaCheck(dist, groups, every, strategy.replicated),  # its own: another thread uses it
-        why_not=strategy.not_whole,
-        own_buffers=config.train.exact is None,
-    )
-    dist.watch.saves(kept)
-    return NoGate(dist.heartbeat) if kept.why_not else kept
-
-
-def _checkpointer(
-    config: Config, run_dir: Path, run_id: str, num_samples: int | None, dist: Dist
-) -> Checkpointer:
-    return Checkpointer(
-        config.checkpoint,
-        run_dir,
-        dist,
-        run_id=run_id,
-        num_samples=num_samples,
-        strategy=config.strategy.name,
-        config=flatten(config),
+        gate=build_gate(config, state, checkpointer, data.train_loader, strategy, dist),
     )
 
 
@@ -234,27 +193,40 @@ def _model(
     return wrapped, num_parameters, flops
 
 
-def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
-    if isinstance(config.strategy, UnitsConfig) and config.strategy.activation_checkpointing:
-        compiled = config.train.compile
-        strategy.notes.append(checkpoint_activations(model.module, config.strategy, compiled))
-    wrapped = strategy.wrap(model.module, model.fill)
-    keep_frozen_statistics(strategy.unwrap(wrapped))
-    strategy.notes += model.notes
-    return wrapped
-
-
 def _state(
-    config: Config, model: nn.Module, scaler: torch.amp.GradScaler, facts: ScheduleFacts
+    config: Config, strategy: Strategy, wrapped: nn.Module, total_steps: int, steps_per_epoch: int | None
 ) -> TrainState:
-    """The state that training changes, before the first step; `model` is what the strategy owns."""
+    """The state that training changes, before the first step."""
+    model = strategy.owned(wrapped)
     optimizer = build_optimizer(model, config.optim)
-    schedule = build_schedule(config.schedule, optimizer, facts)
+    schedule = build_schedule(config.schedule, optimizer, ScheduleFacts(total_steps, steps_per_epoch))
     check_schedule(schedule, evaluates=config.train.evaluates)
-    state = TrainState(model, optimizer, schedule, scaler, Progress())
+    strategy.order.check(optimizer, strategy.gradients_differ)
+    state = TrainState(model, optimizer, schedule, strategy.grad_scaler(), Progress())
     if config.ema.decay is not None:
         state.keep_average(config.ema.decay, config.ema.warmup)
     return state
+
+
+def _resume(
+    checkpoint: OpenCheckpoint, checkpointer: Checkpointer, state: TrainState, data: Data, train: TrainConfig
+) -> None:
+    checkpointer.restore(state, checkpoint)
+    data.train_loader.resume(checkpointer.restored_data_states)
+    if data.train_loader.num_samples is not None:
+        state.progress.skip_short_rest(train.global_batch_size, data.train_loader.num_samples)
+
+
+def _checks(
+    strategy: Strategy, task: Task, wrapped: nn.Module, state: TrainState, train: TrainConfig, dist: Dist
+) -> Checks:
+    model, order = strategy.unwrap(wrapped), strategy.order
+    return Checks(
+        replicas=ReplicaCheck(dist, strategy.equal_ranks(), train.check_replicas_every, strategy.replicated),
+        gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame, order.limit),
+        unsaved=UnsavedState(model, task, state.optimizer, strategy.trains and strategy.replica == 0),
+        frozen=Frozen(model),
+    )
 
 
 def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:

@@ -66,7 +66,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     max_norm, log_now = context.settings.clip_grad_norm, context.settings.logs(step)
     state.scaler.unscale_(state.optimizer)  # a fused step would, but sees only this rank's overflows
     grad_norm = strategy.grad_norm(context.model) if log_now or max_norm is not None else None
-    with context.gradient_check.around_update(step, state, grad_norm if max_norm is not None else None):
+    with context.checks.gradients.around_update(step, state, grad_norm if max_norm is not None else None):
         if log_now:
             context.weight_statistics.before_update(step)
         if max_norm is not None and grad_norm is not None:
@@ -137,5 +137,5 @@ def compute_gradients(
                 context.agreement.start(own_loss, context.stop_request.is_set, batches.more, label_counts)
             heartbeat.enter("backward")
             context.state.scaler.scale(loss).backward()
-            context.frozen.drop_gradients()
+            context.checks.frozen.drop_gradients()
     return order.in_rows(own_losses)

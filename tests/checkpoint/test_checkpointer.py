@@ -21,7 +21,7 @@ def _save(
 ) -> dict[str, Any]:
     """Train, save, train on; returns the state as saved, and the state at the end."""
     state = tiny.train_state(sharded, **options)
-    checkpointer = tiny.checkpointer(run_dir, format=format)
+    checkpointer = tiny.checkpointer(run_dir, format=format, state=state)
     tiny.train(state, steps)
     checkpointer.save(state, {"eval/loss": 1.0})
     saved = tiny.everything(state)
@@ -56,7 +56,7 @@ def test_goes_on_as_if_never_stopped(tmp_path: Path, format: str, sharded: bool,
 def _async(run_dir: Path, format: str) -> dict[str, Any]:
     """Save twice during training; the first write is delayed until training has continued."""
     state = tiny.train_state(sharded=True)
-    checkpointer = tiny.checkpointer(run_dir, format=format, async_=True)
+    checkpointer = tiny.checkpointer(run_dir, format=format, async_=True, state=state)
     tiny.train(state, 2)
     gate = threading.Event()
     commit = checkpointer._store.commit
@@ -103,13 +103,13 @@ def _buffers_of_old_and_new(run_dir: Path) -> list[float]:
             state = tiny.train_state(sharded)
             tiny.train(state, 3)
             state.model.passes.is_initialized = True  # as Hugging Face marks its tensors; no part of a save
-            tiny.checkpointer(root, format=format).save(state)
+            tiny.checkpointer(root, format=format, state=state).save(state)
             fresh = tiny.train_state(sharded, seed=4)
             tiny.restore(tiny.checkpointer(root, format=format), fresh, "auto")
             found.append(fresh.model.passes.item())
     old = tiny.train_state()
     del old.model._buffers["passes"]
-    tiny.checkpointer(run_dir / "old").save(old)
+    tiny.checkpointer(run_dir / "old", state=old).save(old)
     tiny.restore(tiny.checkpointer(run_dir / "old"), fresh := tiny.train_state(), "auto")
     found.append(fresh.model.passes.item())
     wide = tiny.train_state()
@@ -141,7 +141,7 @@ def _buffers_of_odd_dtypes(run_dir: Path, format: str) -> list[str]:
     for dtype in ODD:
         saved.model.get_buffer(str(dtype).removeprefix("torch.")).copy_(torch.tensor([1.0, 0.0, 2.0]))
     tiny.train(saved, 1)
-    tiny.checkpointer(run_dir, format=format).save(saved)
+    tiny.checkpointer(run_dir, format=format, state=saved).save(saved)
     assert tiny.restore(tiny.checkpointer(run_dir, format=format), fresh, "auto")
     mine, theirs = dict(saved.model.named_buffers()), dict(fresh.model.named_buffers())
     return [name for name in mine if torch.equal(mine[name].float(), theirs[name].float())]
@@ -171,7 +171,7 @@ def _save_while_training(run_dir: Path, wait: bool) -> bool:
     state = tiny.train_state()
     tiny.train(state, 2)
     saved = tiny.everything(state)
-    checkpointer = tiny.checkpointer(run_dir, async_=True)
+    checkpointer = tiny.checkpointer(run_dir, async_=True, state=state)
     stager = _LateStager()
     checkpointer._stage = stager.stage
     checkpointer.save(state)
@@ -205,7 +205,7 @@ def _save_beside_an_idle_gpu(run_dir: Path) -> list[str]:
         patch.setattr(torch, "Stream", lambda *args, **kwargs: asked.append("a stream"))
         for async_ in (False, True):
             state = tiny.train_state()
-            checkpointer = tiny.checkpointer(run_dir / str(async_), async_=async_)
+            checkpointer = tiny.checkpointer(run_dir / str(async_), async_=async_, state=state)
             checkpointer.save(state)
             checkpointer.close()
             assert tiny.restore(tiny.checkpointer(run_dir / str(async_)), tiny.train_state(seed=4), "auto")
@@ -230,13 +230,13 @@ def _gpu_cpu_gpu(run_dir: Path, format: str, async_: bool) -> None:
     torch.cuda.set_device(device)
     on_gpu = tiny.train_state(device=device)
     tiny.train(on_gpu, 2)
-    checkpointer = tiny.checkpointer(run_dir / "gpu", device, format=format, async_=async_)
+    checkpointer = tiny.checkpointer(run_dir / "gpu", device, format=format, async_=async_, state=on_gpu)
     checkpointer.save(on_gpu)
     tiny.train(on_gpu, 1, before_update=checkpointer.wait_until_copied)
     checkpointer.close()
     on_cpu = tiny.train_state(seed=3)
     assert tiny.restore(tiny.checkpointer(run_dir / "gpu"), on_cpu, "auto")
-    tiny.checkpointer(run_dir / "cpu", format=format).save(on_cpu)
+    tiny.checkpointer(run_dir / "cpu", format=format, state=on_cpu).save(on_cpu)
     back = tiny.train_state(seed=4, device=device)
     assert tiny.restore(tiny.checkpointer(run_dir / "cpu", device), back, "auto")
     tiny.assert_same(tiny.everything(back), tiny.everything(on_cpu))

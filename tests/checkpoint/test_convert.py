@@ -21,7 +21,7 @@ STEP = "checkpoints/step_00000003"
 def _save(run_dir: Path, format: str) -> dict[str, Any]:
     state = tiny.train_state(sharded=True)
     tiny.train(state, 3)
-    tiny.checkpointer(run_dir, format=format).save(state, {"eval/loss": 0.25})
+    tiny.checkpointer(run_dir, format=format, state=state).save(state, {"eval/loss": 0.25})
     return tiny.everything(state)
 
 
@@ -169,8 +169,7 @@ def _save_tied(run_dir: Path) -> None:
     torch.manual_seed(3)
     state.model = _Tied()
     state.optimizer = torch.optim.SGD(state.model.parameters())
-    checkpointer = tiny.checkpointer(run_dir)
-    checkpointer.begin(state)
+    checkpointer = tiny.checkpointer(run_dir, state=state)
     checkpointer.save(state)
     other = tiny.train_state()
     other.model = _Tied()

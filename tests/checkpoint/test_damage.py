@@ -28,7 +28,7 @@ Damage = Callable[[Path], str]
 def _save(run_dir: Path, format: str) -> None:
     state = tiny.train_state()
     tiny.train(state, 2)
-    tiny.checkpointer(run_dir, format=format).save(state)
+    tiny.checkpointer(run_dir, format=format, state=state).save(state)
 
 
 def _refusals(checkpoint: Path, damages: list[Damage]) -> list[str | None]:

@@ -46,7 +46,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     """Save, then fail to save because the disk is full, then make room and save again."""
     rank = torch_dist.get_rank()
     state = tiny.train_state(sharded=True)
-    checkpointer = tiny.checkpointer(run_dir, format=format, async_=async_)
+    checkpointer = tiny.checkpointer(run_dir, format=format, async_=async_, state=state)
     tiny.train(state, 1)
     checkpointer.save(state)
     checkpointer.close()
@@ -94,7 +94,7 @@ def test_a_full_disk_spares_the_checkpoint_before(small_disk: Path, format: str,
 
 def _fail_on_one_rank(run_dir: Path, failing_rank: int) -> str:
     state = tiny.train_state(sharded=True)
-    checkpointer = tiny.checkpointer(run_dir, format="sharded")
+    checkpointer = tiny.checkpointer(run_dir, format="sharded", state=state)
     if torch_dist.get_rank() == failing_rank:
 
         def refuse(*args: Any) -> None:
@@ -119,7 +119,7 @@ def _save_slowly(run_dir: Path, format: str) -> float:
     torch_dist.init_process_group("gloo", timeout=timedelta(seconds=6))
     state = tiny.train_state(sharded=True)
     tiny.train(state, 1)
-    checkpointer = tiny.checkpointer(run_dir, format=format)
+    checkpointer = tiny.checkpointer(run_dir, format=format, state=state)
     commit = store.Store.commit
 
     def slow(*args: Any) -> Path:
@@ -143,7 +143,7 @@ def test_a_save_may_take_longer_than_the_network(tmp_path: Path, format: str) ->
 
 def _pass_over(run_dir: Path) -> dict[str, Any]:
     state = tiny.train_state()
-    checkpointer = tiny.checkpointer(run_dir, keep_last=5)
+    checkpointer = tiny.checkpointer(run_dir, keep_last=5, state=state)
     saved = []
     for _ in range(3):
         tiny.train(state, 1)
@@ -166,7 +166,6 @@ def _pass_over(run_dir: Path) -> dict[str, Any]:
         tiny.facts(),
         run_id="tiny",
         num_samples=48,
-        strategy="test",
         config={**tiny.CONFIG, "optim.lr": 0.5, "new": 1},
     )
     assert tiny.restore(other, fresh, "auto")
@@ -192,7 +191,9 @@ def test_auto_says_what_it_passed_over_and_what_differs(tmp_path: Path) -> None:
 
 def _keep_best(run_dir: Path) -> list[str]:
     state = tiny.train_state()
-    checkpointer = tiny.checkpointer(run_dir, keep_last=1, keep_best=KeepBest("eval/loss", "min"))
+    checkpointer = tiny.checkpointer(
+        run_dir, keep_last=1, keep_best=KeepBest("eval/loss", "min"), state=state
+    )
     for loss in (3.0, 1.0, float("nan"), 2.0):
         tiny.train(state, 1)
         checkpointer.save(state, {"eval/loss": loss})
@@ -208,7 +209,7 @@ def test_keeps_the_best(tmp_path: Path) -> None:
 
 def _all_damaged(run_dir: Path) -> None:
     state = tiny.train_state()
-    tiny.checkpointer(run_dir).save(state)
+    tiny.checkpointer(run_dir, state=state).save(state)
     (run_dir / "checkpoints" / "latest" / TENSORS).write_bytes(b"")
     with pytest.raises(
         UserError, match=r"none of the 1 checkpoints in .* is intact.* another run_dir starts"
@@ -221,7 +222,8 @@ def test_auto_does_not_start_anew_over_damage(tmp_path: Path) -> None:
 
 
 def _save_of_many_parts(run_dir: Path) -> list[str]:
-    state, checkpointer = tiny.train_state(), tiny.checkpointer(run_dir)
+    state = tiny.train_state()
+    checkpointer = tiny.checkpointer(run_dir, state=state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.files.untrusted._MAX_JSON_PARTS", 1000)
         with pytest.raises(

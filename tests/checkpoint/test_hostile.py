@@ -26,7 +26,7 @@ ALLOWED_BYTES = 1 << 30
 
 def _save(run_dir: Path, format: str) -> None:
     state = tiny.train_state(sharded=format == "sharded")
-    saver = tiny.checkpointer(run_dir, format=format)
+    saver = tiny.checkpointer(run_dir, format=format, state=state)
     for _ in range(2):
         tiny.train(state, 1)
         saver.save(state)

@@ -55,8 +55,7 @@ def _train(run_dir: Path, kind: str) -> tuple[Tensor, Tensor]:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     state = TrainState(model, optimizer, schedule, scaler, Progress())
     state.keep_average(0.5, warmup=False)
-    checkpointer = tiny.checkpointer(run_dir, format="sharded" if kind == "llama" else "full")
-    checkpointer.begin(state)
+    checkpointer = tiny.checkpointer(run_dir, format="sharded" if kind == "llama" else "full", state=state)
     for _ in range(2):
         model(TOKENS).logits.square().mean().backward()
         optimizer.step()

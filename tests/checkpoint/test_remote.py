@@ -275,7 +275,7 @@ def test_no_password_comes_into_the_settings(url: str) -> None:
 def _resume_from_there(root: Path, format: str) -> None:
     remote = str(_address(root))
     state = tiny.train_state(sharded=True)
-    first = tiny.checkpointer(root / "first", format=format, remote=remote)
+    first = tiny.checkpointer(root / "first", format=format, remote=remote, state=state)
     for _ in range(2):
         tiny.train(state, 2)
         first.save(state, {"eval/loss": 1.0})
@@ -304,7 +304,7 @@ def test_resumes_from_there_alone(tmp_path: Path, format: str) -> None:
 def _save_there(root: Path) -> None:
     state = tiny.train_state()
     tiny.train(state, 2)
-    checkpointer = tiny.checkpointer(root / "first", remote=str(_address(root)))
+    checkpointer = tiny.checkpointer(root / "first", remote=str(_address(root)), state=state)
     checkpointer.save(state)
     checkpointer.finish_remote()
 

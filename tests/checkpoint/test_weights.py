@@ -154,7 +154,7 @@ def test_reads_safetensors(tmp_path: Path) -> None:
 def _save_and_load(run_dir: Path, format: str) -> list[bool]:
     """From a checkpoint; from the run; and from the run when its newest checkpoint is damaged."""
     state = tiny.train_state(sharded=format == "sharded")
-    checkpointer = tiny.checkpointer(run_dir, format=format)
+    checkpointer = tiny.checkpointer(run_dir, format=format, state=state)
     results = []
 
     def matches(path: Path) -> None:

@@ -19,7 +19,7 @@ from trainer.distributed.seeding import seed_micro_batch
 from trainer.optim.train_state import Progress, TrainState
 
 CPU = torch.device("cpu")
-CONFIG = {"seed": 0, "optim.lr": 0.1, "run_dir": "here"}
+CONFIG = {"seed": 0, "strategy.name": "test", "optim.lr": 0.1, "run_dir": "here"}
 
 
 def settings(**changes: Any) -> CheckpointConfig:
@@ -42,23 +42,25 @@ def facts(device: torch.device = CPU) -> Dist:
 
 
 def checkpointer(
-    run_dir: Path, device: torch.device = CPU, run_id: str = "tiny", **changes: Any
+    run_dir: Path,
+    device: torch.device = CPU,
+    run_id: str = "tiny",
+    state: TrainState | None = None,
+    **changes: Any,
 ) -> Checkpointer:
-    return Checkpointer(
-        settings(**changes),
-        run_dir,
-        facts(device),
-        run_id=run_id,
-        num_samples=48,
-        strategy="test",
-        config=CONFIG,
+    """To save ``state``, or to ``restore`` one."""
+    made = Checkpointer(
+        settings(**changes), run_dir, facts(device), run_id=run_id, num_samples=48, config=CONFIG
     )
+    if state is not None:
+        made.expect(state)
+    return made
 
 
 def restore(checkpointer: Checkpointer, state: TrainState, resume: str | None) -> bool:
     """Continue from the checkpoint of ``resume``; False if there is none."""
-    checkpointer.delete_leftovers()
     source = checkpointer.find(resume)
+    checkpointer.expect(state)
     if source is not None:
         checkpointer.restore(state, source)
     return source is not None

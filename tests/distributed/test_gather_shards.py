@@ -59,7 +59,7 @@ def _memory_of_a_save(run_dir: Path) -> tuple[float, float]:
     optimizer.step()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     state = TrainState(model, optimizer, schedule, torch.amp.GradScaler(enabled=False), Progress())
-    checkpointer = tiny.checkpointer(run_dir)
+    checkpointer = tiny.checkpointer(run_dir, state=state)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     checkpointer.save(state)
     parameters_sha256(model)

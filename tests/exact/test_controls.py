@@ -19,7 +19,7 @@ from trainer import step, strategies
 from trainer.comm.leaf_sums import LeafSums
 from trainer.data.loading.batch import split_leaves
 from trainer.errors import NonFiniteError, UserError
-from trainer.exact.ground import of_run
+from trainer.exact.environment import exact_facts
 from trainer.loop import fit
 from trainer.training import run_hash
 
@@ -114,15 +114,15 @@ def test_threads_changed_after_the_start_are_named(tmp_path: Path) -> None:
     assert "rank 0" in words and "computes with 2 threads, though the run set 1" in words
 
 
-def _on_other_ground(*overrides: str) -> str:
-    ground = strategies.ground
+def _in_another_environment(*overrides: str) -> str:
+    environment = strategies.environment
     if os.environ["RANK"] == "1":
-        strategies.ground = lambda device: ground(device) | {"the CPU": "an abacus"}
+        strategies.environment = lambda device: environment(device) | {"the CPU": "an abacus"}
     return _refused(*overrides)
 
 
-def test_a_rank_on_other_ground_is_refused_at_the_start_and_named(tmp_path: Path) -> None:
-    for words in run_ranks(_on_other_ground, 2, *MLP, f"run_dir={tmp_path}", init=False):
+def test_a_rank_in_another_environment_is_refused_at_the_start_and_named(tmp_path: Path) -> None:
+    for words in run_ranks(_in_another_environment, 2, *MLP, f"run_dir={tmp_path}", init=False):
         assert "rank 1" in words and "differs from rank 0 in the CPU: 'an abacus' against" in words
 
 
@@ -166,16 +166,23 @@ def test_a_gradient_beyond_the_range_ends_the_run_before_its_step(
             assert words in told and is_unchanged
 
 
-def test_other_ground_is_told_once_and_counts_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_environment_is_told_once_and_counts_from_there(caplog: pytest.LogCaptureFixture) -> None:
     here: Any = SimpleNamespace(device=torch.device("cpu"), is_main=True)
-    saved = of_run(8, here, None, 0)
-    assert saved["leaves"] == 8 and saved["since"] == 0 and saved["ground"]["torch"] == torch.__version__
+    saved = exact_facts(8, here, None, 0)
+    assert (
+        saved is not None
+        and saved["leaves"] == 8
+        and saved["since"] == 0
+        and saved["ground"]["torch"] == torch.__version__
+    )
     with caplog.at_level(logging.WARNING):
-        assert of_run(8, here, saved, 7) == saved
+        assert exact_facts(8, here, saved, 7) == saved
         assert not caplog.records
         moved = saved | {"ground": saved["ground"] | {"the CPU": "an abacus"}}
-        assert of_run(8, here, moved, 7)["since"] == 7
-        assert of_run(4, here, saved, 9)["since"] == 9
+        elsewhere, wider = exact_facts(8, here, moved, 7), exact_facts(4, here, saved, 9)
+    assert elsewhere is not None and elsewhere["since"] == 7
+    assert wider is not None and wider["since"] == 9
+    assert exact_facts(None, here, saved, 9) is None
     assert ["the CPU was an abacus, is " in record.getMessage() for record in caplog.records] == [True, False]
     assert "train.exact was 8, is 4" in caplog.records[1].getMessage()
 

@@ -37,7 +37,7 @@ def found(context: TrainingContext) -> dict[str, Any] | None:
     """The result of a check now; the steps are made up, since each step is checked only once."""
     context.state.progress.step += 1
     try:
-        context.replica_check.check(context.state)
+        context.checks.replicas.check(context.state)
     except ReplicasDifferError as error:
         return {"ranks": error.ranks, "message": str(error), "status": error.exit_code}
     return None

@@ -1,9 +1,9 @@
 """Saving and resuming a run, agreed among all ranks."""
 
-import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,27 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.alone import write_alone
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.expected import Expected
-from trainer.checkpoint.hashing import FileDigest, write_text
-from trainer.checkpoint.layout import Plan, index_to_json, plan
 from trainer.checkpoint.listing import Retention
-from trainer.checkpoint.matching import first_five, of_modules_own
+from trainer.checkpoint.matching import first_five, is_extra_state
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.resuming import Resuming
-from trainer.checkpoint.state_file import DATA_STATES, MODEL_CONFIG, STATE, check_size
+from trainer.checkpoint.state_file import DATA_STATES, MODEL_CONFIG
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
-from trainer.checkpoint.writing import write_tensors
+from trainer.checkpoint.writing import Contents, write_checkpoint
 from trainer.config import CheckpointConfig
-from trainer.distributed.agreement import Agreement
+from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteError, UserError
+from trainer.errors import NonFiniteError, UserError, first_few
 from trainer.faults.heartbeat import at_disk
 from trainer.files.address import Address
-from trainer.files.untrusted import check_parts
 from trainer.optim.train_state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
@@ -46,7 +42,6 @@ class Checkpointer:
     Attributes:
         restored_metrics: those saved with the checkpoint that ``restore`` went on from.
         restored_data_states: where the data of each rank stood then.
-        exact: of an exact run, what decides its bits (plain values); kept.
     """
 
     def __init__(
@@ -54,10 +49,8 @@ class Checkpointer:
         settings: CheckpointConfig,
         run_dir: Path,
         dist: Dist,
-        *,
         run_id: str,
         num_samples: int | None,
-        strategy: str,
         config: Mapping[str, Any],
     ) -> None:
         """``run_id`` marks this run's checkpoints in ``run_dir``. ``num_samples`` is the length of the
@@ -65,7 +58,6 @@ class Checkpointer:
         are saved, and compared on resume.
         """
         self._settings, self._dist = settings, dist
-        self._num_samples, self._strategy, self._config = num_samples, strategy, dict(config)
         self._store = Store(Path(run_dir) / "checkpoints", run_id)
         best = settings.keep_best
         self._retention = Retention(
@@ -77,16 +69,20 @@ class Checkpointer:
         if settings.remote is not None and dist.rank == 0:
             self._remote = Remote(Address(settings.remote), self._store, self._retention)
         self._agreement = Agreement(dist, settings.timeout_s)
-        self._resuming = Resuming(
-            self._store, self._remote.listings, self._agreement, num_samples, self._config
-        )
+        self._resuming = Resuming(self._store, self._remote.listings, self._agreement, num_samples, config)
         dist.heartbeat.disk_may_take(settings.timeout_s)
-        self._last_saved: int | None = None
-        self._expected: Expected | None = None
+        self._facts: dict[str, Any] = {
+            "num_samples": num_samples,
+            "strategy": config["strategy.name"],
+            "world_size": dist.world_size,
+            "torch_version": torch.__version__,
+            "config": dict(config),
+        }
+        self._expected: Expected  # from `expect` on
         self._checked = False
+        self._last_saved: int | None = None
         self.restored_metrics: dict[str, float] = {}
         self.restored_data_states: list[dict[str, Any]] = []
-        self.exact: dict[str, Any] | None = None
         self._in_flight: InBackground | None = None
         self._copied: Future[dict[str, Tensor]] | None = None
 
@@ -94,8 +90,15 @@ class Checkpointer:
     def _stage(self) -> Callable[[dict[str, Tensor]], Future[dict[str, Tensor]]]:
         return host_stager(self._dist.device)
 
-    def begin(self, state: TrainState) -> None:
-        """Note what a save has to contain, from ``state`` as built. Called before it is restored or trained.
+    def find(self, resume: str | None) -> OpenCheckpoint | None:
+        """As `Resuming.find`. Called first, before there is a state."""
+        return self._resuming.find(resume)
+
+    def expect(self, state: TrainState, exact: Mapping[str, Any] | None = None) -> None:
+        """Note what each save must contain: ``state`` as built, before it is restored or trained.
+
+        Args:
+            exact: of an exact run, what decides its bits, in plain values; saved with it.
 
         Raises:
             UserError: on every rank alike: a checkpoint cannot hold something in the model's state; names it.
@@ -104,7 +107,14 @@ class Checkpointer:
         for theirs in self._agreement.gather(expected.not_finite):  # each rank checks its own shards
             for name, kinds in theirs.items():
                 expected.not_finite.setdefault(name, set()).update(kinds)
-        self._expected = expected
+        self._expected, self._facts["exact"] = expected, exact
+
+    def restore(self, state: TrainState, source: OpenCheckpoint) -> None:
+        """As `Resuming.restore`."""
+        self.restored_data_states = self._resuming.restore(state, source, self._dist.device)
+        self.restored_metrics = source.manifest.metrics
+        if source.directory.resolve().parent == self._store.root.resolve():
+            self._last_saved = state.progress.step
 
     def check_once(self, state: TrainState) -> None:
         """Called after each step. After the first, check that a resume could load what a save would write.
@@ -113,17 +123,9 @@ class Checkpointer:
             UserError: on every rank alike: a forward pass made or resized a buffer, or replaced a parameter.
         """
         if not self._checked:
-            self._agreement.everywhere(lambda: self._taken_apart(state))
+            self._agreement.everywhere(lambda: self._taken_apart(state, []))
             self._remote.follow()
             self._checked = True
-
-    def _taken_apart(self, state: TrainState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        if self._expected is not None:
-            self._expected.check_parameters(state.model)
-        tensors, plain = take_apart(state.state_dict())
-        if self._expected is not None:
-            self._expected.check(tensors)
-        return tensors, plain
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
         """Whether the settings ask for a checkpoint after this optimizer step, or at this end of an epoch."""
@@ -158,25 +160,22 @@ class Checkpointer:
         if metrics and best is not None and best.metric not in metrics:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
         self._finish()
-        tensors, plain = self._agreement.everywhere(lambda: self._taken_apart(state))
-        everyones = self._agreement.gather(dict(data_state or {}))
-        of_data, data_states = take_apart({DATA_STATES: everyones if self._dist.rank == 0 else []})
-        own = buffer_names(state.model) | {name for name in tensors if of_modules_own(name)} | set(of_data)
-        tensors |= of_data
-        who = plan(tensors, own, self._settings.format == "full", self._agreement)
-        facts = self._facts(plain, data_states)
-        if self._dist.rank == 0:
-            facts["tensors"] = index_to_json(who.index(tensors))
-        tensors = who.part_of(tensors, self._dist.rank)
-        self._refuse_not_finite(tensors, step)
+        data_states = self._agreement.gather(dict(data_state or {}))
+        tensors, facts = self._agreement.everywhere(lambda: self._taken_apart(state, data_states))
+        of_modules = {name for name in tensors if is_extra_state(name) or name.startswith(f"{DATA_STATES}.")}
+        only_rank_0 = buffer_names(state.model) | of_modules
+        contents = Contents.planned(
+            step, self._settings.format, tensors, facts, metrics, self._agreement, only_rank_0
+        )
+        self._refuse_not_finite(contents)
         self._last_saved = step
         if self._settings.async_:
-            copied = self._start_copying(tensors, own)
+            copied = self._start_copying(contents.tensors, only_rank_0)
             self._in_flight = InBackground(
-                lambda: self._write(step, copied.result(), who, facts, metrics), self._dist.device
+                lambda: self._write(replace(contents, tensors=copied.result())), self._dist.device
             )
         else:
-            self._write(step, tensors, who, facts, metrics)
+            self._write(contents)
 
     def is_saved(self, step: int) -> bool:
         """Whether the newest checkpoint of this run is of `step`; not a collective."""
@@ -195,41 +194,54 @@ class Checkpointer:
         left out: what of a stream they read is read again on resume, and dropped.
 
         Raises:
-            UserError: a number is NaN or Inf; nothing is saved.
-            OSError: as from `write_alone`.
+            UserError: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
         """
-        tensors, plain = self._taken_apart(state)
-        changed = {
-            f"{part}.{name}": value for part in ("model", "buffers") for name, value in buffers.items()
-        }
-        tensors |= {name: value for name, value in changed.items() if name in tensors}
-        if self._expected is not None and (bad := sorted(self._expected.new_in(tensors))):
-            raise UserError(f"{first_five(bad)} is not finite")
         own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
-        of_data, data_states = take_apart({DATA_STATES: own})
-        store = Store(self._store.root, self._store.run_id, shared=True)
-        write_alone(store, state.progress.step, tensors | of_data, self._facts(plain, data_states), metrics)
+        tensors, facts = self._taken_apart(state, own)
+        kept = {f"{part}.{name}": value for part in ("model", "buffers") for name, value in buffers.items()}
+        tensors |= {name: value for name, value in kept.items() if name in tensors}
+        if bad := sorted(self._expected.new_in(tensors)):
+            raise UserError(f"{first_five(bad)} is not finite")
+        alone, store = Alone(), Store(self._store.root, self._store.run_id, shared=True)
+        step = state.progress.step
+        write_checkpoint(store, Contents.planned(step, "full", tensors, facts, metrics, alone), alone)
 
-    def _refuse_not_finite(self, tensors: Mapping[str, Tensor], step: int) -> None:
+    def _taken_apart(
+        self, state: TrainState, data_states: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What a checkpoint holds: the live tensors by their names in it, and all else, in plain values."""
+        self._expected.check_parameters(state.model)
+        tensors, plain = take_apart(state.state_dict())
+        self._expected.check(tensors)
+        data_tensors, plain_data = take_apart({DATA_STATES: list(data_states)})
+        facts = {
+            **self._facts,
+            "state": plain,
+            **plain_data,
+            "not_finite": sorted(self._expected.not_finite),
+            MODEL_CONFIG: self._expected.model_config,
+        }
+        return tensors | data_tensors, facts
+
+    def _refuse_not_finite(self, contents: Contents) -> None:
         """Raise NonFiniteError on every rank if any has a NaN or Inf that was not there at the start."""
-        found = self._agreement.gather({} if self._expected is None else self._expected.new_in(tensors))
-        for rank, theirs in enumerate(found):
-            for name, kinds in theirs.items():
-                more = f" (and {len(theirs) - 1} more)" if len(theirs) > 1 else ""
-                kind, where = " and ".join(sorted(kinds)), self._dist.describe(rank)
+        for rank, theirs in enumerate(self._agreement.gather(self._expected.new_in(contents.tensors))):
+            if theirs:
+                names = first_few((name.removeprefix("model.") for name in theirs), 1)
+                kind, where = " and ".join(sorted(next(iter(theirs.values())))), self._dist.describe(rank)
                 raise NonFiniteError(
-                    f"{name.removeprefix('model.')}{more} holds {kind} after step {step} on {where}; nothing "
-                    "of that step is saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto goes on "
-                    "from the checkpoint before",
+                    f"{names} holds {kind} after step {contents.step} on {where}; nothing of that step is "
+                    "saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto goes on from the "
+                    "checkpoint before",
                     ranks=(rank,),
                 )
 
-    def _start_copying(self, tensors: dict[str, Tensor], buffers: set[str]) -> Future[dict[str, Tensor]]:
+    def _start_copying(self, tensors: Mapping[str, Tensor], changing: set[str]) -> Future[dict[str, Tensor]]:
         """Copy buffers now, since a forward pass changes them, and the rest in the background."""
-        changing = {name: tensors[name].clone() for name in tensors if name in buffers}
+        copies = {name: tensors[name].clone() for name in tensors if name in changing}
         if self._dist.device.type == "cuda":
             torch.cuda.synchronize(self._dist.device)  # the stager's stream waits for no other
-        self._copied = self._stage(tensors | changing)
+        self._copied = self._stage({**tensors, **copies})
         return self._copied
 
     def wait_until_copied(self) -> None:
@@ -237,21 +249,6 @@ class Checkpointer:
         if self._copied is not None:
             self._copied.result()
             self._copied = None
-
-    def delete_leftovers(self) -> None:
-        """As `Resuming.delete_leftovers`."""
-        self._resuming.delete_leftovers()
-
-    def find(self, resume: str | None) -> OpenCheckpoint | None:
-        """As `Resuming.find`."""
-        return self._resuming.find(resume)
-
-    def restore(self, state: TrainState, source: OpenCheckpoint) -> None:
-        """As `Resuming.restore`."""
-        self.restored_data_states = self._resuming.restore(state, source, self._dist.device)
-        self.restored_metrics = source.manifest.metrics
-        if source.directory.resolve().parent == self._store.root.resolve():
-            self._last_saved = state.progress.step
 
     def close(self) -> None:
         """Wait for what is still being written. Called when a run ends well, not after an exception.
@@ -282,57 +279,15 @@ class Checkpointer:
         in_flight, self._in_flight = self._in_flight, None
         in_flight.wait()
 
-    # ---- writing
-
-    def _write(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        who: Plan,
-        facts: dict[str, Any],
-        metrics: dict[str, float],
-    ) -> None:
-        directory = None
+    def _write(self, contents: Contents) -> None:
+        step = contents.step
         try:
-            directory = self._agreement.on_main(lambda: self._store.begin(step))
-            digests = self._agreement.everywhere(lambda: self._write_part(directory, tensors, who, facts))
-            files = {
-                name: digest for part in self._agreement.gather(digests) for name, digest in part.items()
-            }
-            check_size(files[STATE].bytes, sum(file.bytes for file in files.values()))
-            self._agreement.on_main(lambda: self._store.commit(step, self._settings.format, files, metrics))
+            write_checkpoint(self._store, contents, self._agreement, clears=self._dist.local_rank == 0)
         except UserError as error:
             self._last_saved = None
-            # On each host, since the hosts may have no disk in common.
-            if directory is not None and self._dist.local_rank == 0:
-                self._store.abandon(directory)
             raise UserError(f"the checkpoint of step {step} could not be saved: {error}") from error
-        self._agreement.on_main(lambda: self._sealed(step))
+        self._agreement.on_main(lambda: self._written(step))
 
-    def _sealed(self, step: int) -> None:
+    def _written(self, step: int) -> None:
         self._remote.follow(step)
         self._store.prune(self._retention, spared=self._remote.in_hand)
-
-    def _write_part(
-        self, directory: Path, tensors: Mapping[str, Tensor], who: Plan, facts: dict[str, Any]
-    ) -> dict[str, FileDigest]:
-        digests = write_tensors(directory, tensors, who, self._dist.rank, self._agreement.group)
-        if self._dist.rank == 0:
-            text = json.dumps(facts)
-            check_parts(STATE, text.encode())  # a resume would refuse it
-            digests[STATE] = write_text(directory / STATE, text)
-        return digests
-
-    def _facts(self, plain: dict[str, Any], data_states: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "num_samples": self._num_samples,
-            "strategy": self._strategy,
-            "world_size": self._dist.world_size,
-            "torch_version": torch.__version__,
-            "config": self._config,
-            "state": plain,
-            "exact": self.exact,
-            **data_states,
-            "not_finite": sorted(self._expected.not_finite) if self._expected is not None else [],
-            MODEL_CONFIG: self._expected.model_config if self._expected is not None else None,
-        }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, of_modules_own
+from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, is_extra_state
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
@@ -120,7 +120,7 @@ def _real(part: Tensor) -> Tensor:
 
 def _of_model(tensors: Mapping[str, Tensor]) -> Shapes:
     """The shapes of the model's parameters and buffers, by their names in a save."""
-    own = (name for name in tensors if name.startswith("model.") and not of_modules_own(name))
+    own = (name for name in tensors if name.startswith("model.") and not is_extra_state(name))
     return {name: (tensors[name].shape, tensors[name].dtype) for name in own}
 
 
@@ -141,7 +141,7 @@ def _check_model(model: nn.Module) -> None:
         raise UserError(f"the model's state_dict() cannot be saved: {words}; look at its hooks") from error
     parameters = dict(every_parameter(model))
     held = parameters | dict(named_buffers(model))
-    own = {name: value for name, value in saved.items() if not of_modules_own(name)}
+    own = {name: value for name, value in saved.items() if not is_extra_state(name)}
     is_plain = all(name in held and _is_own(value, held[name]) for name, value in own.items())
     if not is_plain or not parameters.keys() <= own.keys():  # a hook had a hand in it
         _try_to_restore(model, saved, held)

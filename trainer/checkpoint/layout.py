@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.matching import of_modules_own
+from trainer.checkpoint.matching import is_extra_state
 from trainer.checkpoint.safetensors_files import NAMES, sizes_in
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
@@ -154,7 +154,7 @@ class Plan:
 
 def _is_weight(name: str) -> bool:
     """Whether a tensor of the state is one of the model's state dict, without the extra state of modules."""
-    return name.startswith(_MODEL) and not of_modules_own(name)
+    return name.startswith(_MODEL) and not is_extra_state(name)
 
 
 def key_of(name: str) -> str:
@@ -162,7 +162,7 @@ def key_of(name: str) -> str:
     return name.removeprefix(_MODEL) if _is_weight(name) else name
 
 
-def plan(
+def plan_writers(
     tensors: Mapping[str, Tensor], only_rank_0: Collection[str], gathered: bool, agreement: Agreement
 ) -> Plan:
     """Decide which rank writes which of the live ``tensors``; each rank passes its own (a collective).

@@ -53,9 +53,9 @@ def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
         UserError: the checkpoint is of another model.
     """
     named = {f"model.{name}": value for name, value in ours.items() if isinstance(value, Tensor)}
-    own = {name: value for name, value in named.items() if not of_modules_own(name)}
+    own = {name: value for name, value in named.items() if not is_extra_state(name)}
     saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
-    kept = {name: shapes[name] for name in saved if of_modules_own(name)}
+    kept = {name: shapes[name] for name in saved if is_extra_state(name)}
     compare_shapes(
         {name: shape for name, shape in saved.items() if name not in kept},
         {name: (target.shape, target.dtype) for name, target in own.items()},
@@ -63,7 +63,7 @@ def model_targets(ours: Mapping[str, Any], shapes: Shapes) -> dict[str, Tensor]:
     return own | {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kept.items()}
 
 
-def of_modules_own(name: str) -> bool:
+def is_extra_state(name: str) -> bool:
     """Whether the tensor is from ``get_extra_state`` of a module, and may have any shape and dtype."""
     return "_extra_state" in name.split(".")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.layout import Index, index_from_json
 from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, verify
-from trainer.checkpoint.matching import Shapes, first_five, of_modules_own
+from trainer.checkpoint.matching import Shapes, first_five, is_extra_state
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
 from trainer.checkpoint.state_file import DATA_STATES, STATE, compare_names, read_facts
@@ -189,7 +189,7 @@ class OpenCheckpoint:
         if averaged and not averages:
             raise UserError(f"{printable(self.directory)} holds no averages: its run had ema.decay=null")
         weights = self.read("model.")
-        return {name: weights[name] for name in weights if not of_modules_own(name)} | averages
+        return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
 
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:

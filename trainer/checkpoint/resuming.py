@@ -47,14 +47,10 @@ class Resuming:
         self._store, self._others, self._agreement = store, others, agreement
         self._num_samples, self._config = num_samples, config
 
-    def delete_leftovers(self) -> None:
-        """Delete what killed saves of this run left behind, and log what other runs have here."""
-        self._agreement.on_main(self._store.clean)
-        if self._agreement.rank == 0:
-            self._warn_of_other_runs()
-
     def find(self, resume: str | None) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` asks to continue from, verified; None if there is none.
+
+        First deletes what killed saves of this run left behind, and warns of checkpoints of other runs.
 
         Args:
             resume: None; "auto" for the newest checkpoint of this run_dir that verifies; or the path of one.
@@ -62,6 +58,9 @@ class Resuming:
         Raises:
             UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
         """
+        self._agreement.on_main(self._store.clean)
+        if self._agreement.rank == 0 and (names := [path.name for path in self._store.of_others()]):
+            log.warning("left alone, as another run's: %s in %s", first_five(names), self._store.root)
         if resume is None:
             return None
         source = self._choose(resume)
@@ -117,10 +116,6 @@ class Resuming:
                 "order is another, so some would be read twice or never; use the original data, or start a "
                 f"new run from these weights with model.init_from={source.directory}"
             )
-
-    def _warn_of_other_runs(self) -> None:
-        if names := [path.name for path in self._store.of_others()]:
-            log.warning("left alone, as another run's: %s in %s", first_five(names), self._store.root)
 
     def _choose(self, resume: str) -> OpenCheckpoint | None:
         """The checkpoint that ``resume`` means, verified; each rank reads its share of it. Collective."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.expected import unusual
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.matching import first_five, of_modules_own
+from trainer.checkpoint.matching import first_five, is_extra_state
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
@@ -53,7 +53,7 @@ def weights_for(
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
-    wanted = {n: tensor for n, tensor in state if isinstance(tensor, Tensor) and not of_modules_own(n)}
+    wanted = {n: tensor for n, tensor in state if isinstance(tensor, Tensor) and not is_extra_state(n)}
     found = _renamed(_read(path), wanted, getattr(model, "base_model_prefix", None))
     ignored = {name for name in wanted | found if _is_under(name, ignore)}
     if unknown := [prefix for prefix in ignore if not any(_is_under(name, [prefix]) for name in wanted)]:

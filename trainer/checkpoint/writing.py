@@ -1,35 +1,109 @@
-"""The tensor files of a checkpoint, each written by one rank."""
+"""Writing a checkpoint: the files of tensors, each by one rank, then state.json and the manifest."""
 
 import collections
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from trainer.checkpoint.hashing import FileDigest
-from trainer.checkpoint.layout import Plan, key_of
+from trainer.checkpoint.hashing import FileDigest, write_text
+from trainer.checkpoint.layout import Plan, index_to_json, key_of, plan_writers
 from trainer.checkpoint.safetensors_files import ToStore, write_file
+from trainer.checkpoint.state_file import STATE, check_size
+from trainer.checkpoint.store import Store
+from trainer.distributed.agreement import Agreement
 from trainer.distributed.gather_shards import gather_shards_to_rank0
+from trainer.errors import UserError
+from trainer.files.untrusted import check_parts
 from trainer.local_shard import num_rows, to_local
 
 
-def write_tensors(
-    directory: Path, tensors: Mapping[str, Tensor], plan: Plan, rank: int, group: torch_dist.ProcessGroup
-) -> dict[str, FileDigest]:
-    """Write this rank's part of `plan`, hashed on the way and fsynced; return the digests by file.
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint will hold.
 
-    If rank 0 writes all, this is a collective over `group`, which sends CPU tensors. Shards and GPU tensors
-    then arrive while the file is written, so that rank 0 holds only its own part of the state and one shard
-    more. Other ranks send even if writing fails on rank 0.
+    Attributes:
+        format: "full" or "sharded", for the manifest.
+        plan: which rank writes which tensors.
+        tensors: those that this rank writes, or sends, by their names in the checkpoint.
+        facts: all else; on rank 0 with the index of tensors, as STATE has them.
+        metrics: for the manifest.
+    """
+
+    step: int
+    format: str
+    plan: Plan
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def planned(
+        cls,
+        step: int,
+        format: str,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        agreement: Agreement,
+        only_rank_0: Collection[str] = (),
+    ) -> "Contents":
+        """Share the live ``tensors`` among ranks (a collective). ``only_rank_0`` is as for `plan_writers`."""
+        gathered = format == "full" and agreement.world_size > 1
+        plan = plan_writers(tensors, only_rank_0, gathered, agreement)
+        if agreement.rank == 0:
+            facts = {**facts, "tensors": index_to_json(plan.index(tensors))}
+        return cls(step, format, plan, plan.part_of(tensors, agreement.rank), facts, metrics)
+
+
+def write_checkpoint(store: Store, contents: Contents, agreement: Agreement, clears: bool = True) -> None:
+    """Write a checkpoint, which appears in ``store`` whole or not at all (a collective).
 
     Args:
-        tensors: those of `plan.part_of` this rank, by their names in the checkpoint.
+        clears: whether this rank deletes what a failure leaves: one on each host, since hosts may have no
+            disk in common.
+
+    Raises:
+        UserError: on every rank alike; what was there before is unchanged.
+    """
+    directory = None
+    try:
+        directory = agreement.on_main(lambda: store.begin(contents.step))
+        digests = agreement.everywhere(lambda: _write_part(directory, contents, agreement))
+        files = {name: digest for part in agreement.gather(digests) for name, digest in part.items()}
+        check_size(files[STATE].bytes, sum(file.bytes for file in files.values()))
+        agreement.on_main(lambda: store.commit(contents.step, contents.format, files, contents.metrics))
+    except UserError:
+        if directory is not None and clears:
+            store.abandon(directory)
+        raise
+
+
+def _write_part(directory: Path, contents: Contents, agreement: Agreement) -> dict[str, FileDigest]:
+    digests = write_tensors(directory, contents, agreement)
+    if agreement.rank == 0:
+        text = json.dumps(contents.facts)
+        check_parts(STATE, text.encode())  # a resume would refuse it
+        digests[STATE] = write_text(directory / STATE, text)
+    return digests
+
+
+def write_tensors(directory: Path, contents: Contents, agreement: Agreement) -> dict[str, FileDigest]:
+    """Write this rank's tensors, hashed on the way and fsynced; return the digests by file.
+
+    If rank 0 writes all, this is a collective, which sends CPU tensors. Shards and GPU tensors then arrive
+    while the file is written, so that rank 0 holds only its own part of the state and one shard more. Other
+    ranks send even if writing fails on rank 0.
 
     Raises:
         OSError: of the disk.
     """
-    coming = {name: _chunks(tensors[name], plan, group) for name in plan.writers if name in tensors}
+    plan, tensors, rank = contents.plan, contents.tensors, agreement.rank
+    coming = {name: _chunks(tensors[name], plan, agreement.group) for name in plan.writers if name in tensors}
     files: dict[str, list[ToStore]] = {}
     for name, chunks in coming.items():
         tensor = tensors[name]

@@ -14,7 +14,7 @@ from trainer.comm.shard_sums import ShardSums
 from trainer.distributed.process_group import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.buffers import LeafBuffers
-from trainer.exact.ground import NUM_THREADS
+from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.gradient_norm import gradient_norm
 

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Adam, AdamW, Optimizer
 
-from trainer.build import build_collate, build_dataset, build_model, build_task, build_to_device
+from trainer.build import (
+    build_collate,
+    build_dataset,
+    build_model,
+    build_task,
+    build_to_device,
+    wrap_model,
+)
 from trainer.comm.fsdp_collectives import own_parameters, units_of
 from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.loading.base import Share
@@ -32,7 +39,6 @@ from trainer.nested import mapped
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant, sparse_weights
 from trainer.optim.train_state import Progress, TrainState
-from trainer.run import wrap_model
 from trainer.strategies.base import parameter_count
 
 _OFFLOADED = ("parameters", "optimizer", "averages")

@@ -7,7 +7,7 @@ from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.backend_flags import set_backend_flags
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.exact.ground import ground, prepare
+from trainer.exact.environment import environment, prepare
 from trainer.exact.order import ByLeaves
 from trainer.strategies.base import Computing, Strategy, devices_of_replica
 
@@ -19,14 +19,14 @@ def build_strategy(config: Config, dist: Dist) -> Strategy:
 
     Raises:
         UserError: more processes than the strategy can use, or an option that this machine does not support.
-            With train.exact, fewer leaves than ranks, or ranks on different ground.
+            With train.exact, fewer leaves than ranks, or ranks in different environments.
     """
     set_backend_flags(config.train, dist.device)
     strategy = _named(config, dist)
     if config.train.exact is not None:
         _check_leaves(config.train.exact, config.strategy.name, strategy.num_replicas)
         prepare(dist.device)
-        compare_across_ranks(ground(dist.device), dist, _ALIKE)
+        compare_across_ranks(environment(dist.device), dist, _ALIKE)
         own = config.train.own_leaves(strategy.num_replicas, strategy.replica)
         if config.train.precision == "bf16":
             strategy.notes.append("train.exact: in bf16, single and ddp have equal bits, and fsdp others")

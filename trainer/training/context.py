@@ -1,6 +1,8 @@
 """The parts of a run: created by `run`, used by the loop."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +25,15 @@ from trainer.training.unsaved_state import UnsavedState
 from trainer.training.weight_statistics import WeightStatistics
 
 
+class Checks(NamedTuple):
+    """What looks for wrong results while a run trains."""
+
+    replicas: ReplicaCheck
+    gradients: GradientCheck
+    unsaved: UnsavedState
+    frozen: Frozen
+
+
 @dataclass(frozen=True)
 class TrainingContext(ModelContext):
     """All of one process's parts of a run."""
@@ -36,14 +47,12 @@ class TrainingContext(ModelContext):
     num_parameters: int  # of the whole model
     steps_before: int  # made before this process began; 0 in a new run
     total_steps: int  # an upper limit: a stream may end before
+    exact: Mapping[str, Any] | None  # of an exact run: what decides its bits, as in result.json
     checkpointer: Checkpointer
-    replica_check: ReplicaCheck
     run_log: RunLog
     weight_statistics: WeightStatistics
-    unsaved_state: UnsavedState
     agreement: StepAgreement
-    gradient_check: GradientCheck
-    frozen: Frozen
+    checks: Checks
     meter: Meter
     profile: Profile
     stop_request: StopRequest

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint import Checkpointer
+from trainer.config import Config
 from trainer.data.loading.base import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.faults.gate import Gate
+from trainer.faults.gate import Gate, NoGate
 from trainer.optim.train_state import TrainState, named_buffers
+from trainer.strategies import Strategy
 from trainer.training.replica_check import ReplicaCheck
 
 _SMALL_BYTES = 1 << 20
@@ -94,6 +96,31 @@ class KeptStep(Gate):
             return nullcontext()
         torch.cuda.set_device(self._dist.device)  # of this thread
         return torch.cuda.stream(torch.cuda.Stream(self._dist.device))
+
+
+def build_gate(
+    config: Config,
+    state: TrainState,
+    checkpointer: Checkpointer,
+    loader: TrainLoader,
+    strategy: Strategy,
+    dist: Dist,
+) -> Gate:
+    """The gate of a run; with `checkpoint.at_fault` the watch is told what to save."""
+    if not config.checkpoint.at_fault or dist.watch is None:
+        return NoGate(dist.heartbeat)
+    groups, every = strategy.equal_ranks(), config.train.check_replicas_every
+    kept = KeptStep(
+        dist,
+        state,
+        checkpointer,
+        loader,
+        ReplicaCheck(dist, groups, every, strategy.replicated),  # its own: another thread uses it
+        why_not=strategy.not_whole,
+        own_buffers=config.train.exact is None,
+    )
+    dist.watch.saves(kept)
+    return NoGate(dist.heartbeat) if kept.why_not else kept
 
 
 class KeptBuffers:

@@ -41,8 +41,7 @@ def layout(hosts: Sequence[int]) -> str:
 
 
 def _leaves(context: TrainingContext) -> dict[str, str]:
-    exact = context.checkpointer.exact
-    if exact is None:
+    if (exact := context.exact) is None:
         return {}
     each, more = divmod(exact["leaves"], context.batch.num_replicas)
     words = f"{exact['leaves']} leaves, {each}{f' or {each + 1}' if more else ''} a rank"

@@ -1,4 +1,4 @@
-"""The ground of a run's bits: what decides them beside the settings and the data."""
+"""The environment of an exact run: what decides its bits beside the settings and the data."""
 
 import hashlib
 import logging
@@ -28,7 +28,7 @@ def prepare(device: torch.device) -> None:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def ground(device: torch.device) -> dict[str, str]:
+def environment(device: torch.device) -> dict[str, str]:
     """The facts by name; equal facts, data and settings give equal bits."""
     facts = {
         "torch": torch.__version__,
@@ -59,19 +59,25 @@ def _cpu() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-def of_run(num_leaves: int, dist: Dist, saved: Mapping[str, Any] | None, step: int) -> dict[str, Any]:
-    """What checkpoints and result.json say of an exact run: its `leaves` and `ground`, and `since` which step
-    its bits have had them.
+def exact_facts(
+    num_leaves: int | None, dist: Dist, saved: Mapping[str, Any] | None, step: int
+) -> dict[str, Any] | None:
+    """What checkpoints and result.json say of an exact run; None if it is not exact.
+
+    These are its `leaves`, `ground` (the environment), and `since` which step its bits have had them.
 
     Args:
+        num_leaves: as in `train.exact`.
         saved: the same of the checkpoint of `step` that the run goes on from; None without one, or if its run
             was not exact. A difference is told once.
     """
-    here = {"leaves": num_leaves, "ground": ground(dist.device), "since": step}
+    if num_leaves is None:
+        return None
+    here = {"leaves": num_leaves, "ground": environment(dist.device), "since": step}
     if saved is None:
         return here
     then = saved["ground"] | {"train.exact": str(saved["leaves"])}
-    now = ground(dist.device) | {"train.exact": str(num_leaves)}
+    now = environment(dist.device) | {"train.exact": str(num_leaves)}
     differ = [name for name in sorted(then.keys() | now) if then.get(name) != now.get(name)]
     if not differ:
         return here | {"since": saved["since"]}
