@@ -55,7 +55,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "sweep": "config errors files launch run_dir",
     },
     {
-        "build": "checkpoint config data distributed errors meta_init nested strategies tasks",
+        "build": "checkpoint config data distributed errors meta_init nested optim strategies tasks",
         "compare": "config errors files run_dir sweep",
     },
     {
@@ -67,7 +67,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
         "training": "checkpoint config data distributed errors exact faults fingerprint inference launch "
-        "local_shard loggers nested optim run_dir tasks",
+        "local_shard loggers nested optim run_dir strategies tasks",
     },
     {
         "loop": "errors inference optim training",
@@ -84,7 +84,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "memory": "api build comm config data distributed errors faults launch local_shard "
-        "meta_init nested optim run strategies",
+        "meta_init nested optim strategies",
     },
 )
 MAY_USE = {room: set(used.split()) for floor in FLOORS for room, used in floor.items()}
