@@ -155,7 +155,7 @@ def main() -> None:
             context = assemble(
                 settings(f"run_dir={run_dir}", *switch.split()), "benchmark", dist, stop_request
             )
-            context.run_log.begin()
+            context.run_log.open()
             stack.callback(context.run_log.close)
             ways[switch or ours] = our_loop(context)
         found = in_turns(ways, arguments.turns, arguments.steps)

@@ -62,7 +62,7 @@ def time_exchange(servers: str, num_bytes: int, repeat: int) -> tuple[float, flo
 
     def pull() -> None:
         if server is not None:
-            server.begin(server.give)
+            server.start(server.give)
         if client is not None:
             client.ask()
             client.settle_all()
@@ -71,7 +71,7 @@ def time_exchange(servers: str, num_bytes: int, repeat: int) -> tuple[float, flo
 
     def push() -> None:
         if server is not None:
-            server.begin(lambda worker: server.take(worker, 0))
+            server.start(lambda worker: server.receive(worker, 0))
         if client is not None:
             for bucket in reversed(buckets):
                 client.push(bucket.index)

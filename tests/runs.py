@@ -109,7 +109,7 @@ def job_as(config: config.Config) -> Iterator[TrainingContext]:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
         context = assemble(config, "tests", dist, stop_request)
-        context.run_log.begin()
+        context.run_log.open()
         yield context
         context.checkpointer.close()
         context.strategy.close()

@@ -70,7 +70,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "local_shard loggers nested optim run_dir strategies tasks",
     },
     {
-        "loop": "errors inference optim training",
+        "loop": "data errors inference optim training",
     },
     {
         "run": "build checkpoint config data distributed errors exact faults files launch loggers loop "

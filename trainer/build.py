@@ -77,7 +77,7 @@ def load_held_out(
 ) -> tuple[Any, EvalLoader]:
     """The held-out data, and the loader of this process's part of it."""
     eval_set = build_dataset(config.data, "eval")
-    num_shares, share = strategy.evaluators(dist.rank)
+    num_shares, share = strategy.eval_share(dist.rank)
     eval_batch = dataclasses.replace(batch, num_replicas=num_shares)
     return eval_set, eval_loader(eval_set, config.data, eval_batch, _share(config, dist, share))
 

@@ -3,7 +3,9 @@
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+from trainer.data.loading.base import EvalLoader
 from trainer.errors import StoppedBySignal, UserError
 from trainer.inference.evaluation import evaluate, show
 from trainer.optim.schedules import after_evaluation
@@ -151,13 +153,13 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     if context.eval_loader is None or not evaluation_due(context):
         return {}
     metrics: dict[str, float] = {}
+    has_average, instead = context.state.average is not None, context.ema.evaluate == "instead"
     context.strategy.finish_checks()  # before the evaluation overwrites what it would find
-    for prefix in weights_to_evaluate(context):
-        evaluation = evaluate(context, context.eval_loader)
-        context.strategy.finish_checks()
-        metrics |= {f"{prefix}{name}": value for name, value in evaluation.metrics.items()}
-        if prefix == "eval/":
-            show(context, evaluation, context.run_log, progress.step, at_end=is_over(context))
+    if not (has_average and instead):
+        metrics |= evaluate_as(context, context.eval_loader, "eval/")
+    if has_average:
+        with averages_in_place(context):
+            metrics |= evaluate_as(context, context.eval_loader, "eval/" if instead else "eval/ema/")
     context.run_log.scalars(metrics, progress.step)
     context.run_log.line(f"eval at step {progress.step}  {_words(metrics)}")
     with context.gate.held():
@@ -166,16 +168,24 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     return metrics
 
 
-def weights_to_evaluate(context: TrainingContext) -> Iterator[str]:
-    """The prefix of the metrics' names for each set of weights; within, the model has those weights."""
-    average, instead = context.state.average, context.ema.evaluate == "instead"
-    if average is None or not instead:
-        yield "eval/"
-    if average is not None:
-        with context.gate.held(), average.in_place():
-            context.strategy.weights_changed(context.model)
-            yield "eval/" if instead else "eval/ema/"
+def evaluate_as(context: TrainingContext, loader: EvalLoader, prefix: str) -> dict[str, float]:
+    """Evaluate the weights that the model has now; the metrics' names begin with `prefix`."""
+    evaluation = evaluate(context, loader)
+    context.strategy.finish_checks()
+    if prefix == "eval/":
+        step = context.state.progress.step
+        show(context, evaluation, context.run_log, step, at_end=is_over(context))
+    return {f"{prefix}{name}": value for name, value in evaluation.metrics.items()}
+
+
+@contextmanager
+def averages_in_place(context: TrainingContext) -> Iterator[None]:
+    """Within, the model has its moving averages in place of its weights."""
+    assert context.state.average is not None
+    with context.gate.held(), context.state.average.in_place():
         context.strategy.weights_changed(context.model)
+        yield
+    context.strategy.weights_changed(context.model)
 
 
 def _words(values: dict[str, float]) -> str:

@@ -90,7 +90,7 @@ def run(config: Config) -> dict[str, Any]:
             if claimed.used:  # a refusal before this line leaves the former run unchanged
                 on_main(take_over, dist)
                 dist.watch.writes_to(run_dir)
-            on_main(context.run_log.begin, dist)
+            on_main(context.run_log.open, dist)
             resources.callback(context.run_log.leave_terminal)
             _log_start(config, context)
             metrics = fit(context)
@@ -144,8 +144,8 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     checkpointer.expect(state, exact)
     if checkpoint is not None:
         _resume(checkpoint, checkpointer, state, data, train)
-    strategy.begin(state)
-    replicated = partial(strategy.replicated, state) if strategy.equal_ranks() else None
+    strategy.prepare(state)
+    replicated = partial(strategy.replicated, state) if strategy.replica_groups() else None
     injector.attach(strategy.unwrap(wrapped), state, total_steps, replicated)
 
     return TrainingContext(
@@ -222,7 +222,9 @@ def _checks(
 ) -> Checks:
     model, order = strategy.unwrap(wrapped), strategy.order
     return Checks(
-        replicas=ReplicaCheck(dist, strategy.equal_ranks(), train.check_replicas_every, strategy.replicated),
+        replicas=ReplicaCheck(
+            dist, strategy.replica_groups(), train.check_replicas_every, strategy.replicated
+        ),
         gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame, order.limit),
         unsaved=UnsavedState(model, task, state.optimizer, strategy.trains and strategy.replica == 0),
         frozen=Frozen(model),

@@ -85,7 +85,7 @@ def contexts() -> Iterator[Callable[..., Any]]:
                 config = settings(*overrides, f"run_dir={run_dir}")
             Path(config.run_dir).mkdir(parents=True, exist_ok=True)
             made = assemble(config, "gpu-day", dist, stop_request)
-            made.run_log.begin()
+            made.run_log.open()
             stack.callback(made.run_log.close)
             return made
 

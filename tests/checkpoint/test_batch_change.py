@@ -83,7 +83,7 @@ def leg(
     config = runs.settings(*SETTINGS, *batch, *overrides)
     with StopRequest() as stop_request:
         context = assemble(config, "tests", dist, stop_request)
-        context.run_log.begin()
+        context.run_log.open()
         noting = Noting(context.task)
         end = loop.fit(dataclasses.replace(context, task=noting))
     context.checkpointer.close()

@@ -34,7 +34,7 @@ from trainer.run_dir.claim import RunDir, claim
 
 
 def _save(store: Store, step: int, **metrics: float) -> Path:
-    directory = store.begin(step)
+    directory = store.new_directory(step)
     files = {name: write_text(directory / name, f"{name} {step}") for name in ("a.txt", "b.txt")}
     return store.commit(step, "full", files, metrics)
 

@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_same_run_wherever_it_stopped(tmp_path: Path, name:
 
 
 def _reduced_once(root: Path, overrides: tuple[str, ...]) -> dict[int, list[str]]:
-    Ddp.begin = lambda self, state: None  # type: ignore[method-assign]
+    Ddp.prepare = lambda self, state: None  # type: ignore[method-assign]
     return stopped_and_resumed(root, [2], overrides)
 
 

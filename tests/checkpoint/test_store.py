@@ -25,7 +25,7 @@ from trainer.errors import UserError
 
 
 def _save(store: Store, step: int, **metrics: float) -> Path:
-    directory = store.begin(step)
+    directory = store.new_directory(step)
     return store.commit(step, "full", {"a.txt": write_text(directory / "a.txt", f"step {step}")}, metrics)
 
 
@@ -123,7 +123,7 @@ def test_a_clock_set_back_does_not_make_the_newest_the_oldest(
 def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
     _save(store, 1)
-    (store.begin(2) / "half").write_text("...")
+    (store.new_directory(2) / "half").write_text("...")
     _save(store, 3).rename(tmp_path / ".replaced_step_00000003")  # killed between the two renames
     (tmp_path / ".tmp_latest").symlink_to("step_00000001")
     store.clean()
@@ -149,7 +149,7 @@ def test_latest_is_put_right_after_a_kill_between_a_checkpoints_rename_and_it(tm
 
 def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
-    directory = store.begin(1)
+    directory = store.new_directory(1)
     digest = write_text(directory / "a.txt", "a")
     with pytest.raises(OSError, match="is run_dir on a file system that all hosts share"):
         store.commit(1, "sharded", {"a.txt": digest, "from_another_host": digest}, {})
@@ -157,7 +157,7 @@ def test_refuses_to_commit_what_it_does_not_see(tmp_path: Path) -> None:
 
 def test_a_part_of_the_files_can_be_verified_by_each_rank(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
-    directory = store.begin(1)
+    directory = store.new_directory(1)
     files = {name: write_text(directory / name, name) for name in "abcd"}
     final = store.commit(1, "sharded", files, {})
     (final / "c").write_text("C")
@@ -169,7 +169,7 @@ def test_a_part_of_the_files_can_be_verified_by_each_rank(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/b", "..", "", "a\\b", "manifest.json"])
 def test_refuses_a_manifest_that_climbs_out(tmp_path: Path, name: str) -> None:
     store = Store(tmp_path, "mine")
-    directory = store.begin(1)
+    directory = store.new_directory(1)
     digest = write_text(directory / "a.txt", "a")
     final = store.commit(1, "full", {"a.txt": digest}, {})
     (final / MANIFEST).write_text(manifest_text(Manifest("full", 1, 0.0, {name: digest}, run_id="mine")))

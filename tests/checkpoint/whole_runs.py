@@ -72,7 +72,7 @@ def run(
     run_dir.mkdir(parents=True, exist_ok=True)
     with StopRequest() as stop_request:
         context = assemble(config, "tests", dist, stop_request)
-        context.run_log.begin()
+        context.run_log.open()
         begin = _everything(context.state)
         recorder = Recorder(context.task)
         if save_at is not None:  # at each step, saving would be half of such a run

@@ -55,7 +55,7 @@ def greet(bucket_bytes: list[int]) -> str:
         Client([link], buckets, parameters).greet()
         return ""
     server = Server(0, {1: link}, buckets, [torch.zeros(b.numels[0]) for b in buckets])
-    server.begin(server.welcome)
+    server.start(server.welcome)
     try:
         server.finish()
     except LayoutError as error:
@@ -83,7 +83,7 @@ def test_messages_to_oneself_move_in_whatever_order_they_are_waited_for() -> Non
 
 def test_an_order_is_noted_and_repeated() -> None:
     order = Order(timeout_s=5.0)
-    order.begin(["push 2", "pull 1"])
+    order.start(["push 2", "pull 1"])
     done: list[str] = []
 
     def event(what: str, worker: int) -> None:
@@ -96,7 +96,7 @@ def test_an_order_is_noted_and_repeated() -> None:
     first.join()
     assert done == order.events == ["push 2", "pull 1"]
     order = Order(timeout_s=0.05)
-    order.begin(["push 2"])
+    order.start(["push 2"])
     with pytest.raises(OutOfOrderError, match="'push 2' must come first"), order.turn("pull", 1):
         pass
     with pytest.raises(PeerError, match=r"rank 3 did not answer .* due to push"):

@@ -57,14 +57,14 @@ def test_parameters_with_and_without_gradients_and_of_any_layout() -> None:
     sums = LeafSums({str(number): parameter for number, parameter in enumerate(parameters)}, 3)
     for _ in range(2):
         leaves = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
-        sums.begin()
+        sums.reset()
         for number, leaf in enumerate(leaves):
             for at, (parameter, gradient) in enumerate(zip(parameters, leaf, strict=True)):
                 # One has none in the first leaf, one in none.
                 parameter.grad = None if at == 4 or (at == 0 and number == 0) else gradient.clone()
-            sums.take()
+            sums.add_leaf()
             assert all(parameter.grad is None for parameter in parameters)
-        sums.give()
+        sums.write_gradients()
         leaves[0][0] = torch.zeros(3, 4)
         for at, parameter in enumerate(parameters[:4]):
             assert parameter.grad is not None
@@ -76,11 +76,11 @@ def test_what_cannot_be_added_is_refused() -> None:
     table = nn.Embedding(5, 3, sparse=True)
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(UserError, match="a gradient is sparse; build the embedding with sparse=False"):
-        LeafSums(dict(table.named_parameters()), 2).take()
+        LeafSums(dict(table.named_parameters()), 2).add_leaf()
     layer = nn.Linear(2, 2)
     sums = LeafSums(dict(layer.named_parameters()), 2)
     layer(torch.ones(2)).sum().backward()
-    sums.take()  # and as if DDP had then set no gradient
+    sums.add_leaf()  # and as if DDP had then set no gradient
     with pytest.raises(
         UserError, match="weight was used in a part of the batch, but in the last part of no rank"
     ):

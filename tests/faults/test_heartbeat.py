@@ -129,7 +129,7 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
     played = Played()
     with StopRequest() as stop_request, process_group(config.distributed) as dist:
         context = assemble(config, "tests", dataclasses.replace(dist, heartbeat=played), stop_request)
-        context.run_log.begin()
+        context.run_log.open()
         fit(context)
         context.checkpointer.close()
         context.strategy.close()

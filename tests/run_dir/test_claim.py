@@ -36,7 +36,7 @@ def claimed(path: Path | None, resume: str | None = None, wait_s: float = 1) -> 
 
 def save(run_dir: Path, step: int, run_id: str) -> Path:
     store = Store(run_dir / "checkpoints", run_id)
-    directory = store.begin(step)
+    directory = store.new_directory(step)
     return store.commit(step, "full", {"a": write_text(directory / "a", "a")}, {})
 
 

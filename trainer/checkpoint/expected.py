@@ -22,7 +22,7 @@ class Expected:
 
     Attributes:
         not_finite: by the name of a tensor, which of "NaN" and "Inf" it holds from the start, as masks do; of
-            this rank's shards, until `Checkpointer.begin` adds those of the others.
+            this rank's shards, until `Checkpointer.expect` adds those of the others.
         model_config: the config.json of a Hugging Face model; None for other models.
 
     Raises:

@@ -69,7 +69,7 @@ class Store(Listing[Path]):
         return self.root / f"step_{step:08d}"
 
     @at_disk()
-    def begin(self, step: int) -> Path:
+    def new_directory(self, step: int) -> Path:
         """An empty temporary directory to fill for ``step``."""
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
@@ -81,7 +81,7 @@ class Store(Listing[Path]):
     def commit(
         self, step: int, format: str, files: Mapping[str, FileDigest], metrics: Mapping[str, float]
     ) -> Path:
-        """Make the directory of ``begin``, with all files fsynced, the checkpoint of ``step`` and ``latest``.
+        """Make the ``new_directory``, with all files fsynced, the checkpoint of ``step`` and ``latest``.
 
         Returns its path. Raises as `seal`.
         """

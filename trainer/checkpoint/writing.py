@@ -72,7 +72,7 @@ def write_checkpoint(store: Store, contents: Contents, agreement: Agreement, cle
     """
     directory = None
     try:
-        directory = agreement.on_main(lambda: store.begin(contents.step))
+        directory = agreement.on_main(lambda: store.new_directory(contents.step))
         digests = agreement.everywhere(lambda: _write_part(directory, contents, agreement))
         files = {name: digest for part in agreement.gather(digests) for name, digest in part.items()}
         check_size(files[STATE].bytes, sum(file.bytes for file in files.values()))

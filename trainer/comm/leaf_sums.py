@@ -103,7 +103,7 @@ class LeafSums:
         self._had: set[nn.Parameter] = set()
         self._messages: dict[int, Tensor] = {}
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Called before the first leaf of a step."""
         self._had.clear()
         for group in self._groups:
@@ -111,7 +111,7 @@ class LeafSums:
             group.count.zero_()
 
     @torch.no_grad()
-    def take(self) -> None:
+    def add_leaf(self) -> None:
         """Add the gradients of a leaf, and leave no parameter any.
 
         Raises:
@@ -139,7 +139,7 @@ class LeafSums:
                 parameter.grad = None
 
     @torch.no_grad()
-    def give(self) -> None:
+    def write_gradients(self) -> None:
         """Set the sums as gradients, of the parameters that had any in some leaf."""
         for group in self._groups:
             decode(group.sums[: len(group.small)], group.count, group.small)
@@ -168,7 +168,7 @@ class LeafSums:
 
     @torch.no_grad()
     def message(self, bucket: dist.GradBucket) -> "Message":
-        """The last leaf's gradients of a bucket, with those that `take` added: integers to be all-reduced."""
+        """The last leaf's gradients of a bucket, with those of `add_leaf`: integers to be all-reduced."""
         row, index = bucket.buffer(), bucket.index()
         if row.is_sparse:
             raise UserError(SPARSE)

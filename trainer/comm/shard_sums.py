@@ -30,7 +30,7 @@ class ShardSums:
         self._name, self._parameters, self._encoder, self._send = name, parameters, encoder, send
         self._sums: Tensor | None = None
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Called before the first leaf of a step."""
         if self._sums is not None:
             self._sums.zero_()

@@ -139,7 +139,7 @@ class ByLeaves(SumOrder):
             )
         for part in (self.sums, *self._shards):
             if part is not None:
-                part.begin()
+                part.reset()
 
     @contextmanager
     def leaf(self, last: bool) -> Iterator[None]:
@@ -148,12 +148,12 @@ class ByLeaves(SumOrder):
         yield
         self._buffers.end_leaf()
         if self.sums is not None and not (last and self._reduces):
-            self.sums.take()
+            self.sums.add_leaf()
 
     def finish(self) -> None:
         assert self._buffers is not None
         if self.sums is not None:
-            (self.sums.check if self._reduces else self.sums.give)()
+            (self.sums.check if self._reduces else self.sums.write_gradients)()
         self._buffers.finish()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

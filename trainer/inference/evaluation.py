@@ -69,7 +69,7 @@ def _evaluate(context: ModelContext, loader: EvalLoader, model: nn.Module) -> Ev
     table: Tensor | None = None
     gathered: list[tuple[list[int], Rows]] = []
     first: Any = None
-    num_shares, share = context.strategy.evaluators(context.dist.rank)
+    num_shares, share = context.strategy.eval_share(context.dist.rank)
     for number, (host_batch, indices) in enumerate(loader):
         context.dist.heartbeat.enter("evaluate")
         seed_micro_batch(context.seed, -1, number * num_shares + share, context.strategy.devices)

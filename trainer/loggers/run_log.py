@@ -69,7 +69,7 @@ class RunLog:
 
         on_main(build, dist)
 
-    def begin(self) -> None:
+    def open(self) -> None:
         """Called once, when the run begins or resumes for certain: until then run_dir is unchanged."""
         if not self.enabled:
             return

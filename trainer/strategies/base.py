@@ -57,12 +57,12 @@ class Strategy:
         notes: messages for the user about how the settings were applied.
         order: in which order micro-batches are added, set before `wrap`.
         not_whole: why this process alone cannot save the run, in a phrase; None if it holds all.
-        without_gradients: why a backward pass may have given none, and the way out.
+        no_gradients_hint: why a backward pass may have given none, and the way out.
     """
 
     num_replicas = 1
     replica = 0
-    without_gradients = (
+    no_gradients_hint = (
         "The loss depends on none of them, as behind detach(), item() or NumPy: return one that is computed "
         "from the model's outputs by differentiable operations"
     )
@@ -125,10 +125,10 @@ class Strategy:
         """The module whose parameters the optimizer updates and checkpoints hold, by the user's names."""
         return self.unwrap(model)
 
-    def begin(self, state: TrainState) -> None:
+    def prepare(self, state: TrainState) -> None:
         """Called before the first step, with the complete state that training changes."""
 
-    def evaluators(self, rank: int) -> tuple[int, int]:
+    def eval_share(self, rank: int) -> tuple[int, int]:
         """Into how many shares the held-out data is divided, and the index of the share of `rank`."""
         return self.num_replicas, self.replica
 
@@ -189,7 +189,7 @@ class Strategy:
         """Raise UserError if no parameter has a gradient; called after the first step's backward passes."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if trained and not any(self._has_gradient(parameter) for parameter in trained):
-            raise UserError(f"the first backward pass gave no parameter a gradient. {self.without_gradients}")
+            raise UserError(f"the first backward pass gave no parameter a gradient. {self.no_gradients_hint}")
 
     def _has_gradient(self, parameter: Tensor) -> bool:
         return parameter.grad is not None
@@ -233,7 +233,7 @@ class Strategy:
     def weights_changed(self, model: nn.Module) -> None:
         """Called when the values of `owned` were changed other than by a step (a collective)."""
 
-    def equal_ranks(self) -> list[tuple[int, ...]]:
+    def replica_groups(self) -> list[tuple[int, ...]]:
         """Groups of ranks that hold the same bits of what `replicated` yields; [] if there are none."""
         return []
 

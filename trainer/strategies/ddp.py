@@ -100,7 +100,7 @@ class Ddp(Strategy):
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def begin(self, state: TrainState) -> None:
+    def prepare(self, state: TrainState) -> None:
         # DDP rebuilds its buckets in the order in which the first backward pass filled them (with a static
         # graph, the second). The place of an element decides the order in which an all-reduce adds the
         # ranks' values, and so its last bit: a resumed run repeats a pass's reduction in the rebuilt buckets.
@@ -171,7 +171,7 @@ class Ddp(Strategy):
                 "remove what is never used from the model, or freeze it (model.freeze)"
             )
 
-    def equal_ranks(self) -> list[tuple[int, ...]]:
+    def replica_groups(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
 
     def measured(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from trainer.strategies.used import UsedParameters
 class Fsdp(Strategy):
     gradients_differ = True
     not_whole = "each rank holds a shard only"
-    without_gradients = (
+    no_gradients_hint = (
         "Either the loss depends on none of them, or the model returns an object: torch's fully_shard finds "
         "outputs in tensors, tuples, lists, dicts and dataclasses; return one, or take strategy=ddp"
     )
@@ -134,7 +134,7 @@ class Fsdp(Strategy):
             return MixedPrecisionPolicy(reduce_dtype=None if reduce_dtype == torch.float32 else reduce_dtype)
         return MixedPrecisionPolicy(self.param_dtype, reduce_dtype, torch.float32 if is_root else None)
 
-    def begin(self, state: TrainState) -> None:
+    def prepare(self, state: TrainState) -> None:
         wire = self.comm.wire_dtype if isinstance(self.comm, ScheduleCommConfig) else "fp32"
         self._gathered = GatheredParameters(state.model, DTYPES[wire] if wire != "fp32" else None)
         self._used = UsedParameters(state.model, self._gathered, self.dist, self.timeout_s)
@@ -249,7 +249,7 @@ class Fsdp(Strategy):
                     module.unshard()  # takes that, or gathers again
                 module.reshard()
 
-    def equal_ranks(self) -> list[tuple[int, ...]]:
+    def replica_groups(self) -> list[tuple[int, ...]]:
         # Hybrid: the ranks of a mesh column hold the same shard.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
 

@@ -313,7 +313,9 @@ class Runner:
             late = late or self._handled > 0
             self._handled = len(self._received)
             if self._end_by_s is None and self._running:
-                self._progress.say(f"{len(self._running)} trials save and stop; a second signal kills them")
+                self._progress.say(
+                    f"running trials ({len(self._running)}) save and stop; a second signal kills them"
+                )
             self._end()
         if late:
             for running in self._running:

@@ -109,7 +109,7 @@ def build_gate(
     """The gate of a run; with `checkpoint.at_fault` the watch is told what to save."""
     if not config.checkpoint.at_fault or dist.watch is None:
         return NoGate(dist.heartbeat)
-    groups, every = strategy.equal_ranks(), config.train.check_replicas_every
+    groups, every = strategy.replica_groups(), config.train.check_replicas_every
     kept = KeptStep(
         dist,
         state,

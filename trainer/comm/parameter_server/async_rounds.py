@@ -45,17 +45,17 @@ class AsyncServer:
         self._server, self._max_staleness, self._apply = server, max_staleness, apply
         self._num_updates, self._pulled_at = 0, dict.fromkeys(server.links, 0)
 
-    def begin(self, steps: int, replayed: Sequence[str] | None, stops: Callable[[], bool]) -> None:
+    def start(self, steps: int, replayed: Sequence[str] | None, stops: Callable[[], bool]) -> None:
         """Serve a round of at most `steps` steps, in threads; a `replayed` round is repeated in full."""
         num_workers = len(self._server.links)
-        self.order.begin(replayed)
+        self.order.start(replayed)
         self._handed_out, self._limit, self._stops = 0, steps * num_workers, stops
         self._is_replayed = replayed is not None
         if replayed is not None:
             pushes = sum(event.startswith("push") for event in replayed)
             self._limit = min(self._limit, pushes)
         self._clocks: dict[int, float] = dict.fromkeys(self._server.links, 0.0)
-        self._server.begin(self._serve)
+        self._server.start(self._serve)
 
     def finish(self) -> int:
         """Wait for the end of the round; return its number of steps."""
@@ -79,10 +79,10 @@ class AsyncServer:
                 with self.order.turn("pull", worker):
                     values = self._server.copy()
                     self._pulled_at[worker] = self._num_updates
-                self._server.give(worker, values)
+                self._server.send(worker, values)
                 del values  # free them before the next copy: one set for each worker
             elif kind == _PUSH:
-                word = self._server.take(worker, _FACTS)
+                word = self._server.receive(worker, _FACTS)
                 with self.order.turn("push", worker):
                     self._update(worker, word)
                 _answer(link, 0)
@@ -157,7 +157,7 @@ class AsyncWorker:
         self._drawn = self._begun = 0
         self._is_over = True
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._is_over = False
 
     def draw(self) -> tuple[int, int] | None:

@@ -25,7 +25,7 @@ class Order:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
 
-    def begin(self, replayed: Sequence[str] | None) -> None:
+    def start(self, replayed: Sequence[str] | None) -> None:
         """Begin a round; with `replayed`, events must come in exactly that order."""
         self.events, self._to_come = [], None if replayed is None else deque(replayed)
 

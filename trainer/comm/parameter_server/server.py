@@ -54,7 +54,7 @@ class Server:
         if int(word) != self._digest:
             raise LayoutError(f"rank {worker} would send other parameters, or split them differently")
 
-    def begin(self, serve: Callable[[int], None]) -> None:
+    def start(self, serve: Callable[[int], None]) -> None:
         """Call `serve` with each worker, each in its own thread."""
 
         def guarded(worker: int) -> None:
@@ -84,13 +84,13 @@ class Server:
         self._pack()
         return {bucket.index: self._values[bucket.index].clone() for bucket in self.buckets}
 
-    def give(self, worker: int, values: Mapping[int, Tensor] | None = None) -> None:
+    def send(self, worker: int, values: Mapping[int, Tensor] | None = None) -> None:
         """Send all trainable buckets: `values`, or the current ones, which must not change."""
         values = values if values is not None else dict(enumerate(self._values))
         for bucket in self.buckets:  # one at a time: all at once would crowd the links
             self.links[worker].send(values[bucket.index], down(bucket.index)).wait()
 
-    def take(self, worker: int, num_facts: int, arrived: Callable[[int], None] | None = None) -> Tensor:
+    def receive(self, worker: int, num_facts: int, arrived: Callable[[int], None] | None = None) -> Tensor:
         """Receive a push into `pushed[worker]`, and call `arrived` for each bucket.
 
         Returns:

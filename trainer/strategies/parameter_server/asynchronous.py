@@ -88,8 +88,8 @@ class AsyncParameterServer(ParameterServer):
             self._async_worker = AsyncWorker(client, self.num_replicas, bounded, lambda: self._stops(), waits)
             self._replica.before_push, self._replica.commit = self._async_worker.before_push, self._commit
 
-    def begin(self, state: TrainState) -> None:
-        super().begin(state)
+    def prepare(self, state: TrainState) -> None:
+        super().prepare(state)
         self._state, self._num_updates = state, 0
 
     def _before_forward(self) -> None:
@@ -167,9 +167,9 @@ class AsyncParameterServer(ParameterServer):
         self._stops, recorded = stops, self._replay.events(self._state.progress.step, steps)
         if self._async_server is not None:
             events = None if recorded is None else recorded[self.servers.index(self.dist.rank)]
-            self._async_server.begin(steps, events, stops)
+            self._async_server.start(steps, events, stops)
         if self._async_worker is not None:
-            self._async_worker.begin()
+            self._async_worker.start()
             with self._plain_errors():
                 while self._async_worker.has_share():
                     yield self._async_worker.share
@@ -252,7 +252,7 @@ class AsyncParameterServer(ParameterServer):
 
     # ---- state and metrics
 
-    def equal_ranks(self) -> list[tuple[int, ...]]:
+    def replica_groups(self) -> list[tuple[int, ...]]:
         return []
 
     def _of_timeline(self, timeline: Timeline) -> dict[str, float]:

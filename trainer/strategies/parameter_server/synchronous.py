@@ -103,7 +103,7 @@ class ParameterServer(Strategy):
                 self.servers.index(rank), links, self.buckets, self._shards.values, self._shards.pack
             )
             self._mean = Mean(self._server)
-            self._server.begin(self._server.welcome)
+            self._server.start(self._server.welcome)
         if self.trains:
             client = Client([link(server) for server in self.servers], self.buckets, self._parameters)
             client.greet()
@@ -122,12 +122,12 @@ class ParameterServer(Strategy):
     def begin_step(self) -> None:
         if self._server is not None:
             self._shards.pack()
-            self._server.begin(self._serve)
+            self._server.start(self._serve)
 
     def _serve(self, worker: int) -> None:
         assert self._server is not None
-        self._server.give(worker)
-        self._mean.add(self._server.take(worker, 0, self._mean.arrived))
+        self._server.send(worker)
+        self._mean.add(self._server.receive(worker, 0, self._mean.arrived))
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
@@ -182,7 +182,7 @@ class ParameterServer(Strategy):
     def owned(self, model: nn.Module) -> nn.Module:
         return self.owned_model
 
-    def begin(self, state: TrainState) -> None:
+    def prepare(self, state: TrainState) -> None:
         averaged = state.average is not None and any(
             b.is_floating_point() for b in self.owned_model.buffers()
         )
@@ -260,11 +260,11 @@ class ParameterServer(Strategy):
         if names := sorted(set().union(*gather_objects(own))):
             raise UserError(CHANGES.format(first_few(names)))
 
-    def evaluators(self, rank: int) -> tuple[int, int]:
+    def eval_share(self, rank: int) -> tuple[int, int]:
         """All ranks evaluate, servers too, which would be idle otherwise."""
         return self.dist.world_size, rank
 
-    def equal_ranks(self) -> list[tuple[int, ...]]:
+    def replica_groups(self) -> list[tuple[int, ...]]:
         return [tuple(self.workers)] if self.num_replicas > 1 else []
 
     def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
