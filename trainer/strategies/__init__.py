@@ -9,7 +9,8 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
 from trainer.exact.order import ByLeaves
-from trainer.strategies.base import Computing, Strategy, devices_of_replica
+from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.split import devices_of_replica
 
 __all__ = ["Strategy", "build_strategy"]
 

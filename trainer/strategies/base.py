@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from trainer import step
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.summary import draw, table
-from trainer.config import SplitConfig
 from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.process_group import broadcast_tensors
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.optim.train_state import TrainState
 from trainer.step import StepResult
@@ -275,29 +274,6 @@ class Strategy:
 
     def close(self) -> None:
         """End threads and groups; called once, after a successful run."""
-
-
-def devices_of_replica(settings: SplitConfig, first: torch.device) -> list[torch.device]:
-    """The devices over which a replica is split, from the `first` of this process on; [] if it is whole.
-
-    Raises:
-        UserError: this process has fewer devices, or a name is invalid.
-    """
-    count, names = settings.devices_per_replica, settings.devices
-    if names is not None:
-        try:
-            return [torch.device(name) for name in names]
-        except RuntimeError as error:
-            raise UserError(f"strategy.devices={names}: {first_line(error)}") from error
-    if count == 1:
-        return []
-    if first.type == "cpu":
-        raise UserError(
-            f"strategy.devices_per_replica={count}, but this process has one device, the CPU; "
-            f"strategy.devices=[{','.join(['cpu'] * count)}] uses it {count} times, to try it out"
-        )
-    assert first.index is not None
-    return [torch.device(first.type, first.index + number) for number in range(count)]
 
 
 def lay_out_channels_last(model: nn.Module) -> None:

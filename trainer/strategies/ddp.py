@@ -16,8 +16,9 @@ from trainer.errors import UserError, first_few
 from trainer.exact.order import AS_THEY_COME
 from trainer.meta_init.module_tensors import has_gradient_hook, without_gradient_hooks
 from trainer.optim.train_state import TrainState
-from trainer.strategies.base import Computing, Fill, Strategy, devices_of_replica
+from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.shardable import refuse_max_norm
+from trainer.strategies.split import devices_of_replica
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _SENDS_NO_BUFFERS: dict[str, Any] = {

@@ -8,10 +8,34 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trainer.errors import UserError
+from trainer.config import SplitConfig
+from trainer.errors import UserError, first_line
 from trainer.nested import leaves, mapped
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def devices_of_replica(settings: SplitConfig, first: torch.device) -> list[torch.device]:
+    """The devices over which a replica is split, from the `first` of this process on; [] if it is whole.
+
+    Raises:
+        UserError: this process has fewer devices, or a name is invalid.
+    """
+    count, names = settings.devices_per_replica, settings.devices
+    if names is not None:
+        try:
+            return [torch.device(name) for name in names]
+        except RuntimeError as error:
+            raise UserError(f"strategy.devices={names}: {first_line(error)}") from error
+    if count == 1:
+        return []
+    if first.type == "cpu":
+        raise UserError(
+            f"strategy.devices_per_replica={count}, but this process has one device, the CPU; "
+            f"strategy.devices=[{','.join(['cpu'] * count)}] uses it {count} times, to try it out"
+        )
+    assert first.index is not None
+    return [torch.device(first.type, first.index + number) for number in range(count)]
 
 
 class Split:

@@ -3,16 +3,13 @@
 import signal
 import subprocess
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from trainer.config import Config, SlurmLaunchConfig
-from trainer.config.overrides import in_words, set_to
+from trainer.config import SlurmLaunchConfig
+from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.untrusted import printable
 from trainer.launch import fresh
@@ -21,25 +18,15 @@ from trainer.run_dir.metrics_file import read_metrics
 from trainer.sweep import results, trial_log
 from trainer.sweep.devices import Slots, visible_gpus
 from trainer.sweep.progress import ProgressLine
-from trainer.sweep.search import GridSearch, Proposal, Search
+from trainer.sweep.search import GridSearch, Search
 from trainer.sweep.settings import SweepConfig
-from trainer.sweep.trial_log import Trial, TrialLog
+from trainer.sweep.trial_log import TrialLog
+from trainer.sweep.trial_queue import Compose, Planned, TrialQueue
 
 OUTPUT = "output.log"
 _POLL_S, _LOOK_S = 0.05, 1.0
 _RETRIES = 2
-_REFUSED_IN_A_ROW = 50
 _MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteError, StoppedBySignal))
-Compose = Callable[[Sequence[str]], Config]
-
-
-@dataclass
-class Planned:
-    """A trial to be run."""
-
-    trial: Trial
-    proposal: Proposal
-    config: Config
 
 
 @dataclass
@@ -57,9 +44,8 @@ class Running:
 class Runner:
     """
     Args:
-        common: the overrides of all trials.
-        options: Hydra's own options, for the command line of each.
-        compose: returns the validated settings of a trial with these overrides.
+        common, compose: as for `TrialQueue`.
+        options: Hydra's own options, for the command line of each trial.
     """
 
     def __init__(
@@ -72,20 +58,18 @@ class Runner:
         compose: Compose,
     ) -> None:
         self._settings, self._search, self._folder = settings, search, folder
-        self._common, self._options, self._compose = list(common), list(options), compose
+        self._options = list(options)
         self._trial_log = TrialLog(folder)
         self._slots = Slots(settings.concurrent, visible_gpus())
-        self._queue: deque[Planned] = deque()
         self._running: list[Running] = []
-        self._repeats: dict[Proposal, list[Trial]] = {}  # proposals whose result the search does not know yet
         self._deaths: Counter[int] = Counter()
         self._full = False  # no room for another trial
         self._received: list[int] = []
         self._handled = 0
         self._end_by_s: float | None = None  # set: the sweep ends, and its trials save
         self._mistake: str | None = None
-        self._good: Proposal | None = None  # the first that could be composed
         self._progress = ProgressLine(settings, search, self._trial_log)
+        self._queue = TrialQueue(settings, search, self._trial_log, common, compose, self._progress.say)
 
     def run(self) -> int:
         """Run the rest of the sweep, report on all of it, and return the exit status.
@@ -94,7 +78,7 @@ class Runner:
             UserError: the settings of all trials or of one are wrong; the other trials have saved.
         """
         if isinstance(self._search, GridSearch):
-            self._leave_out_contradictions(self._search)
+            self._queue.leave_out_contradictions(self._search)
         known = Counter(trial.state for trial in self._trial_log.trials.values())
         before = ", ".join(f"{count} {state}" for state, count in known.items())
         self._progress.say(f"sweep in {self._folder}" + (f": {before} before" if before else ""))
@@ -115,22 +99,6 @@ class Runner:
             return _STOPPED
         return 1 if trial_log.DIED in states else _NOT_FINITE if trial_log.FAILED in states else 0
 
-    def _leave_out_contradictions(self, search: GridSearch) -> None:
-        """Leave out combinations that contradict; a value that fits no combination is an error."""
-        refused: list[tuple[list[str], str]] = []
-        good: set[str] = set()
-        for combination in search.combinations:
-            try:
-                self._compose([*self._common, *combination])
-                good.update(combination)
-            except (UserError, HydraException, OmegaConfBaseException) as error:
-                refused.append((combination, _words(error)))
-        for combination, message in refused:
-            if not good.issuperset(combination) or not combination:
-                raise UserError(message)
-            self._progress.say(f"left out: {' '.join(combination)}: {message}")
-        search.leave_out([combination for combination, _ in refused])
-
     def _loop(self) -> None:
         while True:
             self._fill()
@@ -149,56 +117,16 @@ class Runner:
             if gpus is None:
                 self._full = True
                 return
-            self._queue.popleft()
+            self._queue.started()
             self._start(planned, gpus)
             self._full = not self._slots.has_room(planned.config)
 
     def _next(self) -> Planned | None:
-        """The next trial, which stays at the head of the queue; None if there are no more."""
-        num_refused = 0
-        while not self._queue:
-            proposal = self._search.ask()
-            if proposal is None:
-                return None
-            try:
-                self._plan(proposal)
-            except (UserError, HydraException, OmegaConfBaseException) as error:
-                if changed := self._what_changed():
-                    self._end(f"the settings changed during the sweep, and fit no trial now: {changed}")
-                    return None
-                self._search.tell(proposal, None)
-                self._progress.say(f"left out: {' '.join(proposal.overrides)}: {_words(error)}")
-                num_refused += 1
-                if num_refused == _REFUSED_IN_A_ROW:
-                    self._end(f"{num_refused} trials in a row cannot be run, the last one: {_words(error)}")
-                    return None
-        return self._queue[0]
-
-    def _what_changed(self) -> str | None:
-        """The error of a trial that was valid before; then conf/ or the code was edited."""
         try:
-            if self._good is not None:
-                self._compose([*self._common, *self._good.overrides])
-        except (UserError, HydraException, OmegaConfBaseException) as error:
-            return _words(error)
-        return None
-
-    def _plan(self, proposal: Proposal) -> None:
-        """Queue the runs of a proposal that are not final."""
-        config = self._compose([*self._common, *proposal.overrides])
-        self._good = self._good or proposal
-        seeds: list[int | None] = [config.seed]
-        if self._settings.seeds > 1:
-            first = config.seed or 0
-            seeds = list(range(first, first + self._settings.seeds))
-        self._repeats[proposal] = trials = []
-        for seed in seeds:
-            common = [*self._common, f"seed={seed}"] if self._settings.seeds > 1 else self._common
-            trial = self._trial_log.trial(common, proposal.overrides, seed)
-            trials.append(trial)
-            if trial.state not in trial_log.FINAL:
-                self._queue.append(Planned(trial, proposal, config))
-        self._tell_if_over(proposal)
+            return self._queue.next()
+        except UserError as error:
+            self._end(str(error))
+            return None
 
     def _start(self, planned: Planned, gpus: list[str]) -> None:
         trial, folder = planned.trial, self._folder / planned.trial.folder
@@ -248,7 +176,7 @@ class Runner:
         return worse
 
     def _ended(self, running: Running, code: int) -> None:
-        trial, proposal = running.planned.trial, running.planned.proposal
+        trial = running.planned.trial
         self._running.remove(running)
         self._slots.give_back(running.gpus)
         self._full = False
@@ -277,23 +205,9 @@ class Runner:
         ):
             self._deaths[trial.number] += 1
             self._progress.say(f"{trial.folder} is restarted, {self._deaths[trial.number]} of {_RETRIES}")
-            self._queue.appendleft(running.planned)
+            self._queue.again(running.planned)
             return
-        self._tell_if_over(proposal)
-
-    def _tell_if_over(self, proposal: Proposal) -> None:
-        """Tell the search once all repeats of a proposal have ended; a stopped one will be resumed."""
-        trials = self._repeats[proposal]
-        alive = {id(planned.trial) for planned in (*self._queue, *(one.planned for one in self._running))}
-        if any(id(trial) in alive for trial in trials):
-            return
-        states = {trial.state for trial in trials}
-        if states <= {*trial_log.FINAL, trial_log.DIED}:
-            done = (trial for trial in trials if trial.state == trial_log.DONE)
-            values = [trial.value for trial in done if trial.value is not None]
-            mean = sum(values) / len(values) if len(values) == len(trials) else None
-            self._search.tell(proposal, mean, pruned=trial_log.PRUNED in states)
-            del self._repeats[proposal]
+        self._queue.ended(running.planned)
 
     def _request_stop(self, running: Running, why: str) -> None:
         running.told = why
@@ -345,7 +259,3 @@ def _last_lines(folder: Path) -> str:
     lines = (folder / OUTPUT).read_text(errors="replace").splitlines() if (folder / OUTPUT).exists() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
     return f"{printable(last)}  ({folder / OUTPUT})"
-
-
-def _words(error: Exception) -> str:
-    return in_words(error) if isinstance(error, HydraException | OmegaConfBaseException) else str(error)

@@ -46,6 +46,8 @@ class AsyncParameterServer(ParameterServer):
     have been applied; nothing of that round is saved.
     """
 
+    _of_timeline = staticmethod(Timeline.means)  # no arrivals: workers' passes are independent
+
     def __init__(
         self,
         settings: ParameterServerConfig,
@@ -204,7 +206,7 @@ class AsyncParameterServer(ParameterServer):
 
     def _apply(self, gradients: dict[int, Tensor], there: Tensor) -> None:
         """Update the server's parameters, in the thread that received the push."""
-        self._give_gradients(gradients, there)
+        self._shards.set_gradients(gradients, there)
         looks = not self._num_updates and len(self.servers) > 1
         with NoCollectives(_OF_OPTIMIZERS) if looks else nullcontext():
             self._state.optimizer.step()
@@ -254,9 +256,6 @@ class AsyncParameterServer(ParameterServer):
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         return []
-
-    def _of_timeline(self, timeline: Timeline) -> dict[str, float]:
-        return timeline.means()  # no arrivals: workers' passes are independent
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | self._staleness.metrics()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -71,6 +72,29 @@ class ServerShards:
             for name, target in part:
                 target.copy_(self._locals[name])
 
+    def broadcast(
+        self, servers: Sequence[int], group: dist.ProcessGroup
+    ) -> Iterator[tuple[ShardedBucket, int, Tensor]]:
+        """Send every rank the parameters: yields a bucket, the number of a server and its rows of it."""
+        self.pack()
+        for bucket in self._buckets:
+            for number, server in enumerate(servers):
+                message = torch.empty(bucket.numels[number], dtype=bucket.dtype)
+                if self.server == number:
+                    message = self.values[bucket.index]
+                if message.numel():
+                    dist.broadcast(message.view(torch.uint8), src=server, group=group)  # of any dtype
+                yield bucket, number, message
+
+    def set_gradients(self, gradients: Mapping[int, Tensor], there: Tensor) -> None:
+        """Set `gradients`, by bucket, as those of the shard; `there`: which trained parameters had any."""
+        # Also without rows on this server: all servers keep state of the same parameters.
+        none = {b.index: torch.empty(0, dtype=b.dtype) for b in self._buckets if b.trainable}
+        sharded, had = self.of(none | dict(gradients)), iter(there.tolist())
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad and next(had):
+                parameter.grad = sharded[name]
+
     @torch.no_grad()
     def take(self, name: str, value: Tensor) -> None:
         """Copy this rank's rows of a full parameter."""
@@ -78,6 +102,12 @@ class ServerShards:
         if self.server is not None and len(local):
             begin, end = rows_of_shard(len(value), self.server, self._mesh.size())
             local.copy_(value[begin:end])
+
+
+def without_values(parameter: nn.Parameter) -> Tensor:
+    """A tensor of its shape, dtype and requires_grad, on the meta device."""
+    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return like.requires_grad_(parameter.requires_grad)
 
 
 def named_alike(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> nn.Module:

@@ -1,6 +1,6 @@
 """A parameter server: some ranks hold the parameters and update them, others compute gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
@@ -26,8 +26,13 @@ from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
 from trainer.strategies.parameter_server.no_collectives import NoCollectives
 from trainer.strategies.parameter_server.roles import roles
-from trainer.strategies.parameter_server.server_shards import ServerShards, extra_states, named_alike
-from trainer.strategies.parameter_server.worker_copy import CHANGES, WorkerCopy
+from trainer.strategies.parameter_server.server_shards import (
+    ServerShards,
+    extra_states,
+    named_alike,
+    without_values,
+)
+from trainer.strategies.parameter_server.worker_copy import CALLS, CHANGES, WorkerCopy
 from trainer.strategies.shardable import refuse_max_norm, refuse_scripted, refuse_shared_memory
 
 if TYPE_CHECKING:
@@ -43,6 +48,7 @@ class ParameterServer(Strategy):
     """
 
     gradients_differ = True
+    _of_timeline = staticmethod(Timeline.metrics)
     not_whole = "the servers hold the parameters"
 
     def __init__(
@@ -73,7 +79,7 @@ class ParameterServer(Strategy):
         refuse_shared_memory(model, "strategy=parameter_server")
         try:
             sparse.refuse_sparse(model, "it", "strategy=ddp with comm=native")
-            shapes = {name: _shape(parameter) for name, parameter in model.named_parameters()}
+            shapes = {name: without_values(parameter) for name, parameter in model.named_parameters()}
             self.buckets = lay_out(shapes, len(self.servers), int(self.settings.bucket_mb * 2**20))
         except ValueError as error:
             raise UserError(f"strategy=parameter_server: {error}") from error
@@ -141,14 +147,14 @@ class ParameterServer(Strategy):
     @contextmanager
     def autocast(self) -> Iterator[None]:
         looks = self._is_first_pass and self._meets_nobody and not self.computing.compile
-        with super().autocast(), NoCollectives(_OF_WORKERS) if looks else nullcontext():
+        with super().autocast(), NoCollectives(CALLS) if looks else nullcontext():
             yield
 
     def aggregate(self, model: nn.Module) -> None:
         self._pulled = False
         if self._server is not None:
             self._finish_serving()
-            self._give_gradients(self._mean.gradients, self._mean.there)
+            self._shards.set_gradients(self._mean.gradients, self._mean.there)
             self._mean.there.zero_()
 
     def is_to_blame(self) -> bool:
@@ -160,15 +166,6 @@ class ParameterServer(Strategy):
             parameter.grad = None  # a worker's own gradient, of its data only
         super().update(state)
         self._compare_once()
-
-    def _give_gradients(self, gradients: Mapping[int, Tensor], there: Tensor) -> None:
-        """Set `gradients`, by bucket, as those of the shard, for parameters that had any."""
-        # Also without rows on this server: all servers keep state of the same parameters.
-        none = {b.index: torch.empty(0, dtype=b.dtype) for b in self.buckets if b.trainable}
-        sharded, had = self._shards.of(none | dict(gradients)), iter(there.tolist())
-        for name, parameter in self._shards.parameters.items():
-            if parameter.requires_grad and next(had):
-                parameter.grad = sharded[name]
 
     def grad_norm(self, model: nn.Module) -> Tensor:
         norm = torch.zeros((), device=self.device)
@@ -210,17 +207,10 @@ class ParameterServer(Strategy):
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        self._shards.pack()
-        for bucket in self.buckets:
-            for number, server in enumerate(self.servers):
-                message = torch.empty(bucket.numels[number], dtype=bucket.dtype)
-                if self._shards.server == number:
-                    message = self._shards.values[bucket.index]
-                if message.numel():
-                    dist.broadcast(message.view(torch.uint8), src=server, group=self._group)  # of any dtype
-                unpack(bucket, number, message, self._parameters)
-                if self._replica is not None:
-                    self._replica.client.keep(bucket.index, number, message)
+        for bucket, number, message in self._shards.broadcast(self.servers, self._group):
+            unpack(bucket, number, message, self._parameters)
+            if self._replica is not None:
+                self._replica.client.keep(bucket.index, number, message)
 
     def collect(self, model: nn.Module) -> None:
         """Send every rank the buffers of the first worker, and servers its extra state, too."""
@@ -271,9 +261,6 @@ class ParameterServer(Strategy):
         """The workers' copies of the parameters, as last pulled."""
         yield from self._parameters.items()
 
-    def _of_timeline(self, timeline: Timeline) -> dict[str, float]:
-        return timeline.metrics()
-
     def metrics(self) -> dict[str, float]:
         return self._exchange_stats.metrics()
 
@@ -306,18 +293,6 @@ class ParameterServer(Strategy):
             ) from error
         except LayoutError as error:
             raise RuntimeError(f"rank {self.dist.rank}: {error}; start all with the same model") from error
-
-
-_OF_WORKERS = (
-    "strategy=parameter_server: the forward pass or the loss calls a collective of its own ({}), in which "
-    "ranks that only serve, and workers without common steps, never take part; leave it out, or take "
-    "strategy=ddp"
-)
-
-
-def _shape(parameter: nn.Parameter) -> Tensor:
-    like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return like.requires_grad_(parameter.requires_grad)
 
 
 def _group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
