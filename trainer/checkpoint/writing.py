@@ -59,6 +59,34 @@ class Contents:
             facts = {**facts, "tensors": index_to_json(plan.index(tensors))}
         return cls(step, format, plan, plan.part_of(tensors, agreement.rank), facts, metrics)
 
+    def write_tensors(self, directory: Path, agreement: Agreement) -> dict[str, FileDigest]:
+        """Write this rank's tensors, hashed on the way and fsynced; return the digests by file.
+
+        If rank 0 writes all, this is a collective, which sends CPU tensors. Shards and GPU tensors then
+        arrive while the file is written, so that rank 0 holds only its own part of the state and one shard
+        more. Other ranks send even if writing fails on rank 0.
+
+        Raises:
+            OSError: of the disk.
+        """
+        plan, tensors, rank = self.plan, self.tensors, agreement.rank
+        coming = {
+            name: _chunks(tensors[name], plan, agreement.group) for name in plan.writers if name in tensors
+        }
+        files: dict[str, list[ToStore]] = {}
+        for name, chunks in coming.items():
+            tensor = tensors[name]
+            shape = tuple(tensor.shape if plan.gathered else to_local(tensor).shape)
+            if rank in plan.writers[name] and (num_rows(shape) or rank == plan.writers[name][0]):
+                stored = ToStore(key_of(name), tensor.dtype, shape, chunks)
+                files.setdefault(plan.file_of(name, rank), []).append(stored)
+        try:
+            return {name: write_file(directory / name, stored) for name, stored in files.items()}
+        finally:
+            if plan.gathered:
+                for chunks in coming.values():
+                    collections.deque(chunks, maxlen=0)  # take part in the collectives that are left
+
 
 def write_checkpoint(store: Store, contents: Contents, agreement: Agreement, clears: bool = True) -> None:
     """Write a checkpoint, which appears in ``store`` whole or not at all (a collective).
@@ -84,39 +112,12 @@ def write_checkpoint(store: Store, contents: Contents, agreement: Agreement, cle
 
 
 def _write_part(directory: Path, contents: Contents, agreement: Agreement) -> dict[str, FileDigest]:
-    digests = write_tensors(directory, contents, agreement)
+    digests = contents.write_tensors(directory, agreement)
     if agreement.rank == 0:
         text = json.dumps(contents.facts)
         check_parts(STATE, text.encode())  # a resume would refuse it
         digests[STATE] = write_text(directory / STATE, text)
     return digests
-
-
-def write_tensors(directory: Path, contents: Contents, agreement: Agreement) -> dict[str, FileDigest]:
-    """Write this rank's tensors, hashed on the way and fsynced; return the digests by file.
-
-    If rank 0 writes all, this is a collective, which sends CPU tensors. Shards and GPU tensors then arrive
-    while the file is written, so that rank 0 holds only its own part of the state and one shard more. Other
-    ranks send even if writing fails on rank 0.
-
-    Raises:
-        OSError: of the disk.
-    """
-    plan, tensors, rank = contents.plan, contents.tensors, agreement.rank
-    coming = {name: _chunks(tensors[name], plan, agreement.group) for name in plan.writers if name in tensors}
-    files: dict[str, list[ToStore]] = {}
-    for name, chunks in coming.items():
-        tensor = tensors[name]
-        shape = tuple(tensor.shape if plan.gathered else to_local(tensor).shape)
-        if rank in plan.writers[name] and (num_rows(shape) or rank == plan.writers[name][0]):
-            stored = ToStore(key_of(name), tensor.dtype, shape, chunks)
-            files.setdefault(plan.file_of(name, rank), []).append(stored)
-    try:
-        return {name: write_file(directory / name, stored) for name, stored in files.items()}
-    finally:
-        if plan.gathered:
-            for chunks in coming.values():
-                collections.deque(chunks, maxlen=0)  # take part in the collectives that are left
 
 
 def _chunks(tensor: Tensor, plan: Plan, group: torch_dist.ProcessGroup) -> Iterator[Tensor]:
