@@ -5,7 +5,7 @@ batch 16 a process, AdamW, clipping. Each harness gets the same initial weights,
 process or as DDP in two; that the work is equal shows in the norm of the weights at the end.
 `batches` is the bare loop that reads a batch by one index; all others but Ringmaster read sample by sample.
 
-Rounds are repeated with the order drawn anew. Printed are medians, and the ratio to `batches` within a round:
+Rounds are repeated in a newly drawn order. Printed are medians, and the ratio to `batches` within a round:
     ms      wall time of a step, after a quarter of them
     cpu ms  processor time of rank 0 for a step, as before
     start   seconds from the launch to the end of the first step

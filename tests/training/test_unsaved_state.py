@@ -67,7 +67,7 @@ class Helper:
 
 
 class Hoarder(nn.Module):
-    """Keeps one thing, in what is no list, dict or tensor."""
+    """Keeps one thing, in something other than a list, dict or tensor."""
 
     passes_of_all, scale = 0, 1.0
 

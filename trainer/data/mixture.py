@@ -31,7 +31,7 @@ class Mixture(Dataset[Any]):
         num_samples: None: as many as all datasets have.
 
     Raises:
-        UserError: a stream, an empty dataset, or weights that are no proportions.
+        UserError: a stream, an empty dataset, or weights that are not proportions.
     """
 
     def __init__(

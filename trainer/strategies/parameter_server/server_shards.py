@@ -13,7 +13,7 @@ from trainer.local_shard import rows_of_shard
 
 
 class ServerShards:
-    """One rank's shard of every parameter, as DTensors over the servers; empty on ranks that are no servers.
+    """One rank's shard of every parameter, as DTensors over the servers; empty on ranks that are not servers.
 
     Attributes:
         values: a flat tensor for each bucket, to be sent: the parameters at the last call of `pack`.
