@@ -26,7 +26,7 @@ from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError, UserError, first_few
-from trainer.faults.heartbeat import at_disk
+from trainer.faults.disk_progress import at_disk
 from trainer.files.address import Address
 from trainer.optim.train_state import Progress, TrainState, buffer_names
 

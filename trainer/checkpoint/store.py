@@ -19,7 +19,7 @@ from trainer.checkpoint.hashing import FileDigest, fsync_directory, write_text
 from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
 from trainer.errors import UserError, first_few
-from trainer.faults.heartbeat import at_disk
+from trainer.faults.disk_progress import at_disk
 
 log = logging.getLogger(__name__)
 

@@ -220,28 +220,6 @@ class Heartbeat:
         return Records(self._memory)
 
 
-_of_this_process: Heartbeat | None = None
-
-
-def set_mine(heartbeat: Heartbeat) -> None:
-    """Make `heartbeat` the one that `progress` updates."""
-    global _of_this_process
-    _of_this_process = heartbeat
-
-
-def progress() -> None:
-    """Called by code that writes files part by part, without access to the heartbeat."""
-    if _of_this_process is not None:
-        _of_this_process.progress()
-
-
-@contextlib.contextmanager
-def at_disk() -> Iterator[None]:
-    """As Heartbeat.at_disk, for the same code."""
-    with contextlib.nullcontext() if _of_this_process is None else _of_this_process.at_disk():
-        yield
-
-
 class Records:
     """A heartbeat as another process (or this one) reads it."""
 

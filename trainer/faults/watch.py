@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import RunEndError, in_a_line
 from trainer.faults import exit_report, processes, stacks
 from trainer.faults.debounce import Debounce
-from trainer.faults.heartbeat import Heartbeat, set_mine
+from trainer.faults.disk_progress import set_mine
+from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity
 from trainer.faults.reports import Reports
