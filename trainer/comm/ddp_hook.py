@@ -21,7 +21,6 @@ from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.leaf_sums import LeafSums, Message
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord, Timeline
-from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.members import Members
 from trainer.comm.transport.transport import Transport
 from trainer.comm.transport.worker import Worker
@@ -140,13 +139,7 @@ def attach(
     elif algorithm == "powersgd":
         reduce = _powersgd(powersgd or {}, model.process_group, transport.group, transport.clock)
     else:
-        all_reduce = Collective.ALL_REDUCE
-        schedules = {all_reduce: build(algorithm, transport.rank, transport.hosts)}
-        if transport.clock is not None:
-            reduce = transport.on_gpu(schedules, divisor, cuda_graph)[all_reduce].submit
-        else:
-            executor = transport.on_cpu(schedules)[all_reduce]
-            reduce = _scheduled(executor, divisor, algorithm, transport.group, transport.timeline)
+        reduce = _scheduled(transport, algorithm, divisor, cuda_graph)
     hook = CommHook(model.module, transport.timeline, reduce, enter, leaf_sums)
     model.register_comm_hook(None, hook.reduce)
     model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
@@ -239,10 +232,13 @@ def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], 
     return finish_gpu
 
 
-def _scheduled(
-    executor: CpuExecutor, divisor: int, algorithm: str, group: dist.ProcessGroup, timeline: Timeline
-) -> Worker:
-    members = Members(group)
+def _scheduled(transport: Transport, algorithm: str, divisor: int, cuda_graph: bool) -> "Reduce | Worker":
+    kind = Collective.ALL_REDUCE
+    schedules = {kind: build(algorithm, transport.rank, transport.hosts)}
+    if transport.clock is not None:
+        return transport.on_gpu(schedules, divisor, cuda_graph)[kind].submit
+    executor, timeline = transport.on_cpu(schedules)[kind], transport.timeline
+    members = Members(transport.group)
 
     def all_reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> torch.Tensor:
         what = f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes}"

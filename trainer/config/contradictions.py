@@ -2,12 +2,14 @@
 
 from trainer.config.choices import (
     SCHEDULES,
+    CommConfig,
     DdpConfig,
     FsdpConfig,
     NativeCommConfig,
     ParameterServerConfig,
     ScheduleCommConfig,
     SplitConfig,
+    StrategyConfig,
     TimedFaultConfig,
     UnitsConfig,
 )
@@ -25,7 +27,7 @@ def _check_images(images: ImagesConfig) -> None:
 
 def check_contradictions(config: Config) -> None:
     _check_images(config.data.images)
-    strategy, comm, train = config.strategy, config.comm, config.train
+    strategy, train = config.strategy, config.train
     if train.histograms_every is not None and train.histograms_every % train.log_every_steps:
         raise UserError(
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
@@ -41,6 +43,30 @@ def check_contradictions(config: Config) -> None:
             "checkpoint.keep_best needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, "
             "or checkpoint.keep_best=null"
         )
+    _check_comm(strategy, config.comm)
+    if isinstance(strategy, UnitsConfig) and not strategy.activation_checkpointing:
+        for name, idle in (("every", 1), ("keep", [])):
+            if (value := getattr(strategy, setting := f"activation_checkpointing_{name}")) != idle:
+                raise UserError(
+                    f"strategy.{setting} is {value}, which has no effect without recomputation: "
+                    "set strategy.activation_checkpointing=true, too"
+                )
+    if isinstance(strategy, ParameterServerConfig):
+        _check_parameter_server(config, strategy)
+    if isinstance(strategy, SplitConfig):
+        named = strategy.devices
+        if named is not None and len(named) != strategy.devices_per_replica:
+            raise UserError(
+                f"strategy.devices names {len(named)} devices, but strategy.devices_per_replica is "
+                f"{strategy.devices_per_replica}; set it to {len(named)}"
+            )
+    if isinstance(config.fault, TimedFaultConfig):
+        _check_phase_comes(config, config.fault)
+    if train.exact is not None:
+        _check_exact(config)
+
+
+def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
     if isinstance(strategy, DdpConfig):
         if strategy.first_bucket_mb > strategy.bucket_cap_mb:
             raise UserError(
@@ -64,26 +90,6 @@ def check_contradictions(config: Config) -> None:
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; use strategy=ddp, or comm.wire_dtype=fp32"
         )
-    if isinstance(strategy, UnitsConfig) and not strategy.activation_checkpointing:
-        for name, idle in (("every", 1), ("keep", [])):
-            if (value := getattr(strategy, setting := f"activation_checkpointing_{name}")) != idle:
-                raise UserError(
-                    f"strategy.{setting} is {value}, which has no effect without recomputation: "
-                    "set strategy.activation_checkpointing=true, too"
-                )
-    if isinstance(strategy, ParameterServerConfig):
-        _check_parameter_server(config, strategy)
-    if isinstance(strategy, SplitConfig):
-        named = strategy.devices
-        if named is not None and len(named) != strategy.devices_per_replica:
-            raise UserError(
-                f"strategy.devices names {len(named)} devices, but strategy.devices_per_replica is "
-                f"{strategy.devices_per_replica}; set it to {len(named)}"
-            )
-    if isinstance(config.fault, TimedFaultConfig):
-        _check_phase_comes(config, config.fault)
-    if train.exact is not None:
-        _check_exact(config)
 
 
 def _check_exact(config: Config) -> None:
