@@ -3,11 +3,11 @@
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class OpenCheckpoint:
         index = index_from_json(tensors)
         path = directory / STATE
         compare_names(path, [*tensor_names(facts["state"]), *tensor_names(facts[DATA_STATES])], index)
-        return cls(directory, manifest, facts, index, _find(directory, manifest, index))
+        return cls(directory, manifest, facts, index, _stored_chunks(directory, manifest, index))
 
     @property
     def shapes(self) -> Shapes:
@@ -88,36 +88,30 @@ class OpenCheckpoint:
 
     def check(self, reader: int, num_readers: int) -> None:
         """Verify what ``reader`` of ``num_readers`` has to read. UserError if it is damaged or not finite."""
+        numbers = self._finite_numbers()
+
+        def look(file: str, offset: int, block: memoryview) -> None:
+            for name, part in _numbers_in(block, offset, numbers[file]):
+                if kinds := not_finite({name: part}):
+                    held = " and ".join(sorted(kinds[name]))
+                    raise UserError(f"{printable(self.directory)}: {printable(name)} holds {held}")
+
+        verify(self.directory, reader, num_readers, look)
+
+    def _finite_numbers(self) -> dict[str, list["_Numbers"]]:
+        """By file, in their order, those that must be finite: what is trained, and was so at the start."""
         groups = self.facts["state"]["optimizer"]["param_groups"]
         trained = {f"{of}{name}" for group in groups for name in group["params"] for of in _OF_TRAINED}
         begun = set(self.facts.get("not_finite", ()))
-        numbers: dict[str, list[tuple[int, int, torch.dtype, str]]] = {
-            name: [] for name in self.manifest.files
-        }
+        found: dict[str, list[_Numbers]] = {name: [] for name in self.manifest.files}
         for name, entry in self.index.items():
             dtype = _REAL.get(entry.dtype, entry.dtype)
-            if (name in trained or name.startswith("optimizer.")) and name not in begun:
-                for chunk in entry.chunks if dtype.is_floating_point else ():
+            must_be = (name in trained or name.startswith("optimizer.")) and name not in begun
+            if must_be and dtype.is_floating_point:
+                for chunk in entry.chunks:
                     stored = self._stored[chunk.file, chunk.key]
-                    numbers[chunk.file].append((stored.begin, stored.end, dtype, name))
-        for of_file in numbers.values():
-            of_file.sort(key=lambda number: number[0])
-
-        def look(file: str, offset: int, block: memoryview) -> None:
-            of_file = numbers[file]
-            first = bisect.bisect_right(of_file, offset, key=lambda number: number[1])
-            for begin, end, dtype, name in itertools.islice(of_file, first, None):
-                begin += max(0, -(-(offset - begin) // dtype.itemsize)) * dtype.itemsize
-                count = (min(end, offset + len(block)) - begin) // dtype.itemsize
-                if begin >= offset + len(block):
-                    break
-                if count > 0:
-                    here = torch.frombuffer(block, dtype=dtype, count=count, offset=begin - offset)
-                    if kinds := not_finite({name: here}):
-                        held = " and ".join(sorted(kinds[name]))
-                        raise UserError(f"{printable(self.directory)}: {printable(name)} holds {held}")
-
-        verify(self.directory, reader, num_readers, look)
+                    found[chunk.file].append(_Numbers(stored.begin, stored.end, dtype, name))
+        return {file: sorted(numbers, key=lambda each: each.begin) for file, numbers in found.items()}
 
     def data_states(self) -> list[dict[str, Any]]:
         """Where the data of each rank stands, from its loader."""
@@ -192,6 +186,28 @@ class OpenCheckpoint:
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
 
+class _Numbers(NamedTuple):
+    """A tensor's bytes [begin, end) in a file."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    name: str
+
+
+def _numbers_in(block: memoryview, offset: int, numbers: Sequence[_Numbers]) -> Iterator[tuple[str, Tensor]]:
+    """By name, those of a file's ``numbers`` that are whole in ``block``, which begins at ``offset``."""
+    first = bisect.bisect_right(numbers, offset, key=lambda each: each.end)
+    for begin, end, dtype, name in itertools.islice(numbers, first, None):
+        if begin >= offset + len(block):
+            return
+        size = dtype.itemsize
+        begin += max(0, -(-(offset - begin) // size)) * size
+        count = (min(end, offset + len(block)) - begin) // size
+        if count > 0:
+            yield name, torch.frombuffer(block, dtype=dtype, count=count, offset=begin - offset)
+
+
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
     """Read the bytes of `rows` from `offset` on: into its memory, or through a buffer."""
     if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype:
@@ -242,12 +258,10 @@ def first_intact(
     raise UserError(f"none of the {len(found)} checkpoints in {where} is intact: {reasons[0]}{more}")
 
 
-def _find(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:
+def _stored_chunks(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[str, str], Stored]:
     """Where the chunks are. UserError if the headers of the files do not list exactly these."""
-    path, named = (
-        printable(directory / STATE),
-        {chunk.file for entry in index.values() for chunk in entry.chunks},
-    )
+    path = printable(directory / STATE)
+    named = {chunk.file for entry in index.values() for chunk in entry.chunks}
     if foreign := sorted(named ^ (manifest.files.keys() - {STATE})):
         raise UserError(f"{path} and the manifest do not name the same files: {first_five(foreign)}")
     found: dict[tuple[str, str], Stored] = {}
@@ -257,14 +271,12 @@ def _find(directory: Location, manifest: Manifest, index: Index) -> dict[tuple[s
     used = set()
     for name, entry in index.items():
         for chunk in entry.chunks:
-            stored, named_chunk = (
-                found.get((chunk.file, chunk.key)),
-                f"{printable(chunk.key)} in {chunk.file}",
-            )
+            stored = found.get((chunk.file, chunk.key))
+            where = f"{printable(chunk.key)} in {chunk.file}"
             if stored is None:
-                raise UserError(f"{path} names {named_chunk}, which is not there")
+                raise UserError(f"{path} names {where}, which is not there")
             if (stored.dtype, stored.shape) != stored_as(entry.dtype, chunk.shape):
-                raise UserError(f"{path} has another size or dtype of {printable(name)} than {named_chunk}")
+                raise UserError(f"{path} has another size or dtype of {printable(name)} than {where}")
             used.add((chunk.file, chunk.key))
     if left := sorted(f"{key} in {file}" for file, key in found.keys() - used):
         raise UserError(f"{path} does not name {first_five(left)}")
