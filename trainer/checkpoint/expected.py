@@ -13,7 +13,7 @@ from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, is_e
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
-from trainer.local_shard import to_local
+from trainer.local_shard import same_bits, to_local
 from trainer.optim.train_state import TrainState, every_parameter, load_model_state, named_buffers
 
 
@@ -160,7 +160,7 @@ def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, 
     before = {name: tensor.clone() for name, tensor in held.items()}
     try:
         load_model_state(model, saved)
-        changed = [name for name in held if not _equal(to_local(held[name]), to_local(before[name]))]
+        changed = [name for name in held if not same_bits(to_local(held[name]), to_local(before[name]))]
         problem = f"other values come back of {first_five(changed)}" if changed else ""
     except Exception as error:
         problem = " ".join(str(error).split()) or type(error).__name__
@@ -171,8 +171,3 @@ def _try_to_restore(model: nn.Module, saved: dict[str, Any], held: Mapping[str, 
             "the model's load_state_dict() does not restore its state_dict(), so no checkpoint of it could "
             f"be resumed: {printable(problem)}; look at hooks that rename, leave out or convert tensors"
         )
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether all numbers are equal; a NaN equals a NaN."""
-    return bool(((one == other) | ((one != one) & (other != other))).all())
