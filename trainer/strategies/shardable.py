@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError, first_few
-from trainer.exact.buffers import BATCH_NORMS
 from trainer.meta_init.module_tensors import has_gradient_hook
 from trainer.meta_init.operations import storage_of
 from trainer.optim.schedules import sparse_weights
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class StaleReferenceCheck:
