@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,9 @@ _NO_CHECKPOINT = ("checkpoint.every_steps=null", "checkpoint.every_epochs=null")
 
 def overrides(run_dir: Path, steps: int, timeout_s: float, *more: str) -> list[str]:
     return [
-        "strategy=ddp",
-        f"train.max_steps={steps}",
-        "train.log_every_steps=1",
-        f"checkpoint.every_steps={SAVED}",
-        f"distributed.timeout_s={timeout_s}",
-        "resume=auto",
-        f"run_dir={run_dir}",
-        *more,
+        *("strategy=ddp", f"train.max_steps={steps}", "train.log_every_steps=1"),
+        *(f"checkpoint.every_steps={SAVED}", f"distributed.timeout_s={timeout_s}"),
+        *("resume=auto", f"run_dir={run_dir}", *more),
     ]
 
 
@@ -277,36 +273,27 @@ def main() -> None:
     arguments = parser.parse_args()
     with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-")))
+        pair = stack.enter_context(hosts(2)) if arguments.hosts == 2 or arguments.lose else None
+
+        def start_on(world: int, restarts: int = RESTARTS) -> drilled_run.Start:
+            if pair is None or world == 1:
+                return drilled_run.torchrun(world, f"--max-restarts={restarts}")
+            return on(pair, world // 2, f"--max-restarts={restarts}")
+
         if arguments.rescue:
-
-            def on_ranks(world: int) -> drilled_run.Start:
-                return drilled_run.torchrun(world, f"--max-restarts={RESTARTS}")
-
-            done = rescued(on_ranks, folder, arguments.kills, arguments.pairs, arguments.seed)
-            sys.exit(0 if done else 1)
-        if arguments.elastic:
-            here = stack.enter_context(hosts(2)) if arguments.hosts == 2 else None
-
-            def start_on(world: int) -> drilled_run.Start:
-                if here is None or world == 1:
-                    return drilled_run.torchrun(world, "--max-restarts=0")
-                return on(here, world // 2, "--max-restarts=0")
-
-            sys.exit(
-                0 if elastic(start_on, folder, arguments.elastic, arguments.kills, arguments.seed) else 1
-            )
-        if arguments.hosts == 1 and arguments.lose is None:
-            start = drilled_run.torchrun(2, f"--max-restarts={RESTARTS}")
-            sys.exit(0 if many(start, folder, arguments.kills, arguments.seed) else 1)
-        pair = stack.enter_context(hosts(2))
-        if arguments.lose is None:
-            start = on(pair, 2, f"--max-restarts={RESTARTS}")
-            sys.exit(0 if many(start, folder, arguments.kills, arguments.seed) else 1)
-        result, rows = lose(pair, folder / "lost", arguments.lose)
-        problems = problems_of_logs(folder / "lost" / "run", STEPS)
-        print(f"{rows[0]}; finished with {result['world_size']} ranks, {result['steps']} steps,")
-        print(f"{result['samples_seen']} samples, {problems or 'logs clean'}")
-        sys.exit(1 if problems else 0)
+            done = rescued(start_on, folder, arguments.kills, arguments.pairs, arguments.seed)
+        elif arguments.elastic:
+            whole = partial(start_on, restarts=0)
+            done = elastic(whole, folder, arguments.elastic, arguments.kills, arguments.seed)
+        elif pair is None or arguments.lose is None:
+            done = many(start_on(2 * arguments.hosts), folder, arguments.kills, arguments.seed)
+        else:
+            result, rows = lose(pair, folder / "lost", arguments.lose)
+            problems = problems_of_logs(folder / "lost" / "run", STEPS)
+            print(f"{rows[0]}; finished with {result['world_size']} ranks, {result['steps']} steps,")
+            print(f"{result['samples_seen']} samples, {problems or 'logs clean'}")
+            done = not problems
+        sys.exit(0 if done else 1)
 
 
 if __name__ == "__main__":
