@@ -50,7 +50,8 @@ def _check_leaves(num_leaves: int, strategy: str, num_replicas: int) -> None:
 
 
 _ALIKE = (
-    "train.exact needs the same machine, build of torch and switches under each rank, or train.exact=null"
+    "train.exact needs the same environment on each rank: machine, build of torch and its flags; or set "
+    "train.exact=null"
 )
 
 
