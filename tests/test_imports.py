@@ -67,10 +67,10 @@ FLOORS: tuple[dict[str, str], ...] = (
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
         "training": "checkpoint config data distributed errors exact faults fingerprint inference launch "
-        "local_shard loggers nested optim run_dir strategies tasks",
+        "local_shard loggers nested optim run_dir step strategies tasks",
     },
     {
-        "loop": "data errors inference optim training",
+        "loop": "data errors inference optim step training",
     },
     {
         "run": "build checkpoint config data distributed errors exact faults files launch loggers loop "

@@ -48,6 +48,15 @@ class Raises(Stripes):
         return super().__getitem__(index)
 
 
+class NanAt(Stripes):
+    """The training data has NaN in one sample."""
+
+    def __init__(self, split: str, index: int) -> None:
+        super().__init__(split)
+        if split == "train":
+            self.rows[index] = torch.nan
+
+
 class Deletes(Stripes):
     """Deletes a directory at its hundredth sample."""
 
@@ -188,17 +197,18 @@ class NanInItsLastRow(nn.Module):
 
 
 class FailsAt(Classification):
-    """At the given call of `loss` on the given rank: a loss of that value, or one with only a NaN or huge gradient,
-    a signal to itself, a loop, an exit."""
+    """At the given call of `loss` on the given rank, and the next ones if `times` says so: a loss of that value, or
+    one with only a NaN or huge gradient, a signal to itself, a loop, an exit."""
 
-    def __init__(self, rank: int, call: int, how: str) -> None:
+    def __init__(self, rank: int, call: int, how: str, times: int = 1) -> None:
         super().__init__()
         self.here, self.call, self.how = int(os.environ.get("RANK", 0)) == rank, call, how
+        self.times = times
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)
         self.call -= 1
-        if self.here and self.call == 0:
+        if self.here and -self.times < self.call <= 0:
             if self.how == "slope":
                 return loss + (0 * loss).sqrt()
             if self.how == "steep":

@@ -1,5 +1,6 @@
 """The training loop: `fit` trains epochs and evaluates and saves between them, without callbacks."""
 
+import logging
 import time
 import warnings
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from trainer.data.loading.base import EvalLoader
 from trainer.errors import StoppedBySignal, UserError
 from trainer.inference.evaluation import evaluate, show
 from trainer.optim.schedules import after_evaluation
+from trainer.step import Asked
 from trainer.training.context import TrainingContext
 from trainer.training.log_step import log_step
 from trainer.training.meter import peak_memory_bytes
+
+log = logging.getLogger(__name__)
 
 # fp16 may skip the first update for an overflow; the schedule still counts the step.
 warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -45,6 +49,9 @@ def fit(context: TrainingContext) -> dict[str, float]:
         if is_over(context) or context.checkpointer.due(progress, end_of_epoch=True):
             save(context, evaluation)
 
+    early_end = context.state.early_end
+    if early_end.setting is not None:
+        log.info("the run ends after step %d of %d: %s", progress.step, context.total_steps, early_end.why())
     context.profile.close()
     context.dist.heartbeat.enter("end")
     context.strategy.finish_checks()
@@ -60,6 +67,7 @@ def fit(context: TrainingContext) -> dict[str, float]:
         "samples_per_second": settings.global_batch_size / ms_per_step * 1e3,
         "ms_per_step": ms_per_step,
         "peak_memory_bytes": max(peak_memory_bytes(context.strategy.devices).values()),
+        **({"skipped_steps": progress.skipped_steps} if progress.skipped_steps else {}),
     }
 
 
@@ -78,6 +86,8 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
         context.profile.before(progress.step + 1, meter)
         result = context.strategy.train_step(context, batches)
         context.count_step(result.losses, result.data_left)
+        if result.asked is Asked.END:
+            context.state.early_end.end()
         context.checkpointer.check_once(context.state)
         context.checks.unsaved.look()
         context.checks.replicas.check_if_due(context.state)
@@ -89,12 +99,13 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
             meter.rest_s += time.perf_counter() - log_begin
         mid_epoch = progress.epoch == epoch and not is_over(context)
         save_now = context.checkpointer.due(progress, end_of_epoch=False)
-        if result.stop or (mid_epoch and (save_now or evaluation_due(context))):
+        stop = result.asked is Asked.STOP
+        if stop or (mid_epoch and (save_now or evaluation_due(context))):
             meter.pause()
-            evaluation = None if result.stop else evaluate_if_due(context)
-            if result.stop or save_now:
+            evaluation = None if stop else evaluate_if_due(context)
+            if stop or save_now:
                 save(context, evaluation)
-            if result.stop:
+            if stop:
                 context.checkpointer.close()
                 context.checkpointer.finish_remote()
                 raise StoppedBySignal(progress.step)
@@ -104,8 +115,9 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
 
 
 def is_over(context: TrainingContext) -> bool:
-    progress = context.state.progress
-    return progress.step >= context.total_steps or progress.epoch >= context.settings.epochs
+    progress, early_end = context.state.progress, context.state.early_end
+    at_end = progress.step >= context.total_steps or progress.epoch >= context.settings.epochs
+    return at_end or early_end.setting is not None
 
 
 def skip_epoch(context: TrainingContext) -> None:
@@ -152,6 +164,9 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     progress = context.state.progress
     if context.eval_loader is None or not evaluation_due(context):
         return {}
+    of_step, known = context.gate.evaluation
+    if of_step == progress.step:  # in mid-epoch, and it ended the run
+        return dict(known)
     metrics: dict[str, float] = {}
     has_average, instead = context.state.average is not None, context.ema.evaluate == "instead"
     context.strategy.finish_checks()  # before the evaluation overwrites what it would find
@@ -164,6 +179,7 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     context.run_log.line(f"eval at step {progress.step}  {_words(metrics)}")
     with context.gate.held():
         after_evaluation(context.state.schedule, metrics)
+        context.state.early_end.after_evaluation(progress.step, metrics)
         context.gate.evaluation = progress.step, metrics
     return metrics
 

@@ -39,6 +39,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.meta_init.deferred import deferred
+from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import Frozen, build_optimizer, freeze
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
@@ -102,6 +103,7 @@ def run(config: Config) -> dict[str, Any]:
                 **{name: None if math.isnan(value) else value for name, value in metrics.items()},
                 **context.strategy.measured(),
                 **({"exact": context.exact} if context.exact else {}),
+                **({"ended_by": ended_by} if (ended_by := context.state.early_end.setting) else {}),
                 "param_sha256": run_hash.parameters_sha256(context.state.model),
             }
             context.checkpointer.close()
@@ -128,7 +130,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     strategy = build_strategy(config, dist)
     batch = split(train, strategy)
     task = build_task(config)
-    _check_keep_best(config, task)
+    _check_metrics(config, task)
     data = load_data(config, batch, strategy, dist)
     num_samples = data.train_loader.num_samples
 
@@ -202,7 +204,8 @@ def _state(
     schedule = build_schedule(config.schedule, optimizer, ScheduleFacts(total_steps, steps_per_epoch))
     check_schedule(schedule, evaluates=config.train.evaluates)
     strategy.order.check(optimizer, strategy.gradients_differ)
-    state = TrainState(model, optimizer, schedule, strategy.grad_scaler(), Progress())
+    early_end = EarlyEnd(config.train.stop, config.train.max_hours)
+    state = TrainState(model, optimizer, schedule, strategy.grad_scaler(), Progress(), early_end=early_end)
     if config.ema.decay is not None:
         state.keep_average(config.ema.decay, config.ema.warmup)
     return state
@@ -225,7 +228,11 @@ def _checks(
         replicas=ReplicaCheck(
             dist, strategy.replica_groups(), train.check_replicas_every, strategy.replicated
         ),
-        gradients=GradientCheck(dist, strategy.gradients_differ, strategy.is_to_blame, order.limit),
+        gradients=GradientCheck(
+            *(dist, strategy.gradients_differ, strategy.is_to_blame, order.limit),
+            may_skip=train.skip_nonfinite,
+            model=state.model,
+        ),
         unsaved=UnsavedState(model, task, state.optimizer, strategy.trains and strategy.replica == 0),
         frozen=Frozen(model),
     )
@@ -257,16 +264,18 @@ def _log_start(config: Config, context: TrainingContext) -> None:
         log.info("%s", note)
 
 
-def _check_keep_best(config: Config, task: Task) -> None:
+def _check_metrics(config: Config, task: Task) -> None:
     """Refuse a metric that no evaluation will yield, if the task lists its metrics."""
-    best, own = config.checkpoint.keep_best, list(getattr(task, "metric_names", ()))
+    own = list(getattr(task, "metric_names", ()))
     averages = own if config.ema.decay is not None and config.ema.evaluate == "beside" else []
     metrics = [f"eval/{name}" for name in own] + [f"eval/ema/{name}" for name in averages]
-    if best is not None and metrics and best.metric not in metrics:
-        raise UserError(
-            f"checkpoint.keep_best.metric is {best.metric}, but must be one that evaluation yields: "
-            f"{', '.join(metrics)}"
-        )
+    asked = {"checkpoint.keep_best": config.checkpoint.keep_best, "train.stop": config.train.stop}
+    for name, choice in asked.items():
+        if choice is not None and metrics and choice.metric not in metrics:
+            raise UserError(
+                f"{name}.metric is {choice.metric}, but must be one that evaluation yields: "
+                f"{', '.join(metrics)}"
+            )
 
 
 def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int]:

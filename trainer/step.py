@@ -5,6 +5,7 @@ Called by `Strategy.train_step`, so it imports none of its arguments' modules.
 
 import time
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,15 +21,24 @@ if TYPE_CHECKING:
     from trainer.training.context import TrainingContext
 
 
+class Asked(IntEnum):
+    """What a rank asks of all after this step; the largest counts."""
+
+    NOTHING = 0
+    END = 1
+    """The time of the run is up: it ends as after its last step."""
+    STOP = 2
+    """A signal came: save and stop."""
+
+
 class StepResult(NamedTuple):
     """The result of a step for the loop."""
 
-    losses: Tensor
-    """This rank's, detached, as `SumOrder.in_rows` adds them."""
+    losses: Tensor | None
+    """This rank's, detached, as `SumOrder.in_rows` adds them; None if the step was left out."""
     grad_norm: Tensor | None
     """Over the whole model, if it was clipped or the step is logged."""
-    stop: bool
-    """Whether any rank was asked to stop."""
+    asked: Asked
     data_left: bool
     """Whether all ranks have data for another step of this epoch."""
 
@@ -37,7 +47,8 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     """Make the step after `context.state.progress` (a collective).
 
     Raises:
-        NonFiniteError: on all ranks, for a loss or a gradient; no parameter has changed.
+        NonFiniteError: on all ranks, for a loss or a gradient, unless `train.skip_nonfinite` leaves the step
+            out; no parameter has changed.
     """
     state, strategy, heartbeat = context.state, context.strategy, context.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
@@ -48,6 +59,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
         context.batch.num_micro_batches, strategy.num_replicas, strategy.order
     )
     strategy.begin_step()
+    context.checks.gradients.begin_step()
     if strategy.trains:
         losses = compute_gradients(context, batches, divisors, step, strategy.replica, tell_others=True)
     else:
@@ -56,9 +68,9 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
         seed_micro_batch(
             context.seed, step, context.batch.num_micro_batches + context.dist.rank, strategy.devices
         )
-        context.agreement.start(losses, context.stop_request.is_set, batches.more)
+        context.agreement.start(losses, context.asked(), batches.more)
     heartbeat.enter("optimizer")
-    stop, data_left = context.agreement.finish(f"step {step}")
+    agreed = context.agreement.finish(f"step {step}")
     strategy.aggregate(context.model)
     if strategy.trains and step == context.steps_before + 1:
         strategy.refuse_no_gradients(context.model)
@@ -66,17 +78,18 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     max_norm, log_now = context.settings.clip_grad_norm, context.settings.logs(step)
     state.scaler.unscale_(state.optimizer)  # a fused step would, but sees only this rank's overflows
     grad_norm = strategy.grad_norm(context.model) if log_now or max_norm is not None else None
-    with context.checks.gradients.around_update(step, state, grad_norm if max_norm is not None else None):
+    norm = grad_norm if max_norm is not None else None
+    with context.checks.gradients.around_update(step, state, norm, agreed.not_finite) as finite:
         if log_now:
             context.weight_statistics.before_update(step)
         if max_norm is not None and grad_norm is not None:
             scale_down(state.model.parameters(), max_norm, grad_norm)
         context.checkpointer.wait_until_copied()
         context.gate.begin_update()  # the loop ends it, when it has counted the step
-        strategy.update(state)
+        strategy.update(state, finite)
     if log_now:
         context.weight_statistics.after_update()
-    return StepResult(losses, grad_norm, stop, data_left)
+    return StepResult(losses if finite else None, grad_norm, agreed.asked, agreed.data_left)
 
 
 def label_counts_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
@@ -134,7 +147,7 @@ def compute_gradients(
             meter.count_batch(context.task, batch, divisor, order.row(micro_step - 1))
             if last and tell_others:
                 own_loss = reduce(torch.add, own_losses)
-                context.agreement.start(own_loss, context.stop_request.is_set, batches.more, label_counts)
+                context.agreement.start(own_loss, context.asked(), batches.more, label_counts)
             heartbeat.enter("backward")
             context.state.scaler.scale(loss).backward()
             context.checks.frozen.drop_gradients()

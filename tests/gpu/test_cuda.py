@@ -26,6 +26,8 @@ from trainer.data.device import Normalise, ToDevice
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError
 from trainer.optim.param_groups import build_optimizer
+from trainer.optim.train_state import Progress
+from trainer.step import Asked
 from trainer.strategies.base import Computing
 from trainer.strategies.data_parallel import DataParallel
 from trainer.training.gradient_check import GradientCheck
@@ -64,19 +66,18 @@ def test_the_guard_waits_for_the_forward_pass_and_no_longer() -> None:
     agreement = StepAgreement(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"))
     loss = torch.zeros((), device=GPU)
     for _ in range(2):  # the first loads kernels
-        called, busy = host_seconds(lambda: agreement.start(loss, stop_requested=False, data_left=True))
+        called, busy = host_seconds(lambda: agreement.start(loss, asked=Asked.NOTHING, data_left=True))
     assert called < busy / 2, "launch must not wait for the GPU"
 
     def step() -> None:
-        agreement.start(loss, stop_requested=True, data_left=True)
+        agreement.start(loss, asked=Asked.STOP, data_left=True)
         torch.cuda._sleep(4 * _LONG)  # the backward pass
-        assert agreement.finish("step 1") == (True, True)
+        assert agreement.finish("step 1") == (Asked.STOP, True, None)
 
     called, busy = host_seconds(step)
     assert called < busy / 2, "the call must return during the backward pass"
-    agreement.start(torch.tensor(torch.nan, device=GPU), stop_requested=False, data_left=True)
-    with pytest.raises(NonFiniteError):
-        agreement.finish("step 2")
+    agreement.start(torch.tensor(torch.nan, device=GPU), asked=Asked.NOTHING, data_left=True)
+    assert isinstance(agreement.finish("step 2").not_finite, NonFiniteError)
 
 
 def network() -> nn.Module:
@@ -89,7 +90,7 @@ def test_a_bad_update_is_left_out_by_the_gpu_and_the_host_does_not_wait_for_good
     model = network()
     optimizer = build_optimizer(model, {"_target_": "torch.optim.AdamW", "lr": 0.1})
     off = torch.amp.GradScaler("cuda", enabled=False)
-    state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=off)
+    state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=off, progress=Progress())
     check = GradientCheck(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"), False, lambda: True)
 
     def step(gradient: float) -> None:

@@ -174,6 +174,7 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
 def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from trainer.step import Asked
     from trainer.training.step_agreement import StepAgreement
 
     class Operations(TorchDispatchMode):
@@ -184,10 +185,10 @@ def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.Monke
     seen: list[str] = []
     agreement = StepAgreement(SimpleNamespace(device=CPU, rank=0, world_size=1))  # type: ignore[arg-type]
     with Operations():
-        agreement._write(torch.zeros(()), stop_requested=True, data_left=False, label_counts=())
+        agreement._write(torch.zeros(()), asked=Asked.STOP, data_left=False, label_counts=())
     assert seen.count("fill_") == 4
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
-    assert agreement.finish("step 1") == (True, False)
+    assert agreement.finish("step 1") == (Asked.STOP, False, None)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 from tests.runs import context_of
 from trainer.errors import NonFiniteError
 from trainer.loop import fit
+from trainer.optim.train_state import Progress
 from trainer.run_dir.metrics_file import read_metrics
 from trainer.training.gradient_check import GradientCheck
 
@@ -68,8 +69,8 @@ def until_refused(run_dir: Path, *overrides: str) -> dict[str, Any]:
     with context_of(*SLOPE, *overrides, f"run_dir={run_dir}") as context:
         update = context.strategy.update
 
-        def noted(state: Any) -> None:
-            update(state)
+        def noted(state: Any, finite: bool = True) -> None:
+            update(state, finite)
             updates.append([local(p).clone() for p in state.model.parameters()])
 
         context.strategy.update = noted  # type: ignore[method-assign]
@@ -152,7 +153,8 @@ def checked(
     for parameter, gradient in zip(model, gradients, strict=True):
         parameter.grad = gradient
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, **options)
-    state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=torch.amp.GradScaler(enabled=False))
+    off = torch.amp.GradScaler(enabled=False)
+    state: Any = SimpleNamespace(model=model, optimizer=optimizer, scaler=off, progress=Progress())
     facts: Any = SimpleNamespace(
         device=torch.device("cpu"), world_size=1, rank=0, describe=lambda rank: "here"
     )

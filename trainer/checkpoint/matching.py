@@ -122,6 +122,7 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
     if hidden := sorted(own & (saved["schedule"].keys() - ours["schedule"].keys())):
         raise UserError(f"the checkpoint's schedule would replace {first_five(hidden)}")
     _compare_kinds(saved["progress"], ours["progress"], "progress", required=ours["progress"].keys())
+    _compare_kinds(saved.get("early_end", {}), ours["early_end"], "early_end")
 
 
 def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:

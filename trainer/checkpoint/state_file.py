@@ -53,7 +53,11 @@ def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any],
     for index, group in enumerate(optimizer.sequence("param_groups")):
         Fields(f"{path}: param_groups.{index}", group).sequence("params", of=str)
     saved = state.mapping("progress")
-    progress = Progress(**{name: saved.count(name) for name in asdict(Progress())})
+    # Older checkpoints count no skipped steps.
+    counts = [name for name in asdict(Progress()) if saved.has(name) or not name.startswith("skipped_")]
+    progress = Progress(**{name: saved.count(name) for name in counts})
+    if state.has("early_end"):
+        state.mapping("early_end")
     if facts.has("num_samples"):  # without: a stream
         facts.count("num_samples")
     if facts.has(MODEL_CONFIG):

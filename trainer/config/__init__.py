@@ -37,5 +37,6 @@ from trainer.config.schema import (
     EmaConfig,
     KeepBest,
     ProfileConfig,
+    StopConfig,
     TrainConfig,
 )

@@ -7,6 +7,7 @@ from trainer.config.choices import (
     FsdpConfig,
     NativeCommConfig,
     ParameterServerConfig,
+    PowerSgdCommConfig,
     ScheduleCommConfig,
     SplitConfig,
     StrategyConfig,
@@ -38,10 +39,16 @@ def check_contradictions(config: Config) -> None:
             f"train.compile_mode is {train.compile_mode}, but train.compile is false; set it to true, or "
             "leave the mode out"
         )
-    if config.checkpoint.keep_best is not None and not train.evaluates:
+    for name, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("train.stop", train.stop)):
+        if value is not None and not train.evaluates:
+            raise UserError(
+                f"{name} needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, or "
+                f"{name}=null"
+            )
+    if train.skip_nonfinite and isinstance(config.comm, PowerSgdCommConfig):
         raise UserError(
-            "checkpoint.keep_best needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, "
-            "or checkpoint.keep_best=null"
+            f"train.skip_nonfinite is {train.skip_nonfinite}, but comm=powersgd keeps a part of each step's "
+            "gradients for the next, NaN as well; set it to 0, or use another comm"
         )
     _check_comm(strategy, config.comm)
     if isinstance(strategy, UnitsConfig) and not strategy.activation_checkpointing:
@@ -150,6 +157,11 @@ def _check_parameter_server(config: Config, strategy: ParameterServerConfig) -> 
         raise UserError(
             "train.precision=fp16 scales the loss by the size of all gradients, but with "
             "strategy=parameter_server no process has them all; use train.precision=bf16"
+        )
+    if strategy.max_staleness != "0" and config.train.skip_nonfinite:
+        raise UserError(
+            f"train.skip_nonfinite leaves out steps of all ranks, but strategy.max_staleness="
+            f"{strategy.max_staleness} has no common steps; set it to 0, or strategy.max_staleness=0"
         )
     if strategy.max_staleness != "0" and config.train.profile is not None:
         raise UserError(

@@ -19,9 +19,21 @@ class ProfileConfig:
 
 
 @dataclass
+class StopConfig:
+    """Ends a run after `patience` evaluations in a row whose `metric` is no better by `min_delta`."""
+
+    metric: str = MISSING
+    patience: int = at_least(1)
+    mode: str = one_of("min", "max", default="min")
+    min_delta: float = limited(lambda value: value >= 0, "at least 0", 0.0)
+
+
+@dataclass
 class TrainConfig:
     epochs: int = at_least(1)
     max_steps: int | None = at_least(1)
+    max_hours: float | None = above(0)
+    stop: StopConfig | None = MISSING
     global_batch_size: int = at_least(1)
     micro_batch_size: int | None = at_least(1)
     exact: int | None = limited(lambda value: 1 <= value <= 1024, "from 1 to 1024 leaves, or null")
@@ -32,6 +44,7 @@ class TrainConfig:
     compile_mode: str = one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
     channels_last: bool = MISSING
     clip_grad_norm: float | None = above(0)
+    skip_nonfinite: int = at_least(0)
     log_every_steps: int = at_least(1)
     eval_every_epochs: int = at_least(0)
     eval_every_steps: int | None = at_least(1)

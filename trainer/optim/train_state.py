@@ -10,59 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from trainer.errors import NonFiniteError
+from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
+from trainer.optim.progress import Progress
 from trainer.optim.schedules import after_step
 
 # Prefixes that torch.compile and activation checkpointing add to parameter names.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 _MAX_SKIPPED = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
-
-
-@dataclass
-class Progress:
-    """How far a run has come. All counts are global, so that they mean the same at any world size.
-
-    ``samples_in_epoch`` samples of epoch ``epoch`` are done; the next one follows in the order drawn from
-    (seed, epoch). Samples, unlike steps, define the position of a run for any batch size.
-    """
-
-    step: int = 0
-    epoch: int = 0
-    samples_in_epoch: int = 0
-    samples_seen: int = 0
-
-    def advance(self, global_batch_size: int, data_left: bool) -> None:
-        """Count one optimizer step; without data left for another, the epoch ends with it."""
-        self.step += 1
-        self.samples_in_epoch += global_batch_size
-        self.samples_seen += global_batch_size
-        if not data_left:
-            self.end_epoch()
-
-    def leaves_a_step(self, global_batch_size: int, num_samples: int) -> bool:
-        """Whether data is left for another step after the next one."""
-        return num_samples - self.samples_in_epoch >= 2 * global_batch_size
-
-    def end_epoch(self) -> None:
-        """Move to the next epoch; the rest of this one, less than a batch, is not trained on."""
-        self.epoch, self.samples_in_epoch = self.epoch + 1, 0
-
-    def skip_short_rest(self, global_batch_size: int, num_samples: int) -> None:
-        """End the epoch if less than a batch is left of it, after steps of another batch size."""
-        if num_samples - self.samples_in_epoch < global_batch_size:
-            self.end_epoch()
-
-    def steps_to_go(self, epochs: int, global_batch_size: int, num_samples: int) -> int:
-        """Steps from here to the end of ``epochs`` epochs, all of them of ``global_batch_size``."""
-        if self.epoch >= epochs:
-            return 0
-        in_this_epoch = (num_samples - self.samples_in_epoch) // global_batch_size
-        return in_this_epoch + (epochs - self.epoch - 1) * (num_samples // global_batch_size)
-
-    def epochs(self, num_samples: int | None) -> float:
-        """Epochs done, of ``num_samples`` each; of unknown length, whole ones only."""
-        return self.epoch + (self.samples_in_epoch / num_samples if num_samples else 0.0)
 
 
 @dataclass
@@ -80,6 +36,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     progress: Progress
     average: MovingAverage | None = None
+    early_end: EarlyEnd = field(default_factory=EarlyEnd)
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
     skipped_updates: int = 0  # of fp16, in this process
     _skipped_in_a_row: int = 0
@@ -100,14 +57,25 @@ class TrainState:
         }
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
-    def update(self) -> None:
+    def update(self, finite: bool = True) -> None:
         """Update the parameters from their gradients; where fp16 overflowed, only the schedule moves.
 
         In fp16 this waits for the device.
 
+        Args:
+            finite: whether to; otherwise, too, only the schedule moves.
+
         Raises:
             NonFiniteError: on every rank: no update was made in 50 steps in a row.
         """
+        if not finite:
+            self.progress.skipped_steps += 1
+            self.progress.skipped_in_a_row += 1
+            if self.scaler.is_enabled():
+                self.scaler.update()  # it has seen these gradients
+            self.step_schedule_and_average(skipped=True)
+            return
+        self.progress.skipped_in_a_row = 0
         before, began = self._loss_scale, any(self.optimizer.state.values())
         if before is None:
             before = self.scaler.get_scale()
@@ -154,6 +122,7 @@ class TrainState:
             "scaler": self.scaler.state_dict(),
             "progress": asdict(self.progress),
             "ema": self.average.state_dict() if self.average is not None else {},
+            "early_end": self.early_end.state_dict(),
         }
 
     def replicated(self) -> Iterator[tuple[str, Tensor]]:
@@ -184,6 +153,7 @@ class TrainState:
             self.scaler.load_state_dict(saved["scaler"])
         for name, value in saved["progress"].items():
             setattr(self.progress, name, value)
+        self.early_end.load_state_dict(saved.get("early_end", {}))
         if self.average is not None and saved.get("ema"):
             self.average.load_state_dict(saved["ema"])
         elif self.average is not None:

@@ -209,9 +209,12 @@ class Strategy:
         if self.num_replicas > 1:
             broadcast_tensors(self.unwrap(model).buffers(), src=0)
 
-    def update(self, state: TrainState) -> None:
-        """Update the parameters that this process owns from their gradients, which are then dropped."""
-        state.update()
+    def update(self, state: TrainState, finite: bool = True) -> None:
+        """Update the parameters that this process owns from their gradients, which are then dropped.
+
+        Without `finite` they are only dropped, and the schedule moves.
+        """
+        state.update(finite)
         state.optimizer.zero_grad(set_to_none=True)
 
     def finish_checks(self) -> None:

@@ -16,6 +16,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.optim.param_groups import Frozen
 from trainer.optim.train_state import TrainState
+from trainer.step import Asked
 from trainer.training.gradient_check import GradientCheck
 from trainer.training.meter import Meter
 from trainer.training.profiler import Profile
@@ -58,8 +59,16 @@ class TrainingContext(ModelContext):
     stop_request: StopRequest
     gate: Gate
 
-    def count_step(self, losses: Tensor, data_left: bool) -> None:
-        """Count a step, with this rank's `losses`; without `data_left` the epoch ends with it."""
+    def asked(self) -> Asked:
+        """What this rank asks of all after the step; of the time only rank 0, since clocks differ."""
+        if self.stop_request.is_set:
+            return Asked.STOP
+        return Asked.END if self.dist.is_main and self.state.early_end.time_is_up() else Asked.NOTHING
+
+    def count_step(self, losses: Tensor | None, data_left: bool) -> None:
+        """Count a step, with this rank's `losses`, or None if it was left out; without `data_left` the epoch
+        ends with it.
+        """
         self.state.progress.advance(self.settings.global_batch_size, data_left)
         self.gate.end_update(self.state.progress.step)
         self.meter.count_step(losses)

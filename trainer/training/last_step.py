@@ -186,6 +186,16 @@ class KeptBuffers:
             found |= {name: part.view(b.shape) for name, part, b in zip(names, parts, live, strict=True)}
         return found
 
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copies back.
+
+        Raises:
+            UserError: as from `kept`.
+        """
+        for name, value in self.kept().items():
+            self._buffer(name).copy_(value)
+
     def _packed(self) -> list[Tensor]:
         """Copies of the small buffers, those of a dtype and device in one: a model may have hundreds."""
         return [

@@ -23,6 +23,8 @@ def log_step(context: TrainingContext, meter: Meter, window: Mark, grad_norm: Te
         values["train/grad_norm"] = grad_norm.item()
     if context.state.skipped_updates:
         values["train/skipped_updates"] = context.state.skipped_updates
+    if progress.skipped_steps:
+        values["train/skipped_steps"] = progress.skipped_steps
     num_skipped = context.train_loader.num_skipped + (
         context.eval_loader.num_skipped if context.eval_loader else 0
     )

@@ -20,6 +20,7 @@ class Mark:
     """The totals of a meter at one moment."""
 
     steps: int
+    left_out: int  # of the steps: without a loss
     sums: Tensor
     total_s: float
     data_s: float
@@ -44,13 +45,14 @@ class Meter:
         """`num_replicas` ranks compute losses; None: all."""
         self._dist, self._flops = dist, flops
         self._mean_over = order.mean_over(num_replicas or dist.world_size)
-        self.steps = 0
+        self.steps = self._left_out = 0
         self.data_s = 0.0  # waiting for batches
         self.rest_s = 0.0  # logging
         self._sums = torch.zeros(3, order.num_rows, device=dist.device, dtype=torch.float64)  # of this rank
         # plain: as evaluation computes it
         self._losses, self._plain_losses, self._tokens = self._sums.unbind()
         self._has_plain = False
+        self._plain_of_step: list[tuple[int, Tensor]] = []
         self._total_s = 0.0
         self._running_since: float | None = None
 
@@ -69,20 +71,29 @@ class Meter:
         if plain is not None:
             self._has_plain = True
             source = f"{type(task).__name__}.plain_loss"
-            self._plain_losses[row] += divided(scalar(plain, source), divisor)
+            self._plain_of_step.append((row, divided(scalar(plain, source), divisor)))
         if (num_tokens := getattr(task, "num_tokens", None)) is not None:
             self._tokens[row] += scalar(num_tokens(batch), f"{type(task).__name__}.num_tokens")
         if self._flops is not None:
             self._flops.see(batch)
 
-    def count_step(self, losses: Tensor) -> None:
-        """Add a step of `losses`, detached and on the device, as `SumOrder.in_rows` gives them."""
-        self._losses += losses
+    def count_step(self, losses: Tensor | None) -> None:
+        """Add a step of `losses`, detached and on the device, as `SumOrder.in_rows` gives them.
+
+        None if the step was left out: a NaN would stay in the sums.
+        """
         self.steps += 1
+        if losses is None:
+            self._left_out += 1
+        else:
+            self._losses += losses
+            for row, plain in self._plain_of_step:
+                self._plain_losses[row] += plain
+        self._plain_of_step.clear()
 
     def mark(self) -> Mark:
         now = (self._now_s(), self.data_s, self.rest_s)
-        return Mark(self.steps, self._sums.clone(), *now)
+        return Mark(self.steps, self._left_out, self._sums.clone(), *now)
 
     def mean_loss(self, since: Mark) -> float:
         """Mean loss per step over all ranks (a collective); NaN when no step was made."""
@@ -106,7 +117,9 @@ class Meter:
     def _per_step(self, since: Mark) -> list[float]:
         """Loss, plain loss and tokens, each the sum over all ranks; NaN when no step was made."""
         total, steps = in_order((self._sums - since.sums).T).tolist(), self.steps - since.steps
-        return [value / steps if steps else float("nan") for value in total]
+        with_loss = steps - (self._left_out - since.left_out)
+        counts = (with_loss, with_loss, steps)
+        return [value / count if count else float("nan") for value, count in zip(total, counts, strict=True)]
 
     def ms_per_step(self, since: Mark) -> dict[str, float]:
         """Milliseconds per step, and its parts; NaN when no step was made."""

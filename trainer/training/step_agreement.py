@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,18 @@ from torch import Tensor
 from trainer.distributed.process_group import Dist, extremes
 from trainer.errors import NonFiniteError
 from trainer.exact.order import SumOrder
+from trainer.step import Asked
 from trainer.tasks.label_counts import Divisor, divisors
+
+
+class Agreed(NamedTuple):
+    """What all ranks know after a step."""
+
+    asked: Asked
+    data_left: bool
+    """Whether all have data for another step of this epoch."""
+    not_finite: NonFiniteError | None
+    """The error of a loss that was NaN or Inf on some rank."""
 
 
 class StepAgreement:
@@ -24,10 +36,10 @@ class StepAgreement:
 
     def __init__(self, dist_: Dist) -> None:
         self._dist = dist_
-        # MAX over ranks of (rank + 1 if its loss is not finite else 0), its stop request, no data left, and
+        # MAX over ranks of (rank + 1 if its loss is not finite else 0), what it asks for, no data left, and
         # the extremes of the label counts of its next micro-batches.
         self._flags = torch.zeros(5, device=dist_.device)
-        self._not_finite, self._stop, self._ended, *self._count_extremes = self._flags.unbind()
+        self._not_finite, self._asked, self._ended, *self._count_extremes = self._flags.unbind()
         self._bad = torch.tensor(float(dist_.rank + 1), device=dist_.device)
         self._good = torch.tensor(0.0, device=dist_.device)
         self._work: dist.Work | None = None
@@ -39,9 +51,7 @@ class StepAgreement:
         self._label_counts: Sequence[float] | None = None  # of this rank's micro-batches of the next step
         self._even = True  # whether those of all ranks are equal
 
-    def start(
-        self, loss: Tensor, stop_requested: bool, data_left: bool, label_counts: Sequence[float] = ()
-    ) -> None:
+    def start(self, loss: Tensor, asked: Asked, data_left: bool, label_counts: Sequence[float] = ()) -> None:
         """Send this rank's values.
 
         Args:
@@ -52,7 +62,7 @@ class StepAgreement:
         if self._on_cuda:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                self._write(loss, stop_requested, data_left, label_counts)
+                self._write(loss, asked, data_left, label_counts)
                 if self._work is not None:
                     self._work.wait()  # makes this stream wait, not the host
                 self._on_host.copy_(self._flags, non_blocking=True)
@@ -60,34 +70,32 @@ class StepAgreement:
             loss.record_stream(self._stream)
         else:
             bad = 0.0 if math.isfinite(loss) else self._dist.rank + 1.0
-            self._flags = torch.tensor([bad, stop_requested, not data_left, *extremes(label_counts)])
+            self._flags = torch.tensor([bad, asked, not data_left, *extremes(label_counts)])
             self._send()
 
-    def finish(self, where: str, then: str = "no rank applied that step") -> tuple[bool, bool]:
-        """Return whether any rank asked to stop, and whether all have data for another step of this epoch.
+    def finish(self, where: str, then: str = "no rank applied that step") -> Agreed:
+        """Wait for the values of all ranks.
 
         Args:
             where: where the loss was computed, such as `step 3`.
             then: what happened to the gradients of a loss that is not finite.
-
-        Raises:
-            NonFiniteError: on every rank, if the loss of any was NaN or Inf.
         """
         if self._on_cuda:
             self._done.synchronize()
-            bad, stop, ended, most, minus_least = self._on_host.tolist()
+            bad, asked, ended, most, minus_least = self._on_host.tolist()
         else:
             if self._work is not None:
                 self._work.wait()
-            bad, stop, ended, most, minus_least = self._flags.tolist()
+            bad, asked, ended, most, minus_least = self._flags.tolist()
+        error = None
         if bad:
-            raise NonFiniteError(
+            error = NonFiniteError(
                 f"the loss of {where} is NaN or Inf on {self._dist.describe(int(bad) - 1)}; {then}. Lower "
                 "optim.lr, set train.clip_grad_norm, or check the data of that rank",
                 ranks=(int(bad) - 1,),
             )
         self._even = most == -minus_least
-        return bool(stop), not ended
+        return Agreed(Asked(int(asked)), not ended, error)
 
     def all_have(self, data_left: bool) -> bool:
         """Whether all ranks have data for the first step of an epoch (a collective)."""
@@ -129,13 +137,11 @@ class StepAgreement:
         total = order.total(self._label_counts, self._dist.device)
         return divisors(self._label_counts, total / order.mean_over(num_replicas))
 
-    def _write(
-        self, loss: Tensor, stop_requested: bool, data_left: bool, label_counts: Sequence[float]
-    ) -> None:
+    def _write(self, loss: Tensor, asked: Asked, data_left: bool, label_counts: Sequence[float]) -> None:
         torch.where(torch.isfinite(loss), self._good, self._bad, out=self._not_finite)
         # fill_ passes the number with the launch. `flags[1] = number` in torch before 2.15 copies it
         # from the host and waits, on a stream that waits for the forward pass: the queue runs dry.
-        self._stop.fill_(stop_requested)
+        self._asked.fill_(asked)
         self._ended.fill_(not data_left)
         for flag, extreme in zip(self._count_extremes, extremes(label_counts), strict=True):
             flag.fill_(extreme)

@@ -131,7 +131,7 @@ class AsyncParameterServer(ParameterServer):
         if log_now:
             context.weight_statistics.before_update(last)
         with heartbeat.in_any_order():
-            for step, replica in self._turns(steps, lambda: context.stop_request.is_set):
+            for step, replica in self._turns(steps, lambda: bool(context.asked())):
                 heartbeat.enter("data")
                 own = label_counts_ahead(context, batches)
                 own_divisors = divisors(own, math.fsum(own))
@@ -143,11 +143,13 @@ class AsyncParameterServer(ParameterServer):
         # No collective may wait for a round, which may be long: ranks that are done are ahead of the others.
         made = self._end_round()
         self._compare_once()
-        context.agreement.start(loss, context.stop_request.is_set, batches.more)
-        stop, _ = context.agreement.finish(
+        context.agreement.start(loss, context.asked(), batches.more)
+        agreed = context.agreement.finish(
             f"a step up to {last}",
             "servers had applied earlier pushes, and nothing was saved",
         )
+        if agreed.not_finite is not None:
+            raise agreed.not_finite
         grad_norm = self._mean_norm() if context.settings.clip_grad_norm is not None or log_now else None
         if not self.serves:
             for _ in range(made):
@@ -156,7 +158,7 @@ class AsyncParameterServer(ParameterServer):
             context.weight_statistics.after_update()
         for _ in range(made - 1):
             context.count_step(torch.zeros_like(loss), data_left=True)
-        return StepResult(loss, grad_norm, stop, leaves_a_step(context, progress))
+        return StepResult(loss, grad_norm, agreed.asked, leaves_a_step(context, progress))
 
     def _assigned_shares(self) -> Iterator[tuple[int, int]]:
         """The shares assigned to this worker, as (step of the round, replica)."""

@@ -161,10 +161,10 @@ class ParameterServer(Strategy):
         own = (parameter.grad for parameter in self._parameters.values() if self.trains)
         return not all(bool(gradient.isfinite().all()) for gradient in own if gradient is not None)
 
-    def update(self, state: TrainState) -> None:
+    def update(self, state: TrainState, finite: bool = True) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None  # a worker's own gradient, of its data only
-        super().update(state)
+        super().update(state, finite)
         self._compare_once()
 
     def grad_norm(self, model: nn.Module) -> Tensor:

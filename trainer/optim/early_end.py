@@ -1,0 +1,85 @@
+"""Ends a run before its last step: `train.stop` by its evaluations, and `train.max_hours` by the clock."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config import StopConfig
+from trainer.errors import UserError
+
+
+class EarlyEnd:
+    """Counts evaluations without a better metric, and the hours of a run over all its resumes.
+
+    Args:
+        stop: None: evaluations end nothing.
+        max_hours: None: the clock ends nothing.
+    """
+
+    def __init__(self, stop: StopConfig | None = None, max_hours: float | None = None) -> None:
+        self._stop, self._max_hours = stop, max_hours
+        self._best = -math.inf if stop is not None and stop.mode == "max" else math.inf
+        self._best_step = self._waited = 0
+        self._hours_before, self._began_s = 0.0, time.monotonic()
+        self._out_of_time = False
+
+    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count an evaluation; `metrics` are the same on every rank.
+
+        Raises:
+            UserError: they lack the one of `train.stop`.
+        """
+        if self._stop is None:
+            return
+        if (value := metrics.get(self._stop.metric)) is None:
+            raise UserError(f"train.stop.metric is {self._stop.metric}; there is {', '.join(metrics)}")
+        gain = self._best - value if self._stop.mode == "min" else value - self._best
+        self._waited += 1
+        if gain > self._stop.min_delta:  # not so for NaN
+            self._best, self._best_step, self._waited = value, step, 0
+
+    def time_is_up(self) -> bool:
+        """Asked on one rank alone: clocks differ."""
+        return self._max_hours is not None and self._hours() >= self._max_hours
+
+    def end(self) -> None:
+        """Called on every rank at the same step, when `time_is_up` on one."""
+        self._out_of_time = True
+
+    @property
+    def setting(self) -> str | None:
+        """The setting that ends the run here; None: it goes on."""
+        if self._stop is not None and self._waited >= self._stop.patience:
+            return "train.stop"
+        return "train.max_hours" if self._out_of_time else None
+
+    def why(self) -> str:
+        """Why the run ends here, and how to go on, for people."""
+        if self._stop is None or self.setting != "train.stop":
+            return f"train.max_hours={self._max_hours:g} are over; a larger one, or null, goes on from here"
+        gained = f" by more than {self._stop.min_delta:g}" if self._stop.min_delta else ""
+        return (
+            f"train.stop: {self._stop.metric} has not become better{gained} than {self._best:.6g}, of step "
+            f"{self._best_step}, in {self._waited} evaluations; a larger train.stop.patience, or "
+            "train.stop=null, goes on from here"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: of what is set alone, since no two runs take equally long."""
+        found: dict[str, Any] = {}
+        if self._stop is not None:
+            found |= {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+        return found | ({"hours": self._hours()} if self._max_hours is not None else {})
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `saved`, of which only what is set here counts; it may be of other settings."""
+        if self._stop is not None and "waited" in saved:
+            self._best, self._best_step = saved["best"], saved["best_step"]
+            self._waited = saved["waited"]
+        if self._max_hours is not None:
+            self._hours_before = saved.get("hours", 0.0)
+            self._out_of_time = self._hours_before >= self._max_hours
+
+    def _hours(self) -> float:
+        return self._hours_before + (time.monotonic() - self._began_s) / 3600

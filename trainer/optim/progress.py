@@ -1,0 +1,51 @@
+"""How far a run has come."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """How far a run has come. All counts are global, so that they mean the same at any world size.
+
+    ``samples_in_epoch`` samples of epoch ``epoch`` are done; the next one follows in the order drawn from
+    (seed, epoch). Samples, unlike steps, define the position of a run for any batch size.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples_in_epoch: int = 0
+    samples_seen: int = 0
+    skipped_steps: int = 0  # made without an update, for train.skip_nonfinite
+    skipped_in_a_row: int = 0
+
+    def advance(self, global_batch_size: int, data_left: bool) -> None:
+        """Count one optimizer step; without data left for another, the epoch ends with it."""
+        self.step += 1
+        self.samples_in_epoch += global_batch_size
+        self.samples_seen += global_batch_size
+        if not data_left:
+            self.end_epoch()
+
+    def leaves_a_step(self, global_batch_size: int, num_samples: int) -> bool:
+        """Whether data is left for another step after the next one."""
+        return num_samples - self.samples_in_epoch >= 2 * global_batch_size
+
+    def end_epoch(self) -> None:
+        """Move to the next epoch; the rest of this one, less than a batch, is not trained on."""
+        self.epoch, self.samples_in_epoch = self.epoch + 1, 0
+
+    def skip_short_rest(self, global_batch_size: int, num_samples: int) -> None:
+        """End the epoch if less than a batch is left of it, after steps of another batch size."""
+        if num_samples - self.samples_in_epoch < global_batch_size:
+            self.end_epoch()
+
+    def steps_to_go(self, epochs: int, global_batch_size: int, num_samples: int) -> int:
+        """Steps from here to the end of ``epochs`` epochs, all of them of ``global_batch_size``."""
+        if self.epoch >= epochs:
+            return 0
+        in_this_epoch = (num_samples - self.samples_in_epoch) // global_batch_size
+        return in_this_epoch + (epochs - self.epoch - 1) * (num_samples // global_batch_size)
+
+    def epochs(self, num_samples: int | None) -> float:
+        """Epochs done, of ``num_samples`` each; of unknown length, whole ones only."""
+        return self.epoch + (self.samples_in_epoch / num_samples if num_samples else 0.0)
