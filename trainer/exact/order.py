@@ -25,11 +25,13 @@ class SumOrder:
     """As they come: each rank adds its micro-batches, and an all-reduce the ranks.
 
     Attributes:
+        by_leaves: whether sums have the same bits however leaves are shared among ranks.
         num_rows: of a table of numbers to be added over all ranks (`in_order`); `row` says to which to add.
         limit: of the numbers in a gradient, beyond which it becomes NaN.
         sums: what adds the gradients of leaves before they are reduced; None: autograd does.
     """
 
+    by_leaves = False
     num_rows = 1
     limit = math.inf
     sums: LeafSums | None = None
@@ -86,6 +88,8 @@ class ByLeaves(SumOrder):
     Args:
         where: this rank, for messages.
     """
+
+    by_leaves = True
 
     def __init__(self, num_leaves: int, num_replicas: int, own: range, where: str) -> None:
         self.num_rows, self._own, self._where = num_leaves, own, where

@@ -13,7 +13,6 @@ from trainer.comm.ddp_hook import CommHook, attach
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
-from trainer.exact.order import AS_THEY_COME
 from trainer.meta_init.module_tensors import has_gradient_hook, without_gradient_hooks
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
@@ -85,7 +84,7 @@ class Ddp(Strategy):
                 **_SENDS_NO_BUFFERS,
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
-            options = _options(self.comm, hooks=self.order.sums is not None)
+            options = _options(self.comm, hooks=self.order.by_leaves)
             if options is not None:
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 options["leaf_sums"] = self.order.sums
@@ -106,7 +105,7 @@ class Ddp(Strategy):
         # graph, the second). The place of an element decides the order in which an all-reduce adds the
         # ranks' values, and so its last bit: a resumed run repeats a pass's reduction in the rebuilt buckets.
         passes = 2 if self.settings.static_graph else 0 if self.settings.find_unused_parameters else 1
-        if self.order.sums is None:  # integers have the same sum in any order
+        if not self.order.by_leaves:  # integers have the same sum in any order
             self._passes_missed = min(state.progress.step, passes)
 
     @contextmanager
@@ -136,7 +135,7 @@ class Ddp(Strategy):
 
     @contextmanager
     def _leaf(self, model: DistributedDataParallel, last: bool) -> Iterator[None]:
-        if self.order is AS_THEY_COME:  # DDP itself knows no later buffers, and skips a pass after no_grad()
+        if not self.order.by_leaves:  # DDP itself knows no later buffers, and skips a pass after no_grad()
             self.sync_buffers(model)
         with self.order.leaf(last), self._reduced(model) if last else model.no_sync():
             yield

@@ -23,7 +23,6 @@ from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
 from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.exact.order import AS_THEY_COME
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.gathered import GatheredParameters
@@ -112,7 +111,7 @@ class Fsdp(Strategy):
             _prefetch(model, self.settings.prefetch_units)
             model.register_forward_hook(self._note_call)
         self._attach(model)
-        by_leaves = self.order is not AS_THEY_COME and self.num_replicas > 1  # one rank reduces nothing
+        by_leaves = self.order.by_leaves and self.num_replicas > 1  # one rank reduces nothing
         shards = add_by_leaves(model, self.shard_comm, self.order.num_rows) if by_leaves else ()
         self.order.attach(model, shards)
         self.notes.append(
@@ -223,10 +222,10 @@ class Fsdp(Strategy):
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
         sharded = cast(FSDPModule, model)
         self._accumulates |= not enabled
-        each = self.settings.reduce_every_micro_batch or self.order is not AS_THEY_COME
+        each = self.settings.reduce_every_micro_batch or self.order.by_leaves
         if self._used is not None:
             self._used.reduces = enabled or each
-        if self.order is AS_THEY_COME:
+        if not self.order.by_leaves:
             self.sync_buffers(model)
         if each:
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
