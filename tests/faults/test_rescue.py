@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +131,16 @@ def test_nothing_is_saved(overrides: tuple[str, ...], words: str, tmp_path: Path
 
 
 def on_a_full_disk(run_dir: Path) -> str:
-    from trainer.checkpoint import alone
+    from trainer.checkpoint import writing
 
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    write_text = writing.write_text
 
-    alone.write_text = full
+    def full(*arguments: Any) -> Any:
+        if threading.current_thread().name == "rescue":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_text(*arguments)
+
+    writing.write_text = full
     with pytest.raises(RuntimeError, match="fault=raise"):
         train(*RUN, f"run_dir={run_dir}", "checkpoint.every_steps=3", *fault("raise", 0, "forward"))
     return message(run_dir)
