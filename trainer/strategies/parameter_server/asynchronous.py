@@ -22,7 +22,7 @@ from trainer.local_shard import same_bits
 from trainer.optim.train_state import Progress, TrainState
 from trainer.step import StepResult, compute_gradients, label_counts_ahead
 from trainer.strategies.base import Computing
-from trainer.strategies.parameter_server.no_collectives import NoCollectives
+from trainer.strategies.parameter_server.no_collectives import OF_OPTIMIZERS, NoCollectives
 from trainer.strategies.parameter_server.replay import Replay
 from trainer.strategies.parameter_server.staleness import StalenessStats
 from trainer.strategies.parameter_server.synchronous import ParameterServer
@@ -210,7 +210,7 @@ class AsyncParameterServer(ParameterServer):
         """Update the server's parameters, in the thread that received the push."""
         self._shards.set_gradients(gradients, there)
         looks = not self._num_updates and len(self.servers) > 1
-        with NoCollectives(_OF_OPTIMIZERS) if looks else nullcontext():
+        with NoCollectives(OF_OPTIMIZERS) if looks else nullcontext():
             self._state.optimizer.step()
         self._state.optimizer.zero_grad(set_to_none=True)
         self._num_updates += 1
@@ -275,13 +275,6 @@ class AsyncParameterServer(ParameterServer):
                 yield
         except OutOfOrderError as error:
             raise RuntimeError(f"rank {self.dist.rank} has stopped serving: {error}") from error
-
-
-_OF_OPTIMIZERS = (
-    "optim: its step communicates between shards ({}), but asynchronous servers make their steps "
-    "independently; use strategy.servers=1 or max_staleness=0, or an optimizer that updates each element "
-    "independently, such as optim=adamw"
-)
 
 
 def steps_until_all_meet(context: "TrainingContext") -> int:

@@ -10,6 +10,17 @@ from trainer.errors import UserError
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 
+OF_WORKERS = (
+    "strategy=parameter_server: the forward pass or the loss calls a collective of its own ({}), in which "
+    "ranks that only serve, and workers without common steps, never take part; leave it out, or take "
+    "strategy=ddp"
+)
+OF_OPTIMIZERS = (
+    "optim: its step communicates between shards ({}), but asynchronous servers make their steps "
+    "independently; use strategy.servers=1 or max_staleness=0, or an optimizer that updates each element "
+    "independently, such as optim=adamw"
+)
+
 
 class NoCollectives(TorchDispatchMode):
     """Around user code in one thread: raises UserError in place of a collective.

@@ -24,7 +24,7 @@ from trainer.errors import UserError, first_few
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
-from trainer.strategies.parameter_server.no_collectives import NoCollectives
+from trainer.strategies.parameter_server.no_collectives import OF_WORKERS, NoCollectives
 from trainer.strategies.parameter_server.roles import roles
 from trainer.strategies.parameter_server.server_shards import (
     ServerShards,
@@ -32,7 +32,7 @@ from trainer.strategies.parameter_server.server_shards import (
     named_alike,
     without_values,
 )
-from trainer.strategies.parameter_server.worker_copy import CALLS, CHANGES, WorkerCopy
+from trainer.strategies.parameter_server.worker_copy import CHANGES, WorkerCopy
 from trainer.strategies.shardable import refuse_max_norm, refuse_scripted, refuse_shared_memory
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class ParameterServer(Strategy):
     @contextmanager
     def autocast(self) -> Iterator[None]:
         looks = self._is_first_pass and self._meets_nobody and not self.computing.compile
-        with super().autocast(), NoCollectives(CALLS) if looks else nullcontext():
+        with super().autocast(), NoCollectives(OF_WORKERS) if looks else nullcontext():
             yield
 
     def aggregate(self, model: nn.Module) -> None:

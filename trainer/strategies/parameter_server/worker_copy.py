@@ -156,11 +156,6 @@ class WorkerCopy:
 
 
 _NOTHING = torch.empty(0)
-CALLS = (
-    "strategy=parameter_server: the forward pass or the loss calls a collective of its own ({}), in which "
-    "ranks that only serve, and workers without common steps, never take part; leave it out, or take "
-    "strategy=ddp"
-)
 CHANGES = (
     "strategy=parameter_server: the forward pass or the loss makes or changes {}: no server would hold that, "
     "nor a checkpoint; make parameters in __init__, and change none, or use strategy=ddp"
