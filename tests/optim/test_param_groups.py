@@ -36,7 +36,7 @@ def _names(model: nn.Module, sets: list[dict[str, Any]]) -> dict[str, set[str]]:
 
 def test_what_decays_of_a_gpt() -> None:
     model = GPT(vocab_size=8, block_size=4, width=4, depth=1, num_heads=1)
-    found = _names(model, parameter_sets(model, {**ADAMW, "undecayed": UNDECAYED}))
+    found = _names(model, parameter_sets(model, {**ADAMW, "undecayed": UNDECAYED})["optim"])
     every = dict(model.named_parameters())
     assert found.keys() == {"base", "undecayed"}
     assert found["undecayed"] == {n for n, p in every.items() if p.ndim < 2} | {"position_embedding.weight"}
@@ -50,7 +50,7 @@ def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
         {"match": "bias", "weight_decay": 0.25},
         {"match": "^0", "lr_scale": 0},
     ]
-    sets = parameter_sets(model, {**ADAMW, "undecayed": UNDECAYED, "groups": groups})
+    sets = parameter_sets(model, {**ADAMW, "undecayed": UNDECAYED, "groups": groups})["optim"]
     assert _names(model, sets) == {
         "undecayed": {"1.weight"},
         "head": {"2.weight"},

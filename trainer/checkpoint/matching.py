@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Muon
 
 from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError, first_few
 from trainer.files.untrusted import printable
+from trainer.optim.several import parts_of
 from trainer.optim.train_state import TrainState, parameter_names
+from trainer.optim.whole_matrices import WholeMatrices
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Of saved tensors, by their names in the checkpoint."""
@@ -131,17 +134,18 @@ def _check_optimizer_state(state: TrainState, saved: Mapping[str, Any]) -> None:
     A step on a small parameter, of size 2 in each dimension, shows what it creates. Only for torch's own
     optimizers: others may treat parameters differently.
     """
-    if not type(state.optimizer).__module__.startswith("torch.optim."):
-        return
     parameters = dict(parameter_names(state.model))
-    for group in saved["param_groups"]:
+    for part, group in zip(parts_of(state.optimizer), saved["param_groups"], strict=True):
+        kind = Muon if isinstance(part, WholeMatrices) else type(part)
+        if not kind.__module__.startswith("torch.optim."):
+            continue
         made: dict[int, dict[str, Any]] = {}
         for name in group["params"]:
             found, shape = saved["state"].get(name), parameters[name].shape
             if not found:  # it never had a gradient
                 continue
             if len(shape) not in made:
-                made[len(shape)] = _state_after_one_step(type(state.optimizer), group, len(shape))
+                made[len(shape)] = _state_after_one_step(kind, group, len(shape))
             for key, value in made[len(shape)].items():
                 where = f"optimizer.state.{name}.{key}"
                 if key not in found:

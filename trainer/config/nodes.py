@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from trainer.config.limits import PATTERN, check_limits, like, limited
@@ -15,12 +15,19 @@ from trainer.errors import UserError, first_line
 
 @dataclass
 class ParameterGroup:
-    """An entry of optim.groups: parameters by name, and their own settings; null: as for other parameters."""
+    """An entry of optim.groups: parameters by name, and their own settings; null: as for other parameters.
 
-    match: str = field(default=MISSING, metadata={"limit": PATTERN})
+    Attributes:
+        dims: only those of so many dimensions.
+        optimizer: the `_target_` node of their own optimizer.
+    """
+
+    match: str = field(default="", metadata={"limit": PATTERN})
     name: str | None = like(r"[\w.-]+", "of letters, digits and _.-: it names a curve", default=None)
+    dims: int | None = limited(lambda value: value >= 0, "at least 0", None)
     weight_decay: float | None = limited(lambda value: 0 <= value < math.inf, "at least 0", None)
     lr_scale: float | None = limited(lambda value: 0 <= value < math.inf, "at least 0", None)
+    optimizer: dict[str, Any] | None = None
 
 
 @dataclass
@@ -66,7 +73,27 @@ def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], Undec
     if not isinstance(nodes, list):
         raise UserError(f"optim.groups is {nodes}, but must be a list: [{{match: REGEX, weight_decay: 0}}]")
     groups = [_typed(ParameterGroup, f"optim.groups.{n}", node) for n, node in enumerate(nodes)]
+    for number, group in enumerate(groups):
+        _check_group(f"optim.groups.{number}", group)
     return groups, _typed(Undecayed, "optim.undecayed", optim.get("undecayed") or {})
+
+
+def _check_group(name: str, group: ParameterGroup) -> None:
+    if not group.match and group.dims is None:
+        raise UserError(f"{name}.match has no value; set one, a regular expression of names, or {name}.dims")
+    if (node := group.optimizer) is None:
+        return
+    if "_target_" not in node:
+        raise UserError(f"{name}.optimizer has no _target_; it must name the class to call")
+    lr = node.get("lr")
+    if not isinstance(lr, int | float | None) or (lr or 0) < 0:
+        raise UserError(f"{name}.optimizer.lr is {lr!r}, but must be a number, at least 0")
+    for key in ("lr", "weight_decay"):
+        if key in node and (given := group.lr_scale if key == "lr" else group.weight_decay) is not None:
+            other = "lr_scale, a factor of optim.lr," if key == "lr" else key
+            raise UserError(
+                f"{name}.optimizer.{key} is {node[key]}, but {name} sets {other} to {given}; leave one out"
+            )
 
 
 def model_settings(model: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from trainer.exact.buffers import LeafBuffers
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.gradient_norm import gradient_norm
+from trainer.optim.several import parts_of
+from trainer.optim.whole_matrices import WholeMatrices
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere
 
@@ -128,12 +130,13 @@ class ByLeaves(SumOrder):
                 "train.exact: optim.fused=true rounds differently in the middle and at the end of a tensor "
                 "on a CPU; set optim.fused=null"
             )
-        if sharded and type(optimizer) not in _ELEMENTWISE:
-            names = ", ".join(kind.__name__ for kind in _ELEMENTWISE)
-            raise UserError(
-                f"train.exact: {type(optimizer).__name__} is not known to update each number by itself, but "
-                f"strategy=fsdp updates parts of tensors; take {names}, or strategy=ddp"
-            )
+        for kind in map(type, parts_of(optimizer)):
+            if sharded and kind not in (*_ELEMENTWISE, WholeMatrices):
+                names = ", ".join(known.__name__ for known in _ELEMENTWISE)
+                raise UserError(
+                    f"train.exact: {kind.__name__} is not known to update each number by itself, but "
+                    f"strategy=fsdp updates parts of tensors; take {names}, Muon, or strategy=ddp"
+                )
 
     def begin_step(self) -> None:
         if (threads := torch.get_num_threads()) != NUM_THREADS:

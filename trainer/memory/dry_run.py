@@ -38,6 +38,7 @@ from trainer.meta_init.deferred import Deferred, deferred
 from trainer.nested import mapped
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant, sparse_weights
+from trainer.optim.several import parts_of
 from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies.base import parameter_count
 
@@ -228,9 +229,10 @@ class Stage:
 def _optimizer(module: nn.Module, optim: dict[str, Any]) -> Optimizer:
     """The run's optimizer, fused if possible: the same memory, but faster to simulate."""
     optimizer = build_optimizer(module, optim)
-    open_to_choice = all(optimizer.defaults.get(way, False) is None for way in ("fused", "foreach"))
+    base = parts_of(optimizer)[0]
+    open_to_choice = all(base.defaults.get(way, False) is None for way in ("fused", "foreach"))
     plain = all(parameter.is_floating_point() for parameter in module.parameters())
-    has_kernel = isinstance(optimizer, Adam | AdamW) and plain  # for sharded parameters, too
+    has_kernel = isinstance(base, Adam | AdamW) and plain  # for sharded parameters, too
     if has_kernel and open_to_choice and not sparse_weights(module):
         return build_optimizer(module, optim | {"fused": True})
     return optimizer

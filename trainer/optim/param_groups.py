@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError, first_few
 from trainer.optim.schedules import check_optimizer, sparse_weights
+from trainer.optim.several import Several, parts_of
 from trainer.optim.train_state import parameter_names
+from trainer.optim.whole_matrices import WholeMatrices
 
 log = logging.getLogger(__name__)
 
@@ -99,24 +101,35 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any]) -> Optimizer:
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
-    sets = parameter_sets(model, optim)
+    parts = [_part(name, model, optim, sets) for name, sets in parameter_sets(model, optim).items()]
+    return parts[0] if len(parts) == 1 else Several(parts)
+
+
+def _part(name: str, model: nn.Module, optim: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
+    """The optimizer of the node at `name`: that of `optim`, or of one of its groups."""
+    entries, _ = parameter_groups(optim)
     own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
-    optimizer = _built(own, sets)
+    if name != "optim":
+        entries = [entries[int(name.split(".")[2])]]
+        own = entries[0].optimizer or {}
+    optimizer = _built(name, own, sets)
     check_optimizer(optimizer, model)
     if (at_once := _at_once(optimizer, own)) and not sparse_weights(model):
-        optimizer = _built(own | at_once, sets)
-    asked = any(entry.weight_decay is not None for entry in parameter_groups(optim)[0])
+        optimizer = _built(name, own | at_once, sets)
+    asked = any(entry.weight_decay is not None for entry in entries if name != "optim" or not entry.optimizer)
     if asked and "weight_decay" not in optimizer.defaults:
         raise UserError(
             f"optim.groups sets a weight_decay, but {type(optimizer).__name__} has none; leave it out, or "
             "use optim=adamw"
         )
-    return optimizer
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    return WholeMatrices(optimizer) if isinstance(optimizer, Muon) and sharded else optimizer
 
 
-def _built(optim: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
+def _built(name: str, node: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
     named = [dict(each) for each in sets]  # copies, to which an optimizer may add its defaults
-    return instantiate("optim", optim, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
+    return instantiate(name, node, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
 
 
 def _at_once(optimizer: Optimizer, optim: dict[str, Any]) -> dict[str, bool]:
@@ -142,10 +155,11 @@ def _computed_on(parameter: Tensor) -> str:
     return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
 
 
-def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> list[dict[str, Any]]:
-    """The trained parameters as groups for a torch optimizer; one without a name if all are alike.
+def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The trained parameters as groups for torch's optimizers; one without a name if all are alike.
 
-    First those that no entry of `optim.groups` matches, then entry by entry; in each first those that decay.
+    They are by the setting of their optimizer: `optim`, or `optim.groups.0.optimizer`. First those that no
+    entry of `optim.groups` matches, then entry by entry; in each first those that decay.
 
     Args:
         model: unwrapped; its parameters as the optimizer sees them, sharded if they are.
@@ -158,17 +172,26 @@ def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> list[dict[str, An
     taken: dict[str, ParameterGroup] = {}
     for index, entry in enumerate(entries):
         found = _matched(f"optim.groups.{index}.match", entry.match, trained)
+        if entry.dims is not None:
+            found = [name for name in found if trained[name].ndim == entry.dims]
+            if not found:
+                raise UserError(
+                    f"optim.groups.{index}.dims={entry.dims} selects no parameter: none of this match has so "
+                    "many dimensions"
+                )
         taken |= {name: entry for name in found if name not in taken}
-    rest = ParameterGroup(match="")
-    sets: list[dict[str, Any]] = []
-    for entry in (rest, *entries):
+    rest = ParameterGroup()
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for index, entry in enumerate((rest, *entries), start=-1):
         mine = {name: value for name, value in trained.items() if taken.get(name, rest) is entry}
-        for names, decays in _halves(mine, entry, optim, undecayed):
+        setting = "optim" if entry.optimizer is None else f"optim.groups.{index}.optimizer"
+        for names, decays in _halves(mine, entry, entry.optimizer or optim, undecayed):
             if names:
                 title = _title(entry, decays)
                 options = _options(entry, decays, optim) | ({"name": title} if title else {})
-                sets.append({"params": [trained[name] for name in names], **options})
-    titles = [each.get("name") for each in sets]
+                own = sets.setdefault(setting, [])
+                own.append({"params": [trained[name] for name in names], **options})
+    titles = [each.get("name") for of_one in sets.values() for each in of_one]
     if doubled := [title for title in titles if titles.count(title) > 1]:
         raise UserError(f"two of optim.groups have the name {doubled[0]}; give each its own name")
     return sets
@@ -191,6 +214,8 @@ def _halves(
 def _title(entry: ParameterGroup, decays: bool) -> str:
     """The name of a group; empty for all other parameters."""
     title = entry.name or re.sub(r"[^\w.-]+", "_", entry.match).strip("_.")
+    if not title and entry.dims is not None:
+        title = f"dims_{entry.dims}"
     return title if decays else f"{title}/undecayed".lstrip("/")
 
 
@@ -198,12 +223,15 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
     options: dict[str, float] = {}
     if entry.weight_decay is not None or not decays:
         options["weight_decay"] = entry.weight_decay or 0.0
+    lr = optim.get("lr")
     if entry.lr_scale is not None:
-        if not isinstance(lr := optim.get("lr"), int | float):
+        if not isinstance(lr, int | float):
             raise UserError(
                 "optim.groups: lr_scale multiplies optim.lr, which has no value; set it, or leave it out"
             )
         options["lr"] = lr * entry.lr_scale
+    elif entry.optimizer is not None and lr is not None and entry.optimizer.get("lr") is None:
+        options["lr"] = lr
     return options
 
 
@@ -216,12 +244,13 @@ def learning_rates(optimizer: Optimizer, rates: Sequence[Any]) -> dict[str, floa
 
 def described(optimizer: Optimizer) -> dict[str, str]:
     """The size of each of several groups, its weight decay and its learning rate, for people."""
-    groups = optimizer.param_groups
+    groups, parts = optimizer.param_groups, parts_of(optimizer)
+    kinds = [f"{type(part).__name__}, " * isinstance(optimizer, Several) for part in parts]
     return {
-        f"  {group.get('name', 'base')}": f"{len(group['params'])} tensors, "
+        f"  {group.get('name', 'base')}": f"{kind}{len(group['params'])} tensors, "
         f"{sum(parameter.numel() for parameter in group['params']):,} parameters"
         + "".join(f", {key} {group[key]:g}" for key in ("weight_decay", "initial_lr") if key in group)
-        for group in groups
+        for group, kind in zip(groups, kinds, strict=True)
         if len(groups) > 1
     }
 

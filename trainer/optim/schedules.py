@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor, Adagrad, Muon, Optimizer, Rprop, SparseAdam
+from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer.config.instantiate import instantiate
@@ -239,11 +239,6 @@ def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], opti
         raise UserError(
             "optim: Adafactor keeps sums over rows and columns, which torch cannot compute for sharded "
             "parameters; use strategy=ddp, or optim=adamw"
-        )
-    if isinstance(optimizer, Muon) and any(parameter.device_mesh.size(-1) > 1 for parameter in sharded):
-        raise UserError(
-            "optim: Muon multiplies whole matrices in bf16, and shards of them round so differently that its "
-            "updates differ by percents from those of one process; use strategy=ddp, or optim=adamw"
         )
     unsharded = {"fused": isinstance(optimizer, SGD | Adagrad), "foreach": isinstance(optimizer, Rprop)}
     if found := [key for key in unsharded if sharded and unsharded[key] and key in chosen]:
