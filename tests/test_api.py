@@ -139,3 +139,31 @@ def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
     assert "1 x 2 processes on cpu" in said[4]  # rank 0's log reaches the cell
     assert said[4].rstrip().splitlines()[-1].startswith("sha ")
     assert said[5].strip() == "MLP"
+
+
+MINE = "dataset: {_target_: trainer.data.digits.Digits}\ntask: {_target_: trainer.tasks.Classification}\n"
+
+
+def from_own_folders(folders: list[str], run_dir: str) -> list[Any]:
+    """Results with a data file of a user's own, in this process and in launched ones; what is said of no folder."""
+    os.environ.clear()
+    words = [*TINY, "data=mine"]
+    found = [
+        trainer.train([*words, f"run_dir={run_dir}/{n}"], processes=n, config_dirs=folders)["world_size"]
+        for n in (1, 2)
+    ]
+    with pytest.raises(UserError) as refused:
+        trainer.train(words, config_dirs=[f"{run_dir}/none"])
+    return [*found, str(refused.value)]
+
+
+@pytest.mark.slow
+def test_settings_are_found_in_the_users_own_folders(tmp_path: Path) -> None:
+    folders = [tmp_path / "it's a, place", tmp_path / "empty"]
+    (folders[0] / "data").mkdir(parents=True)
+    folders[1].mkdir()
+    (folders[0] / "data" / "mine.yaml").write_text(MINE)
+    arguments = ([str(folder) for folder in folders[::-1]], str(tmp_path))
+    one, two, refused = run_ranks(from_own_folders, 1, *arguments, init=False)[0]
+    assert (one, two) == (1, 2)
+    assert refused == f"config_dirs names {tmp_path}/none, which is not a folder; give folders like conf/"

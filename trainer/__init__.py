@@ -12,13 +12,19 @@ if sys.platform != "linux":  # locks, shared memory, signals and network interfa
     raise ImportError(f"Ringmaster runs on Linux only; this system is {sys.platform}")
 
 
-def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[str, Any]:
+def train(
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+    config_dirs: Sequence[str | Path] = (),
+) -> dict[str, Any]:
     """Train as the command line would, from a program or a notebook; return the contents of result.json.
 
     Args:
         overrides: as on the command line, `["strategy=ddp", "optim.lr=0.01"]`.
         processes: how many to start on this host; None or 1 trains in this one, unless `overrides` name a
             launcher.
+        config_dirs: folders like conf/, with your own `data/mine.yaml` and so on. They add options; of two
+            with one name that of conf/ is taken.
 
     Raises:
         UserError: the settings are wrong.
@@ -28,7 +34,7 @@ def train(overrides: Sequence[str] = (), processes: int | None = None) -> dict[s
     """
     from trainer.api import train  # loads torch and Hydra only now
 
-    return train(overrides, processes)
+    return train(overrides, processes, config_dirs)
 
 
 def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> "nn.Module":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
@@ -23,13 +24,15 @@ from trainer.launch.fresh import launched_by
 from trainer.run import run
 
 
-def train(overrides: Sequence[str], processes: int | None) -> dict[str, Any]:
+def train(
+    overrides: Sequence[str], processes: int | None, config_dirs: Sequence[str | Path]
+) -> dict[str, Any]:
     """See `trainer.train`."""
     if isinstance(overrides, str):
         raise UserError(
             f"overrides is the string {overrides!r}, but must be a list of strings: [{overrides!r}]"
         )
-    overrides = list(overrides)
+    overrides = [*overrides, *_searched(config_dirs)]
     if processes is not None and processes != 1:
         overrides += ["launch=local", f"launch.processes={processes}"]
     settings = composed(overrides)
@@ -66,6 +69,18 @@ def composed(overrides: list[str]) -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(in_words(error)) from error
     return load(settings)
+
+
+def _searched(config_dirs: Sequence[str | Path]) -> list[str]:
+    """The override that has Hydra search these folders before conf/, here and in launched processes."""
+    if isinstance(config_dirs, str | Path):
+        config_dirs = [config_dirs]
+    folders = [Path(each).resolve() for each in config_dirs]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"config_dirs names {folder}, which is not a folder; give folders like conf/")
+    quoted = ",".join(QuotedString(f"file://{folder}", Quote.single).with_quotes() for folder in folders)
+    return [f"hydra.searchpath=[{quoted}]"] if folders else []
 
 
 def _refuse_classes_of_main(settings: Config) -> None:

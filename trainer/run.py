@@ -170,7 +170,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         checkpointer=checkpointer,
         run_log=RunLog(dist, config, run_id, total_steps, state.progress.step),
         weight_statistics=WeightStatistics(state.model, dist, train.histograms_every),
-        agreement=StepAgreement(dist),
+        agreement=StepAgreement(dist, partial(_bad_sample, data, state.progress)),
         checks=_checks(strategy, task, wrapped, state, train, dist),
         meter=Meter(dist, flops, strategy.order, strategy.num_replicas),
         profile=Profile(train.profile, run_dir, dist, state.progress.step, total_steps),
@@ -236,6 +236,10 @@ def _checks(
         unsaved=UnsavedState(model, task, state.optimizer, strategy.trains and strategy.replica == 0),
         frozen=Frozen(model),
     )
+
+
+def _bad_sample(data: Data, progress: Progress) -> str | None:
+    return data.train_loader.not_finite(progress.epoch, progress.samples_in_epoch)
 
 
 def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:

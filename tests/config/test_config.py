@@ -58,6 +58,13 @@ def test_every_experiment_composes(experiment: str) -> None:
     assert settings(option, *NEEDS.get(option, []))
 
 
+def test_null_means_never_where_it_can_mean_nothing_else() -> None:
+    names = ("train.eval_every_epochs", "train.log_every_steps", "train.skip_nonfinite")
+    train = settings(*(f"{name}=null" for name in names)).train
+    assert (train.eval_every_epochs, train.skip_nonfinite, train.evaluates) == (0, 0, False)
+    assert not any(map(train.logs, range(100)))
+
+
 def test_groups_are_not_empty() -> None:
     assert len(EXPERIMENTS) >= 4
     assert {"strategy", "comm", "model", "data", "optim", "schedule", "checkpoint"} <= {
@@ -79,6 +86,9 @@ def test_groups_are_not_empty() -> None:
             "strategy.bucket_cap is not a setting; did you mean strategy.bucket_cap_mb?",
         ),
         pytest.param("+data.root=x", "data.root is not a setting", marks=pytest.mark.slow),
+        ("+train.batch_size=8", "train.batch_size is not a setting; did you mean train.global_batch_size?"),
+        ("+train.seed=8", "train.seed is not a setting; did you mean seed?"),
+        ("+train.colour=red", "train.colour is not a setting; `python train.py --cfg job` prints"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
         pytest.param(
             "train.compile=perhaps",
@@ -210,6 +220,11 @@ def test_refuses(override: str, words: str) -> None:
             "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single",
             marks=pytest.mark.slow,
         ),
+        (
+            "data.dataset.root=x",
+            "under data=cifar10, data=fashion_mnist, data=imagefolder, data=mnist (+data.dataset.root=VALUE passes",
+        ),
+        ("trian.epochs=1", "trian is not a setting; did you mean train?"),
         pytest.param(
             "strategy.shard_group=host",
             "strategy.shard_group is not a setting here, but under strategy=fsdp",

@@ -14,9 +14,11 @@ from tensorboard.plugins.hparams import metadata
 from tests.runs import settings
 from trainer.config.overrides import set_to
 from trainer.errors import UserError
-from trainer.sweep import hparams, results, trial_log
+from trainer.sweep import hparams, picture, results, trial_log
 from trainer.sweep.devices import Slots
-from trainer.sweep.search import GridSearch
+from trainer.sweep.picture import Axis
+from trainer.sweep.search import GridSearch, OptunaSearch
+from trainer.sweep.settings import SweepConfig
 from trainer.sweep.space import Choice, Interval, grid, split
 from trainer.sweep.trial_log import FILE, Trial, TrialLog, read_trials
 
@@ -71,6 +73,28 @@ def test_hydras_syntax_becomes_a_space() -> None:
         ["train.epochs=3", "strategy=ddp"],
     ]
     assert len(GridSearch([space[1], space[3]], trials=4).combinations) == 4
+
+
+def test_what_was_searched_by_log_is_drawn_on_a_log_scale(tmp_path: Path) -> None:
+    """Also within a decade, in both pictures."""
+    narrow = ["0.1", "0.4", "0.2"]
+    assert [Axis(narrow).log, Axis(narrow, True).log, Axis(["0", "1"], True).log] == [False, True, False]
+    assert Axis(narrow, True).unit() == pytest.approx([0, 1, 0.5])
+    space = [Interval("optim.lr", 0.1, 0.4, log=True), Interval("model.depth", 1, 4, log=False)]
+    pytest.importorskip("optuna")
+    wanted = SweepConfig(search="random", trials=None, metric="eval/loss", mode="min")
+    search = OptunaSearch(wanted, space, tmp_path, seed=0)
+    assert (search.by_log, GridSearch([], None).by_log) == ({"optim.lr"}, frozenset())
+    trials = [
+        Trial(n, (), None, str(n), {"optim.lr": lr, "model.depth": "1"}, trial_log.DONE, value=n)
+        for n, lr in enumerate(narrow)
+    ]
+    scales: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.axes.Axes.set_xscale", lambda axes, scale: scales.append(scale))
+        assert picture.draw(tmp_path / "log.png", trials, wanted, search.by_log)
+        assert picture.draw(tmp_path / "plain.png", trials, wanted)
+    assert scales == ["log"] and (tmp_path / "log.png").stat().st_size > 0
 
 
 @pytest.mark.parametrize(

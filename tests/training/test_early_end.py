@@ -49,6 +49,7 @@ def test_all_ranks_stop_when_no_evaluation_is_better(
         assert list(evaluated) == [3, 6, 9] and written["eval/loss"] == evaluated[9], "the last one once"
         assert (tmp_path / strategy / "checkpoints" / "step_00000009").is_dir()
         said = (tmp_path / strategy / "train.log").read_text()
+        assert said.count("eval at step 9") == 1
         assert "the run ends after step 9 of 150: train.stop: eval/loss has not become better by" in said
 
 

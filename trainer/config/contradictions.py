@@ -29,7 +29,7 @@ def _check_images(images: ImagesConfig) -> None:
 def check_contradictions(config: Config) -> None:
     _check_images(config.data.images)
     strategy, train = config.strategy, config.train
-    if train.histograms_every is not None and train.histograms_every % train.log_every_steps:
+    if train.histograms_every is not None and not train.logs(train.histograms_every):
         raise UserError(
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
             f"train.log_every_steps, {train.log_every_steps}: histograms are taken at log steps"

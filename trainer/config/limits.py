@@ -31,6 +31,12 @@ def at_least(limit: float) -> Any:
     return limited(lambda value: value >= limit, f"at least {limit}")
 
 
+def count_or_never() -> Any:
+    """A count, of which 0 means never; null, which can mean nothing else, becomes 0."""
+    limit = Limit(lambda value: value >= 0, "at least 0")
+    return field(default=MISSING, metadata={"limit": limit, "null": 0})
+
+
 def above(limit: float) -> Any:
     return limited(lambda value: value > limit, f"greater than {limit}")
 

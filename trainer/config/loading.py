@@ -14,7 +14,7 @@ from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
 from trainer.config.overrides import leaves, not_a_setting
-from trainer.config.schema import GROUPS, Config
+from trainer.config.schema import GROUPS, Config, TrainConfig
 from trainer.errors import UserError, first_line
 
 
@@ -39,7 +39,11 @@ def load(composed: DictConfig) -> Config:
         schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
         schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
         schema.fault = OmegaConf.structured(FAULTS[composed.fault.kind])
-        merged = OmegaConf.merge(schema, _renamed(composed, "async", "async_"))
+        given = _renamed(composed, "async", "async_")
+        for a_field in dataclasses.fields(TrainConfig):
+            if "null" in a_field.metadata and given.train.get(a_field.name, 0) is None:
+                given.train[a_field.name] = a_field.metadata["null"]
+        merged = OmegaConf.merge(schema, given)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             raise UserError(f"{missing[0]} has no value; set {missing[0]}=...")

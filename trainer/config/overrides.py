@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")
 
 CONF = Path(__file__).parents[1] / "conf"
+_NEAR = 0.6  # difflib's ratio, 1 for equal texts
 EACH_TRIAL_LAUNCHES = (
     "each trial of a sweep is its own launch; leave it out, set launch=local launch.processes=N or "
     "launch=slurm, and hydra.sweeper.concurrent=N for several at a time"
@@ -62,9 +63,10 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
         here = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(composed)), resolve=False)
         others = [name for name, _ in leaves(here) if not f"{name}.".startswith(f"{key}.")]
         known = {name: [] for name in others} | known
+    nodes = {name.rpartition(".")[0] for name in known if not name.startswith("hydra.")} - {""}
     if known.get(key):
-        return f"{key} is not a setting here, but under {', '.join(known[key])}"
-    hint = _nearest(key, known) or "; `python train.py --cfg job` prints all settings"
+        return f"{key} is not a setting here, but under {', '.join(known[key])}{_for_a_class(key, known)}"
+    hint = _nearest(key, {*known, *nodes}) or "; `python train.py --cfg job` prints all settings"
     return f"{key} is not a setting{hint}{_for_a_class(key, known)}"
 
 
@@ -86,8 +88,22 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _nearest(name: str, names: Iterable[str], group: str | None = None) -> str:
-    near = difflib.get_close_matches(name, sorted(names), n=1)
-    return f"; did you mean {group + '=' if group else ''}{near[0]}?" if near else ""
+    """The nearest of `names`, if one differs in its last word alone, or has the same one elsewhere."""
+    best = max(sorted(names), key=lambda each: _likeness(name, each), default="")
+    near = _likeness(name, best) >= _NEAR
+    return f"; did you mean {group + '=' if group else ''}{best}?" if near else ""
+
+
+def _likeness(name: str, other: str) -> float:
+    """From 0 to 1, which equal names have."""
+    (node, _, word), (its_node, _, its_word) = name.rpartition("."), other.rpartition(".")
+    if node not in ("", its_node):
+        if word != its_word:
+            return 0.0
+        return max(difflib.SequenceMatcher(None, name, other).ratio(), 0.0 if its_node else _NEAR)
+    if f"_{word}_" in f"_{its_word}_":
+        return 1.0 if word == its_word else 0.95  # batch_size: global_batch_size, not patch_size
+    return difflib.SequenceMatcher(None, word, its_word).ratio()
 
 
 def _settings() -> dict[str, list[str]]:

@@ -7,7 +7,17 @@ from typing import Any
 from omegaconf import MISSING
 
 from trainer.config.choices import CommConfig, FaultConfig, LaunchConfig, StrategyConfig
-from trainer.config.limits import PRECISIONS, above, at_least, each_above, like, limited, one_of, seconds
+from trainer.config.limits import (
+    PRECISIONS,
+    above,
+    at_least,
+    count_or_never,
+    each_above,
+    like,
+    limited,
+    one_of,
+    seconds,
+)
 
 
 @dataclass
@@ -44,9 +54,9 @@ class TrainConfig:
     compile_mode: str = one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
     channels_last: bool = MISSING
     clip_grad_norm: float | None = above(0)
-    skip_nonfinite: int = at_least(0)
-    log_every_steps: int = at_least(1)
-    eval_every_epochs: int = at_least(0)
+    skip_nonfinite: int = count_or_never()
+    log_every_steps: int | None = at_least(1)
+    eval_every_epochs: int = count_or_never()
     eval_every_steps: int | None = at_least(1)
     check_replicas_every: int | None = at_least(1)
     histograms_every: int | None = at_least(1)
@@ -54,7 +64,7 @@ class TrainConfig:
     profile: ProfileConfig | None = MISSING
 
     def logs(self, step: int) -> bool:
-        return step % self.log_every_steps == 0
+        return self.log_every_steps is not None and step % self.log_every_steps == 0
 
     def own_leaves(self, num_replicas: int, replica: int) -> range:
         """The leaves of each step that `replica` computes; there is `exact`."""

@@ -1,7 +1,7 @@
 """results.png: the metric over each swept setting, and all settings at once as parallel coordinates."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,13 @@ from trainer.sweep.values import swept_keys, typed
 _MOST_COLUMNS = 4
 
 
-def draw(path: Path, trials: Sequence[Trial], settings: SweepConfig) -> bool:
-    """Draw the trials that are done; False if there are less than two, or nothing was swept."""
+def draw(
+    path: Path, trials: Sequence[Trial], settings: SweepConfig, by_log: Container[str] = frozenset()
+) -> bool:
+    """Draw the trials that are done; False if there are less than two, or nothing was swept.
+
+    `by_log` are the settings that were searched on a log scale.
+    """
     done = [trial for trial in trials if trial.state == trial_log.DONE and trial.value is not None]
     keys = [key for key in swept_keys(done) if len({trial.swept.get(key) for trial in done}) > 1]
     if len(done) < 2 or not keys:
@@ -29,9 +34,9 @@ def draw(path: Path, trials: Sequence[Trial], settings: SweepConfig) -> bool:
     figure = plt.figure(figsize=(max(6, 3.6 * num_columns), 3 * num_rows + 3.4), layout="constrained")
     grid = figure.add_gridspec(num_rows + 1, num_columns)
     values = [trial.value for trial in done if trial.value is not None]
-    for index, key in enumerate(keys):
+    by_key = {key: Axis([trial.swept.get(key, "null") for trial in done], key in by_log) for key in keys}
+    for index, (key, axis) in enumerate(by_key.items()):
         axes = figure.add_subplot(grid[divmod(index, num_columns)])
-        axis = Axis([trial.swept.get(key, "null") for trial in done])
         axes.scatter(axis.places, values, c=values, cmap=_colours(settings), s=24)
         if axis.words:
             axes.set_xticks(range(len(axis.words)), axis.words, rotation=20 if len(axis.words) > 3 else 0)
@@ -40,16 +45,19 @@ def draw(path: Path, trials: Sequence[Trial], settings: SweepConfig) -> bool:
         axes.set_xlabel(key)
         axes.set_ylabel(settings.metric)
         axes.grid(alpha=0.3)
-    _parallel(figure.add_subplot(grid[num_rows, :]), done, keys, values, settings)
+    _parallel(figure.add_subplot(grid[num_rows, :]), by_key, values, settings)
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return True
 
 
 class Axis:
-    """Positions of a setting's values: numbers on a linear scale, or log from two decades on; or strings."""
+    """Positions of a setting's values: strings, or numbers on a linear scale.
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    On a log scale if they were searched on one, or span one and a half decades.
+    """
+
+    def __init__(self, texts: Sequence[str], searched_by_log: bool = False) -> None:
         values = [typed(text) for text in texts]
         self.log = False
         self.words: list[str] = []
@@ -57,7 +65,7 @@ class Axis:
         if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
             self.places = [float(value) for value in values]
             low, high = min(self.places), max(self.places)
-            self.log = low > 0 and high / low >= 30
+            self.log = low > 0 and (searched_by_log or high / low >= 30)
         else:
             self.words = sorted(set(texts))
             self.places = [float(self.words.index(text)) for text in texts]
@@ -74,13 +82,10 @@ class Axis:
         return f"{min(self.places):.3g}", f"{max(self.places):.3g}"
 
 
-def _parallel(
-    axes: Any, done: Sequence[Trial], keys: Sequence[str], values: Sequence[float], settings: SweepConfig
-) -> None:
+def _parallel(axes: Any, by_key: Mapping[str, Axis], values: Sequence[float], settings: SweepConfig) -> None:
     import matplotlib
 
-    columns = [Axis([trial.swept.get(key, "null") for trial in done]) for key in keys]
-    columns.append(Axis([repr(value) for value in values]))
+    columns = [*by_key.values(), Axis([repr(value) for value in values])]
     colours = matplotlib.colormaps[_colours(settings)]
     goodness = columns[-1].unit()
     lines = list(zip(*(column.unit() for column in columns), strict=True))
@@ -97,7 +102,7 @@ def _parallel(
         )
         for height, text in marks:
             axes.annotate(text, (place, height), xytext=(4, 2), textcoords="offset points", fontsize=8)
-    axes.set_xticks(range(len(columns)), [*keys, settings.metric])
+    axes.set_xticks(range(len(columns)), [*by_key, settings.metric])
     axes.set_yticks([])
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
 

@@ -5,7 +5,7 @@ import io
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,11 @@ from trainer.sweep.values import swept_keys
 CSV, PICTURE = "results.csv", "results.png"
 
 
-def write(folder: Path, settings: SweepConfig) -> None:
-    """Print the table of all trials in the trial log of `folder`, and write the files to the folder."""
+def write(folder: Path, settings: SweepConfig, by_log: Container[str] = frozenset()) -> None:
+    """Print the table of all trials in the trial log of `folder`, and write the files to the folder.
+
+    `by_log` are the settings that were searched on a log scale.
+    """
     trials = read_trials(folder)
     for trial in trials:  # the metric may have been changed since
         trial.value = value_of(folder / trial.folder, settings.metric)
@@ -39,7 +42,7 @@ def write(folder: Path, settings: SweepConfig) -> None:
 
     _write_csv(folder, trials, settings.metric)
     hparams.write(folder, trials, settings.metric)
-    drawn = picture.draw(folder / PICTURE, trials, settings)
+    drawn = picture.draw(folder / PICTURE, trials, settings, by_log)
     look = f"tensorboard --logdir {shlex.quote(str(folder))}"
     print(f"{folder / CSV}" + (f"  {folder / PICTURE}" if drawn else "") + f"  {look}")
 

@@ -90,7 +90,7 @@ class Runner:
                 running.process.kill()
                 running.process.wait()
             self._progress.end()
-        results.write(self._folder, self._settings)
+        results.write(self._folder, self._settings, self._search.by_log)
         states = {trial.state for trial in self._trial_log.trials.values()}
         if self._mistake is not None:
             raise UserError(f"{self._mistake}; the sweep ends here; the same command continues it")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from trainer.errors import UserError
 from trainer.sweep.settings import SweepConfig
-from trainer.sweep.space import Choice, Setting, grid
+from trainer.sweep.space import Choice, Interval, Setting, grid
 
 _JOURNAL, _STUDY = "optuna.journal", "ringmaster"
 
@@ -26,6 +26,9 @@ class Proposal:
 
 
 class Search(Protocol):
+    by_log: frozenset[str]
+    """The settings that are searched on a log scale."""
+
     def ask(self) -> Proposal | None:
         """The next combination; None if there are no more."""
 
@@ -37,6 +40,8 @@ class Search(Protocol):
 
 
 class GridSearch:
+    by_log: frozenset[str] = frozenset()
+
     def __init__(self, settings: Sequence[Setting], trials: int | None) -> None:
         self.combinations = list(grid(settings))[:trials]
         self._pending = deque(self.combinations)
@@ -90,6 +95,7 @@ class OptunaSearch:
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / _JOURNAL)))
         space = {setting.key: str(setting) for setting in settings} | {"metric": metric, "mode": mode}
         self._optuna, self._settings, self._trials = optuna, settings, wanted.trials or 20
+        self.by_log = frozenset(one.key for one in settings if isinstance(one, Interval) and one.log)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             self._study = optuna.create_study(

@@ -33,8 +33,12 @@ def log_step(context: TrainingContext, meter: Meter, window: Mark, grad_norm: Te
     context.run_log.scalars(values, progress.step)
     context.run_log.histograms(context.weight_statistics.histograms, progress.step)
     context.run_log.plots(context.strategy.plots, progress.step)
+    if context.train_loader.num_samples is None:
+        done = f"{progress.samples_seen:,} samples"
+    else:
+        done = f"epoch {values['train/epoch']:.2f}"
     context.run_log.step_line(
-        f"step {progress.step}/{context.total_steps}  epoch {values['train/epoch']:.2f}  "
+        f"step {progress.step}/{context.total_steps}  {done}  "
         f"loss {values['train/loss']:.4f}  lr {values['train/lr']:.2e}  "
         f"{values['speed/samples_per_second']:.0f} samples/s"
     )

@@ -1,13 +1,14 @@
 """What all ranks agree on before each update: a finite loss, whether to stop, which data comes next."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist, extremes
 from trainer.errors import NonFiniteError
 from trainer.exact.order import SumOrder
@@ -32,10 +33,13 @@ class StepAgreement:
     that every rank leaves the loop at the same step. On CUDA the numbers are sent on a separate stream:
     the host then waits for the end of the forward pass while the backward pass keeps the device busy, and
     no kernel queue runs dry.
+
+    Args:
+        bad_sample: names a sample of this rank's part of the step with NaN or Inf; called if its loss is.
     """
 
-    def __init__(self, dist_: Dist) -> None:
-        self._dist = dist_
+    def __init__(self, dist_: Dist, bad_sample: Callable[[], str | None] = lambda: None) -> None:
+        self._dist, self._bad_sample = dist_, bad_sample
         # MAX over ranks of (rank + 1 if its loss is not finite else 0), what it asks for, no data left, and
         # the extremes of the label counts of its next micro-batches.
         self._flags = torch.zeros(5, device=dist_.device)
@@ -87,15 +91,20 @@ class StepAgreement:
             if self._work is not None:
                 self._work.wait()
             bad, asked, ended, most, minus_least = self._flags.tolist()
-        error = None
-        if bad:
-            error = NonFiniteError(
-                f"the loss of {where} is NaN or Inf on {self._dist.describe(int(bad) - 1)}; {then}. Lower "
-                "optim.lr, set train.clip_grad_norm, or check the data of that rank",
-                ranks=(int(bad) - 1,),
-            )
+        error = self._not_finite_on(int(bad) - 1, where, then) if bad else None
         self._even = most == -minus_least
         return Agreed(Asked(int(asked)), not ended, error)
+
+    def _not_finite_on(self, rank: int, where: str, then: str) -> NonFiniteError:
+        """The error of a loss on `rank`, with the sample to blame if one is (a collective)."""
+        own = self._bad_sample() if rank == self._dist.rank else None
+        sample = (gather_objects(own) if self._dist.world_size > 1 else [own])[rank]
+        look = "Lower optim.lr, set train.clip_grad_norm, or check the data of that rank"
+        if sample is not None:
+            look = f"Its data has NaN or Inf itself, in {sample}: mend it, or leave it out"
+        return NonFiniteError(
+            f"the loss of {where} is NaN or Inf on {self._dist.describe(rank)}; {then}. {look}", ranks=(rank,)
+        )
 
     def all_have(self, data_left: bool) -> bool:
         """Whether all ranks have data for the first step of an epoch (a collective)."""

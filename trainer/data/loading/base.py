@@ -89,6 +89,12 @@ class TrainLoader(Protocol):
                 given for a stream, which is only read forward.
         """
 
+    def not_finite(self, epoch: int, first_sample: int) -> str | None:
+        """The first sample of this replica with NaN or Inf, in the step that begins there; in words.
+
+        Its samples are read again. None: there is none, or the data is a stream, which is only read forward.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint stores of this rank's data, besides the number of samples."""
 

@@ -1,18 +1,22 @@
 """Loaders of data that is read by index, in an order that the harness draws."""
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, data_loader, raise_errors
 from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.collation import name_of
 from trainer.data.loading.reader import EvalReader, TrainReader
 from trainer.data.loading.sampler import EvalSampler, TrainSampler
 from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
+from trainer.nested import leaves
 
 
 class IndexTrainLoader:
@@ -53,6 +57,16 @@ class IndexTrainLoader:
         """Samples before ``first_sample`` are not read."""
         self._sampler.epoch, self._sampler.first_sample, self._sampler.shares = epoch, first_sample, shares
         return _Counted(raise_errors(self._loader), len(self._sampler), self._sampler.batch.accumulation)
+
+    def not_finite(self, epoch: int, first_sample: int) -> str | None:
+        sampler = copy.copy(self._sampler)  # the loader still draws from its own
+        sampler.epoch, sampler.first_sample, sampler.shares = epoch, first_sample, None
+        for _, indices in itertools.islice(sampler, sampler.batch.accumulation):
+            for index in indices:
+                for leaf in leaves(self._reader.__getitems__((epoch, [index]))):
+                    if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
+                        return f"sample {index} of {name_of(self._reader.dataset)}"
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -61,6 +61,9 @@ class StreamTrainLoader:
         self._batches = _StepAhead(batches, self._batch.accumulation, position)
         return self._batches
 
+    def not_finite(self, epoch: int, first_sample: int) -> str | None:
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         assert self._batches is not None, "no epoch has begun"
         return self._batches.position.state_dict()

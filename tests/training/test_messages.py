@@ -1,0 +1,68 @@
+"""What a run says of its data: the sample that holds NaN, and how far it has come in a stream."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.runs import train
+from trainer.errors import NonFiniteError
+
+NAN = (
+    *("logger=jsonl", "data.dataset._target_=tests.user_parts.NanAt", "+data.dataset.index=70"),
+    *("model._target_=tests.user_parts.Tiny", "~model.hidden", "~model.input_shape", "~model.num_classes"),
+    *("train.global_batch_size=16", "train.micro_batch_size=4", "train.eval_every_epochs=0"),
+)
+
+
+def refused(run_dir: Path, *overrides: str) -> str:
+    with pytest.raises(NonFiniteError) as ended:
+        train(*NAN, f"run_dir={run_dir}", *overrides)
+    return str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, ("strategy=single",)),
+        (2, ("strategy=ddp",)),
+        pytest.param(2, ("strategy=fsdp", "data.num_workers=1"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_sample_that_holds_nan_is_named(
+    world_size: int, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    for said in run_ranks(refused, world_size, tmp_path, *overrides, init=False):
+        assert "Its data has NaN or Inf itself, in sample 70 of NanAt: mend it, or leave it out" in said
+
+
+def test_a_loss_that_is_nan_by_itself_blames_no_sample(tmp_path: Path) -> None:
+    task = (
+        "data.task._target_=tests.user_parts.FailsAt",
+        "~data.task.label_smoothing",
+        "+data.task.how='nan'",
+    )
+    sound = ("data.dataset._target_=tests.user_parts.Stripes", "~data.dataset.index")
+    words = ("strategy=single", *sound, *task, "+data.task.rank=0", "+data.task.call=2")
+    (said,) = run_ranks(refused, 1, tmp_path, *words, init=False)
+    assert "Lower optim.lr" in said and "sample" not in said
+
+
+STREAM = (
+    *(
+        "strategy=single",
+        "logger=jsonl",
+        "data.dataset._target_=tests.data.streams.Numbers",
+        "model.hidden=[8]",
+    ),
+    *("model.input_shape=[10]", "model.num_classes=4", "train.global_batch_size=12", "train.max_steps=5"),
+    *("train.log_every_steps=2", "train.eval_every_epochs=0"),
+)
+
+
+def test_a_stream_logs_samples_and_no_epoch(tmp_path: Path) -> None:
+    run_ranks(train, 1, *STREAM, f"run_dir={tmp_path}", init=False)
+    said = (tmp_path / "train.log").read_text()
+    assert (
+        "step 2/5  24 samples  loss" in said and "step 4/5  48 samples  loss" in said and "epoch " not in said
+    )
