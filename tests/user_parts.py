@@ -120,6 +120,30 @@ class Normed(Tiny):
         self.layers.insert(1, nn.BatchNorm1d(8))
 
 
+class CountsPasses(Tiny):
+    """In its extra state; a step depends on it."""
+
+    passes = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"passes": self.passes, "as tensors": [torch.tensor(float(self.passes))]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.passes = state["passes"]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.passes += self.training
+        return super().forward(rows) * (1 + 0.01 * self.passes)
+
+
+class Decays(Tiny):
+    """Its forward pass changes a weight."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.layers[0].weight.data.mul_(0.99)
+        return super().forward(rows)
+
+
 class Mixed(Tiny):
     """Its inputs are mixed by a sparse matrix, in COO or in a compressed layout."""
 

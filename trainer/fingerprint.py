@@ -6,7 +6,7 @@ import sys
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import GeneratorType, SimpleNamespace
 from typing import Any
 
@@ -172,3 +172,25 @@ def _value(leaf: Any) -> Any:
     if isinstance(leaf, np.random.BitGenerator):
         return fingerprint(leaf.state)
     return repr(leaf) if isinstance(leaf, _PLAIN) else None
+
+
+def bit_sums(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """The sum of the bits of each tensor, by name: another one means other bits. Reads each tensor once."""
+    sums = {name: _bit_sum(tensor.detach()) for name, tensor in named}
+    found: dict[str, int] = {}
+    for device in {total.device for total in sums.values()}:  # one wait for each
+        names = [name for name, total in sums.items() if total.device == device]
+        found |= zip(names, torch.stack([sums[name] for name in names]).tolist(), strict=True)
+    return found
+
+
+def changed_bits(before: Mapping[str, int], named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names whose bits are others than when `bit_sums` gave `before`."""
+    now = bit_sums(named)
+    return [name for name, total in before.items() if now.get(name) != total]
+
+
+def _bit_sum(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]
+    return real.contiguous().view(lanes).sum(dtype=torch.int64)

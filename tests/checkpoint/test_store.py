@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -310,3 +311,30 @@ def test_a_latest_that_cannot_be_linked_is_named_once(
     assert _steps(store) == [1, 2]
     (said,) = warnings
     assert "latest cannot be pointed at the newest checkpoint" in said and "Permission denied" in said
+
+
+def test_a_save_that_is_overtaken_is_the_older_one(tmp_path: Path) -> None:
+    """One in the background may be complete only after a later one, made at a fault."""
+    slow, quick = Store(tmp_path, "run"), Store(tmp_path, "run", shared=True)
+    directory = slow.new_directory(5)
+    _save(quick, 7)
+    slow.commit(5, "full", {"a.txt": write_text(directory / "a.txt", "step 5")}, {})
+    assert [path.name for path in slow.newest_first()] == ["step_00000007", "step_00000005"]
+
+
+def test_savers_at_a_fault_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = threading.Event()
+
+    def second() -> None:
+        with Store(tmp_path, "run").turn():
+            entered.set()
+
+    thread = threading.Thread(target=second)
+    with Store(tmp_path, "run").turn():
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(10)
+    thread.join()
+    monkeypatch.setattr(store_module, "_TURN_S", 0.1)  # the other may be stopped
+    with Store(tmp_path, "run").turn(), Store(tmp_path, "run").turn():
+        pass

@@ -90,6 +90,32 @@ def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_
 
 
 @pytest.mark.slow
+def test_if_all_ranks_raise_at_once_the_last_is_not_ended_while_it_saves(tmp_path: Path) -> None:
+    large = ("+model.width=1000000",)  # a save that takes as long as the other's end
+    run_dir = tmp_path / "run"
+    ended = start(2, run_dir, *large, *fault("raise", 0, "forward", count=2))
+    assert checkpoints(run_dir) == ["step_00000007"], ended
+    assert "step 7 is saved" in message(run_dir)
+
+
+@pytest.mark.slow
+def test_extra_state_is_that_of_the_last_step(tmp_path: Path) -> None:
+    counting = ("model._target_=tests.user_parts.CountsPasses",)
+    run_dir = tmp_path / "run"
+    start(1, run_dir, *counting, *fault("raise", 0, "backward"))
+    assert "step 7 is saved" in message(run_dir)
+    start(1, run_dir, *counting)
+    assert hash_of(run_dir) == undisturbed(1, tmp_path, *counting)
+
+
+@pytest.mark.slow
+def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> None:
+    start(2, tmp_path, "model._target_=tests.user_parts.Decays", *fault("kill", 1, "backward"))
+    assert checkpoints(tmp_path) == []
+    assert "no step is saved: a forward pass changes layers.0.weight" in message(tmp_path)
+
+
+@pytest.mark.slow
 def test_if_the_saver_dies_another_saves(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     start(3, run_dir, *failing(2, 8, "SIGKILL"), *fault("kill", 0, "rescue"))

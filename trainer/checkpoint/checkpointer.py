@@ -177,41 +177,49 @@ class Checkpointer:
         else:
             self._write(contents)
 
-    def is_saved(self, step: int) -> bool:
-        """Whether the newest checkpoint of this run is of `step`; not a collective."""
-        return next((m.step for m in self._store.own().values()), None) == step
-
     def save_alone(
         self,
         state: TrainState,
         metrics: Mapping[str, float],
         data_state: Mapping[str, Any],
-        buffers: Mapping[str, Tensor],
-    ) -> None:
+        kept: Mapping[str, Any],
+    ) -> bool:
         """`save` without any other rank, after a fault. ``state`` must be whole here.
 
-        ``buffers``, by their names in the model, are saved in place of its own. Other ranks' data states are
-        left out: what of a stream they read is read again on resume, and dropped.
+        ``kept``, by names in the model's state, is saved in place of its own values there. Other ranks' data
+        states are left out: what of a stream they read is read again on resume, and dropped.
+
+        Returns:
+            False: the newest checkpoint of this run is of this step already.
 
         Raises:
             UserError: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
         """
         own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
-        tensors, facts = self._taken_apart(state, own)
-        kept = {f"{part}.{name}": value for part in ("model", "buffers") for name, value in buffers.items()}
-        tensors |= {name: value for name, value in kept.items() if name in tensors}
+        tensors, facts = self._taken_apart(state, own, kept)
         if bad := sorted(self._expected.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
         alone, store = Alone(), Store(self._store.root, self._store.run_id, shared=True)
         step = state.progress.step
-        write_checkpoint(store, Contents.planned(step, "full", tensors, facts, metrics, alone), alone)
+        with store.turn():
+            if next((m.step for m in store.own().values()), None) == step:
+                return False
+            write_checkpoint(store, Contents.planned(step, "full", tensors, facts, metrics, alone), alone)
+        return True
 
     def _taken_apart(
-        self, state: TrainState, data_states: Sequence[Mapping[str, Any]]
+        self,
+        state: TrainState,
+        data_states: Sequence[Mapping[str, Any]],
+        kept: Mapping[str, Any] | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What a checkpoint holds: the live tensors by their names in it, and all else, in plain values."""
         self._expected.check_parameters(state.model)
-        tensors, plain = take_apart(state.state_dict())
+        tree = state.state_dict()
+        if kept is not None:
+            for part in ("model", "buffers"):
+                tree[part] = {name: kept.get(name, value) for name, value in tree[part].items()}
+        tensors, plain = take_apart(tree)
         self._expected.check(tensors)
         data_tensors, plain_data = take_apart({DATA_STATES: list(data_states)})
         facts = {

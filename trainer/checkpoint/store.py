@@ -7,12 +7,13 @@ the new one complete.
 """
 
 import contextlib
+import fcntl
 import itertools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainer.checkpoint.hashing import FileDigest, fsync_directory, write_text
@@ -24,6 +25,7 @@ from trainer.faults.disk_progress import at_disk
 log = logging.getLogger(__name__)
 
 _TEMPORARY, _REPLACED = ".tmp_", ".replaced_"
+_TURN_S = 5.0
 
 
 def seal(temporary: Path, manifest: Manifest) -> None:
@@ -62,8 +64,29 @@ class Store(Listing[Path]):
     def __init__(self, root: Path, run_id: str | None = None, shared: bool = False) -> None:
         super().__init__(root, run_id)
         self._shared = shared
-        self._filling = root
+        self._filling, self._begun_at = root, 0.0
         self._named: set[Path] = set()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other process of this host is within.
+
+        It waits 5 s at most, since the other may be stopped, and not at all on a file system without locks.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        descriptor, until = os.open(self.root, os.O_RDONLY), time.monotonic() + _TURN_S
+        try:
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.02)
+                except OSError:
+                    break
+            yield
+        finally:
+            os.close(descriptor)
 
     def path(self, step: int) -> Path:
         return self.root / f"step_{step:08d}"
@@ -73,6 +96,9 @@ class Store(Listing[Path]):
         """An empty temporary directory to fill for ``step``."""
         self.root.mkdir(parents=True, exist_ok=True)
         self._sweep()
+        # Not the time of `commit`: a save at a fault may overtake one that is being written. If the clock was
+        # set back, the newest must still have the latest time.
+        self._begun_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
         self._filling = _unused(self.root / f"{_TEMPORARY}{self.path(step).name}")
         self._filling.mkdir()
         return self._filling
@@ -85,11 +111,9 @@ class Store(Listing[Path]):
 
         Returns its path. Raises as `seal`.
         """
-        # If the clock was set back, the newest must still have the latest time.
-        saved_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
         values = {name: float(value) for name, value in metrics.items()}
         assert self.run_id is not None
-        seal(self._filling, Manifest(format, step, saved_at, dict(files), values, self.run_id))
+        seal(self._filling, Manifest(format, step, self._begun_at, dict(files), values, self.run_id))
         final = self._vacated(step)
         appear(self._filling, final)
         self._sweep()

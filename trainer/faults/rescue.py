@@ -19,6 +19,7 @@ SAVE_S = 25.0  # launchers kill what is left 30 s after the first end
 _HASHES_S = 2.0  # for the hashes of the other survivors of this host
 _LOOK_S = 0.02
 _NOTHING = "no step is saved"
+_NOBODY = "no rank is left that holds one, or the hosts cannot agree on one"
 
 
 class LastStep(Protocol):
@@ -33,14 +34,11 @@ class LastStep(Protocol):
     def fingerprint(self) -> int | None:
         """A hash that is equal on all ranks; None if none need be equal."""
 
-    def save(self) -> None:
-        """Write the state as a checkpoint, without any other rank."""
+    def save(self) -> bool:
+        """Write the state as a checkpoint, without any other rank; False if the newest is of this step."""
 
     why_not: str | None
     """Why no rank of this run can save it alone."""
-
-    def is_saved(self, step: int) -> bool:
-        """Whether the newest checkpoint is of `step`."""
 
 
 def choose(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
@@ -105,7 +103,7 @@ class Rescue:
         if self.last_step.why_not is not None:
             return f"{_NOTHING}: {self.last_step.why_not}"
         if verdict.saver is None:
-            return ""
+            return f"{_NOTHING}: {_NOBODY}" if self._heartbeat.finished else ""
         if verdict.saver not in self._here:
             return f"rank {verdict.saver} saves the last step"
         saver, began = self._here[verdict.saver], time.monotonic()
@@ -158,9 +156,10 @@ class Rescue:
             self._tell(step=step, hash=own)
             if self._rank == ask["saver"] and own is not None:
                 self._compare(own, step, [rank for rank in ask["among"] if rank != self._rank])
-        if self._rank != ask["saver"] or self.last_step.is_saved(step):
+        if self._rank != ask["saver"]:
             return ""
-        self.last_step.save()
+        if not self.last_step.save():
+            return f"step {step} is saved"
         return f"step {step} is saved, by rank {self._rank} in {time.monotonic() - began:.1f} s"
 
     def _compare(self, own: int, step: int, others: Sequence[int]) -> None:

@@ -166,6 +166,7 @@ class Watch:
                 verdict = exit_report.of_one(own, _status(error), str(error))
                 exit_report.write(verdict, self._where_to_write(verdict), self._attempt)
         elif is_last:
+            self._stop_looking()  # or it ends this process, for a rank that ended before, while it saves
             self._print_at_exit()
         self._here[self._rank].end_workers()
         holds_store = self._rank == 0 and not self._launched

@@ -1,5 +1,6 @@
 """What this process saves by itself at a fault: its state after the last finished step."""
 
+import copy
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -14,7 +15,10 @@ from trainer.data.loading.base import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.faults.gate import Gate, NoGate
-from trainer.optim.train_state import TrainState, named_buffers
+from trainer.fingerprint import bit_sums, changed_bits
+from trainer.local_shard import same_bits
+from trainer.nested import mapped
+from trainer.optim.train_state import TrainState, named_buffers, named_modules
 from trainer.strategies import Strategy
 from trainer.training.replica_check import ReplicaCheck
 
@@ -45,19 +49,26 @@ class KeptStep(Gate):
         self._dist, self._state, self._checkpointer, self._loader = dist, state, checkpointer, loader
         self._replica_check, self._own_buffers = replica_check, own_buffers and dist.rank != 0
         self._buffers = KeptBuffers(state.model)
+        self._extra_states = _extra_states(state.model)
+        self._weights = bit_sums(state.model.named_parameters()) if why_not is None else None
+        self._changed: list[str] = []  # by a forward pass
         self._data_state: dict[str, Any] = {}
         self._updated = torch.cuda.Event() if dist.device.type == "cuda" else None
         self._frozen = False
         self.why_not = why_not
 
+    def begin_update(self) -> None:
+        super().begin_update()
+        if self._weights is not None:  # of the first step
+            self._changed = changed_bits(self._weights, self._state.model.named_parameters())
+            self._weights = None
+
     def keep(self) -> None:
         self._buffers.keep()
+        self._extra_states = _extra_states(self._state.model)
         self._data_state = self._loader.state_dict()
         if self._updated is not None:
             self._updated.record()
-
-    def is_saved(self, step: int) -> bool:
-        return self._checkpointer.is_saved(step)
 
     def freeze(self, failed: bool) -> int:
         self._frozen = self._frozen or self.take(timeout_s=0.5 if failed else _UPDATE_S)
@@ -71,6 +82,8 @@ class KeptStep(Gate):
                 if time.monotonic() > deadline:
                     raise UserError(f"{self._dist.device} has not finished step {self._state.progress.step}")
                 time.sleep(0.01)
+        if self._changed:
+            raise UserError(f"a forward pass changes {self._changed[0]}, and no copy is kept of weights")
         if self._own_buffers and self._buffers.changed:
             raise UserError("the model's running statistics, or other buffers, are those of rank 0")
         return self._state.progress.step
@@ -79,15 +92,15 @@ class KeptStep(Gate):
         with self._own_stream():
             return self._replica_check.fingerprint(self._state)
 
-    def save(self) -> None:
+    def save(self) -> bool:
         self._dist.heartbeat.enter("rescue")
         of_step, metrics = self.evaluation
         with self._own_stream():
-            self._checkpointer.save_alone(
+            return self._checkpointer.save_alone(
                 self._state,
                 metrics if of_step == self._state.progress.step else {},
                 self._data_state,
-                self._buffers.kept(),
+                {**self._buffers.kept(), **self._extra_states},
             )
 
     def _own_stream(self) -> Any:
@@ -164,7 +177,7 @@ class KeptBuffers:
     @property
     def changed(self) -> bool:
         pairs = zip(self._small, self._first, strict=True)
-        return self._large_changed or not all(_equal(now, first) for now, first in pairs)
+        return self._large_changed or not all(same_bits(now, first) for now, first in pairs)
 
     def kept(self) -> Mapping[str, Tensor]:
         """By name in the model.
@@ -177,7 +190,7 @@ class KeptBuffers:
             raise UserError("a forward pass has made or removed buffers")
         for name, kept in self._large.items():
             buffer = self._buffer(name)
-            if buffer._version == self._versions[name] and not _equal(buffer.detach(), kept):
+            if buffer._version == self._versions[name] and not same_bits(buffer.detach(), kept):
                 raise UserError(f"{name} is changed in a way that torch does not count")
         found = dict(self._large)
         for names, packed in zip(self._kinds, self._small, strict=True):
@@ -211,7 +224,18 @@ class KeptBuffers:
         return {name: self._buffer(name) for name in self._places}
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same bits."""
-    first, second = (each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
-    return torch.equal(first, second)
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    """Copies of the extra state of modules, which forward passes may change; by name in a save."""
+    keepers = (
+        (name, module)
+        for name, module in named_modules(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    )
+    return {
+        f"{name}._extra_state".lstrip("."): copy.deepcopy(mapped(module.get_extra_state(), _detached))
+        for name, module in keepers
+    }
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
