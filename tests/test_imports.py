@@ -41,7 +41,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "checkpoint": "config distributed errors faults files local_shard optim",
-        "exact": "comm distributed errors files gradient_norm local_shard optim",
+        "exact": "comm distributed errors files fingerprint gradient_norm local_shard optim",
         "meta_init": "distributed errors nested",
         "tasks": "data errors local_shard nested",
     },

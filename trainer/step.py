@@ -62,6 +62,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     context.checks.gradients.begin_step()
     if strategy.trains:
         losses = compute_gradients(context, batches, divisors, step, strategy.replica, tell_others=True)
+        heartbeat.skip(("data", "forward", "backward"), context.batch.fewer)
     else:
         losses = torch.zeros((), device=context.dist.device)
         heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
@@ -86,6 +87,9 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
             scale_down(state.model.parameters(), max_norm, grad_norm)
         context.checkpointer.wait_until_copied()
         context.gate.begin_update()  # the loop ends it, when it has counted the step
+        # Replicas draw the same in an optimizer with noise, and ranks that update shards do not.
+        updater = context.dist.rank if strategy.gradients_differ else 0
+        seed_micro_batch(context.seed, step, -1 - updater, strategy.devices)
         strategy.update(state, finite)
     if log_now:
         context.weight_statistics.after_update()

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests import runs
-from tests.exact.matrix import COMMON, MODELS, OPTIMIZERS, figures, trained_each
+from tests.exact.matrix import COMMON, MODELS, NOISY, OPTIMIZERS, figures, trained_each
 from tests.ranks import run_ranks
 from trainer import step, strategies
 from trainer.comm.leaf_sums import LeafSums
@@ -73,6 +74,28 @@ def test_ranks_and_optimizers_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     other = ("optim._target_=torch.optim.Adagrad", "~optim.momentum")
     adagrad = words("strategy=fsdp", "train.exact=6", *other)
     assert "Adagrad is not known to update each number by itself" in adagrad
+
+
+def _refused_each(*all_overrides: tuple[str, ...]) -> list[str]:
+    return [_refused(*overrides) for overrides in all_overrides]
+
+
+@pytest.mark.slow
+def test_what_passes_leave_to_the_next_ones_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    each = {
+        "Centred": "a forward or backward pass changes centre, .* change weights in the optimizer alone",
+        "Counting": r"changes what get_extra_state\(\) of Counting gives, .* keep it in a buffer",
+        "OwnGenerator": "changes the random generator noise, .* global generator",
+        "Complex": "turn has complex numbers",
+    }
+    model = "model._target_=tests.exact.odd_parts."
+    words = [
+        (*NOISY, *OPTIMIZERS["sgd"], "strategy=single", f"{model}{name}", f"run_dir={tmp_path / name}")
+        for name in each
+    ]
+    told = run_ranks(_refused_each, 1, *words, init=False)[0]
+    for one, expected in zip(told, each.values(), strict=True):
+        assert re.search(expected, one) and "\n" not in one
 
 
 def _with_a_flipped_bit(bit: int, *overrides: str) -> Any:

@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.exact.matrix import MODELS, OPTIMIZERS, figures
+from tests.exact.matrix import COMMON, MODELS, NOISY, OPTIMIZERS, figures
+from tests.ranks import run_ranks
+from tests.runs import context_of, trained
+from trainer.loop import fit
 
 MLP = (*MODELS["mlp"], *OPTIMIZERS["adamw"], "train.max_steps=6")
 FEATURES = {
@@ -37,3 +40,57 @@ def test_in_bf16_the_shards_of_any_number_of_ranks_have_one_hash(tmp_path: Path)
     words = (*MLP, *FEATURES["bf16"], "strategy=fsdp")
     found = [figures(tmp_path / str(world), world, words)[0] for world in (1, 2, 4)]
     assert len(set(found)) == 1, found
+
+
+PLATEAU = ("schedule=plateau", "schedule.patience=0", "+schedule.threshold=0.1", "train.eval_every_steps=1")
+ODD = {
+    "Codebook": (),
+    "OwnNorm": (),
+    "Extremes": (),
+    "DrawsAlways": PLATEAU,  # its evaluations decide the learning rate
+    "OwnOptimizer": (
+        "optim._target_=tests.exact.odd_parts.Langevin",
+        "~optim.momentum",
+        "~optim.weight_decay",
+    ),
+}
+
+
+@pytest.mark.slow
+def test_what_is_easily_missed_has_one_hash(tmp_path: Path) -> None:
+    """Buffers that are written unseen, and random numbers outside of the passes of a step."""
+    cases = {}
+    for name, words in ODD.items():
+        model = name if name != "OwnOptimizer" else "Codebook"
+        base = (
+            *NOISY,
+            *OPTIMIZERS["sgd"],
+            f"model._target_=tests.exact.odd_parts.{model}",
+            "train.max_steps=8",
+        )
+        cases[name] = (*base, *words)
+    alone, two = (
+        figures(tmp_path / strategy, world, *((*words, f"strategy={strategy}") for words in cases.values()))
+        for world, strategy in ((1, "single"), (2, "ddp"))
+    )
+    assert dict(zip(cases, two, strict=True)) == dict(zip(cases, alone, strict=True))
+
+
+@pytest.mark.slow
+def test_integers_of_a_buffer_keep_all_bits(tmp_path: Path) -> None:
+    words = (*COMMON, *NOISY, *OPTIMIZERS["sgd"], "model._target_=tests.exact.odd_parts.Extremes")
+    model = run_ranks(trained, 1, *words, f"run_dir={tmp_path}", "train.max_steps=3", init=False)[0]
+    assert model["count"].item() == 2**60 + 7
+
+
+def _positions(*overrides: str) -> int:
+    with context_of(*overrides) as context:
+        fit(context)
+        return context.dist.heartbeat.records().main().position
+
+
+@pytest.mark.slow
+def test_ranks_with_fewer_leaves_are_not_behind(tmp_path: Path) -> None:
+    """A verdict names the rank that entered the fewest phases."""
+    words = (*COMMON, *MLP, "strategy=ddp", f"run_dir={tmp_path}")
+    assert len(set(run_ranks(_positions, 3, *words, init=False))) == 1

@@ -94,9 +94,17 @@ class LeafSums:
     """Adds the leaves of one process, for parameters that it holds whole.
 
     Memory: 8 bytes an element, once there was a leaf other than the last one of a step.
+
+    Raises:
+        UserError: a parameter is complex.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], num_leaves: int) -> None:
+        if unfit := [name for name, parameter in parameters.items() if parameter.is_complex()]:
+            raise UserError(
+                f"train.exact adds gradients as integers, but {unfit[0]} has complex numbers; keep it as two "
+                "real parameters (torch.complex joins them), or set train.exact=null"
+            )
         self._names, self._encoder = dict(parameters), Encoder(num_leaves)
         self._groups: list[_Group] = []
         self._place: dict[Tensor, tuple[_Group, int]] = {}

@@ -7,17 +7,14 @@ from torch import Tensor, nn
 
 from trainer.distributed.process_group import sum_over_ranks
 from trainer.errors import UserError
-
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
+from trainer.local_shard import same_bits
 
 
 class LeafBuffers:
     """Each leaf starts from the buffers at the step's beginning; afterwards they are the mean over leaves.
 
-    Which buffers change is learned in the first step.
+    Which buffers change is learned in the first step, by their bits: torch counts no version of what is
+    written through ``.data``, by NumPy or by a batch norm's kernel.
 
     Args:
         model: unwrapped; its buffers may be replaced by others of the same size.
@@ -50,8 +47,12 @@ class LeafBuffers:
         """Called after each leaf's backward pass, which may compute the forward pass again."""
         for place, (before, version) in self._seen.items():
             now = self._buffer(place)
-            if now is not before or now._version != version or self._writes_unseen(place):
+            if now is not before or now._version != version:
                 self._changed.add(place)
+        if self._changing is None:
+            self._changed |= {
+                place for place, begin in self._begin.items() if not same_bits(self._buffer(place), begin)
+            }
         self._made.append([self._buffer(place).clone() for place in self._followed()])
 
     def finish(self) -> None:
@@ -89,33 +90,26 @@ class LeafBuffers:
             1,
         )
         table = row.new_zeros(self._num_leaves, row.shape[1])
-        table[self._first : self._first + len(made)] = row
+        table[self._first : self._first + len(made)] = row + 0.0  # -0 becomes 0, as beside other ranks' zeros
         rows = sum_over_ranks(table).unbind()  # each is of one rank, the others add zeros
         mean, begin = reduce(torch.add, rows) / self._num_leaves, 0
         for place in self._changing:
             buffer = self._buffer(place)
             end = begin + buffer.numel()
-            if not buffer.is_floating_point() and any(
-                not row[begin:end].equal(rows[0][begin:end]) for row in rows
-            ):
+            if buffer.is_floating_point():
+                with torch.no_grad():
+                    buffer.copy_(mean[begin:end].view(buffer.shape))
+            elif any(not row[begin:end].equal(rows[0][begin:end]) for row in rows):
                 raise UserError(
                     f"train.exact: leaves leave {self._places[place][0]}, a buffer of {buffer.dtype}, with "
                     "other values, and whole numbers have no mean; set train.exact=null"
                 )
-            chosen = mean[begin:end] if buffer.is_floating_point() else rows[0][begin:end]
-            with torch.no_grad():
-                buffer.copy_(chosen.view(buffer.shape))
             begin = end
 
     def _restore(self) -> None:
         with torch.no_grad():
             for place, value in self._begin.items():
                 self._buffer(place).copy_(value)
-
-    def _writes_unseen(self, place: int) -> bool:
-        """Whether torch writes the buffer without counting a version of it."""
-        module = self._places[place][1]
-        return isinstance(module, _NORMS) and module.training
 
     def _followed(self) -> list[int]:
         return list(range(len(self._places))) if self._changing is None else self._changing

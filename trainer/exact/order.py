@@ -14,6 +14,7 @@ from trainer.comm.shard_sums import ShardSums
 from trainer.distributed.process_group import sum_over_ranks
 from trainer.errors import UserError
 from trainer.exact.buffers import LeafBuffers
+from trainer.exact.carried import Carried
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.gradient_norm import gradient_norm
@@ -41,6 +42,10 @@ class SumOrder:
     def row(self, micro_batch: int) -> int:
         """The row of this rank's micro-batch of this number in a step, or of its batch in an evaluation."""
         return 0
+
+    def held_out_part(self, batch: int, num_shares: int, share: int) -> int:
+        """The number within an evaluation, over all ranks, of a rank's `batch`: its random numbers follow."""
+        return batch * num_shares + share
 
     def in_rows(self, losses: Sequence[Tensor]) -> Tensor:
         """The losses of this rank's micro-batches of a step, added: a scalar, or (num_rows,)."""
@@ -99,9 +104,13 @@ class ByLeaves(SumOrder):
         self._shards: Sequence[ShardSums] = ()
         self._reduces = False
         self._buffers: LeafBuffers | None = None
+        self._carried: Carried | None = None
 
     def row(self, micro_batch: int) -> int:
         return self._own[min(micro_batch % self._most, len(self._own) - 1)]
+
+    def held_out_part(self, batch: int, num_shares: int, share: int) -> int:
+        return batch // self._most * self.num_rows + self.row(batch)
 
     def in_rows(self, losses: Sequence[Tensor]) -> Tensor:
         table = losses[0].new_zeros(self.num_rows)
@@ -117,7 +126,7 @@ class ByLeaves(SumOrder):
         return in_order(table)
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
-        self._buffers = LeafBuffers(model, self.num_rows, self._own.start)
+        self._buffers, self._carried = LeafBuffers(model, self.num_rows, self._own.start), Carried(model)
         self._shards, self._reduces = shards, reduces
         if not shards:
             trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -144,6 +153,8 @@ class ByLeaves(SumOrder):
                 f"train.exact: {self._where} computes with {threads} threads, though the run set "
                 f"{NUM_THREADS}: other bits would follow; take torch.set_num_threads out of your code"
             )
+        assert self._carried is not None
+        self._carried.begin_step()
         for part in (self.sums, *self._shards):
             if part is not None:
                 part.reset()
@@ -158,7 +169,8 @@ class ByLeaves(SumOrder):
             self.sums.add_leaf()
 
     def finish(self) -> None:
-        assert self._buffers is not None
+        assert self._buffers is not None and self._carried is not None
+        self._carried.finish_step()
         if self.sums is not None:
             (self.sums.check if self._reduces else self.sums.write_gradients)()
         self._buffers.finish()

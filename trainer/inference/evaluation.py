@@ -72,7 +72,8 @@ def _evaluate(context: ModelContext, loader: EvalLoader, model: nn.Module) -> Ev
     num_shares, share = context.strategy.eval_share(context.dist.rank)
     for number, (host_batch, indices) in enumerate(loader):
         context.dist.heartbeat.enter("evaluate")
-        seed_micro_batch(context.seed, -1, number * num_shares + share, context.strategy.devices)
+        part = order.held_out_part(number, num_shares, share)
+        seed_micro_batch(context.seed, -1, part, context.strategy.devices)
         batch = context.to_device(host_batch)
         first = batch if first is None else first
         if gives_sums:

@@ -26,6 +26,11 @@ class BatchSplit:
         """Micro-batches of a step, over all replicas."""
         return self.num_replicas * self.accumulation
 
+    @property
+    def fewer(self) -> int:
+        """By how many micro-batches of a step this process has fewer than the one with the most."""
+        return 0
+
     def first_micro_batch(self, replica: int) -> int:
         """The number within the step of the first micro-batch of `replica`."""
         return replica * self.accumulation
@@ -66,6 +71,14 @@ class LeafSplit(BatchSplit):
     def num_micro_batches(self) -> int:
         return self.num_leaves
 
+    @property
+    def fewer(self) -> int:
+        return self._most - self.accumulation
+
+    @property
+    def _most(self) -> int:
+        return -(-self.num_leaves // self.num_replicas)
+
     def first_micro_batch(self, replica: int) -> int:
         return self.first_leaf
 
@@ -78,9 +91,8 @@ class LeafSplit(BatchSplit):
         return range(first, first + num_shards)
 
     def held_out(self, replica: int) -> Iterator[tuple[int, range]]:
-        most = -(-self.num_leaves // self.num_replicas)
         for begin in itertools.count(0, self.global_size):
-            for number in range(most):
+            for number in range(self._most):
                 own = number < self.accumulation
                 yield begin, self._samples(begin, self.first_leaf + number) if own else range(0)
 

@@ -1,0 +1,135 @@
+"""Models and an optimizer that change buffers, and draw random numbers, in ways that are easily missed."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _Two(nn.Module):
+    """Two layers; a subclass changes what is between them."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 8), nn.Linear(8, num_classes)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(torch.tanh(self.first(x))))
+
+
+class Codebook(_Two):
+    """Its buffer is changed through `.data`, of which torch counts no version."""
+
+    code: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.register_buffer("code", torch.zeros(8))
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.code.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.code
+
+
+class OwnNorm(_Two):
+    """Running statistics, of a module that is not torch's."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("variance", torch.ones(8))
+
+    def between(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+class Extremes(_Two):
+    """A buffer that becomes -0, and one of integers beyond the 53 bits of fp64."""
+
+    low: Tensor
+    count: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.register_buffer("low", torch.zeros(3))
+        self.register_buffer("count", torch.tensor(2**60 + 1))
+
+    def between(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.low.fill_(-0.0)
+            self.count += 2
+        return x
+
+
+class DrawsAlways(_Two):
+    """Dropout in evaluation, too."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, training=True)
+
+
+class Langevin(torch.optim.SGD):
+    """With noise."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+class Centred(_Two):
+    """The first forward pass sets a weight from its data."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.centre, self.is_set = nn.Parameter(torch.zeros(8)), False
+
+    def between(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.centre.data.copy_(x.mean(0))
+            self.is_set = True
+        return x - self.centre
+
+
+class Counting(_Two):
+    """Its passes are counted in its extra state."""
+
+    passes = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+    def between(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        return x * (1 + 0.01 * self.passes)
+
+
+class OwnGenerator(_Two):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.noise = torch.Generator().manual_seed(3)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.noise) if self.training else x
+
+
+class Complex(_Two):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.turn = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def between(self, x: Tensor) -> Tensor:
+        return (x * self.turn).abs()
