@@ -1,5 +1,6 @@
 """Models and an optimizer that change buffers, and draw random numbers, in ways that are easily missed."""
 
+import random
 from typing import Any
 
 import torch
@@ -71,6 +72,20 @@ class DrawsAlways(_Two):
 
     def between(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.5, training=True)
+
+
+class SkipsLayers(_Two):
+    """Each pass draws which layers it uses."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.middle = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def between(self, x: Tensor) -> Tensor:
+        for layer in self.middle:
+            if not self.training or random.random() < 0.4:
+                x = x + torch.tanh(layer(x))
+        return x
 
 
 class Langevin(torch.optim.SGD):

@@ -77,6 +77,19 @@ def test_what_is_easily_missed_has_one_hash(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_layers_that_some_leaves_skip_have_one_hash(tmp_path: Path) -> None:
+    """Also one that only an earlier leaf than the last of each rank has used."""
+    words = (*NOISY, *OPTIMIZERS["adamw"], "model._target_=tests.exact.odd_parts.SkipsLayers")
+    find = "strategy.find_unused_parameters=true"
+    found = figures(tmp_path / "1", 1, (*words, "strategy=single"))
+    found += figures(
+        tmp_path / "2", 2, (*words, "strategy=ddp", find), (*words, "strategy=ddp", find, "comm=ring")
+    )
+    found += figures(tmp_path / "3", 3, (*words, "strategy=ddp", find))
+    assert len(set(found)) == 1, found
+
+
+@pytest.mark.slow
 def test_integers_of_a_buffer_keep_all_bits(tmp_path: Path) -> None:
     words = (*COMMON, *NOISY, *OPTIMIZERS["sgd"], "model._target_=tests.exact.odd_parts.Extremes")
     model = run_ranks(trained, 1, *words, f"run_dir={tmp_path}", "train.max_steps=3", init=False)[0]

@@ -162,17 +162,13 @@ class LeafSums:
                     decode(group.sums[begin:end], group.count, row)
                 parameter.grad = _as_gradient(row, parameter)
 
-    def check(self) -> None:
-        """Called after the last leaf of a step, where DDP set the gradients.
+    def begin_last_leaf(self) -> None:
+        """Called before the last leaf, if DDP looks for unused parameters.
 
-        Raises:
-            UserError: DDP set none for a parameter that had one in an earlier leaf of this process.
+        To DDP, one that an earlier leaf of the step has used is used, and must then have a gradient.
         """
-        if lost := [name for name, p in self._names.items() if p in self._had and p.grad is None]:
-            raise UserError(
-                f"train.exact: {lost[0]} was used in a part of the batch, but in the last part of no rank, "
-                "and DDP then leaves it out; use strategy=single or fsdp, or use it in each part"
-            )
+        for parameter in self._had:
+            parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def message(self, bucket: dist.GradBucket) -> "Message":

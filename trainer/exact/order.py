@@ -171,8 +171,8 @@ class ByLeaves(SumOrder):
     def finish(self) -> None:
         assert self._buffers is not None and self._carried is not None
         self._carried.finish_step()
-        if self.sums is not None:
-            (self.sums.check if self._reduces else self.sums.write_gradients)()
+        if self.sums is not None and not self._reduces:
+            self.sums.write_gradients()
         self._buffers.finish()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

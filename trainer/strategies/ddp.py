@@ -137,6 +137,8 @@ class Ddp(Strategy):
     def _leaf(self, model: DistributedDataParallel, last: bool) -> Iterator[None]:
         if not self.order.by_leaves:  # DDP itself knows no later buffers, and skips a pass after no_grad()
             self.sync_buffers(model)
+        if last and self.settings.find_unused_parameters and self.order.sums is not None:
+            self.order.sums.begin_last_leaf()
         with self.order.leaf(last), self._reduced(model) if last else model.no_sync():
             yield
 
