@@ -141,6 +141,8 @@ def compute_gradients(
         heartbeat.enter("forward")
         seed_micro_batch(context.seed, step, first_micro_batch + micro_step - 1, strategy.devices)
         with strategy.gradient_sync(context.model, enabled=last):
+            if micro_step == 1:
+                context.gate.buffers_are_shared()
             with strategy.autocast():
                 loss = loss_of(
                     *(context.task, context.model, batch, divisor, watched),

@@ -32,6 +32,9 @@ class Gate:
         self._heartbeat.finished = step
         self._lock.release()
 
+    def buffers_are_shared(self) -> None:
+        """Called once in each step, when all ranks have the buffers that rank 0 had after the step before."""
+
     def keep(self) -> None:
         """Copy what may change before the next update; called once for each step."""
 

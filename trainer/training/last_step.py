@@ -49,6 +49,7 @@ class KeptStep(Gate):
         self._dist, self._state, self._checkpointer, self._loader = dist, state, checkpointer, loader
         self._replica_check, self._own_buffers = replica_check, own_buffers and dist.rank != 0
         self._buffers = KeptBuffers(state.model)
+        self._shared_after = -1  # the step after which the kept buffers were those of rank 0
         self._extra_states = _extra_states(state.model)
         self._weights = bit_sums(state.model.named_parameters()) if why_not is None else None
         self._changed: list[str] = []  # by a forward pass
@@ -62,6 +63,12 @@ class KeptStep(Gate):
         if self._weights is not None:  # of the first step
             self._changed = changed_bits(self._weights, self._state.model.named_parameters())
             self._weights = None
+
+    def buffers_are_shared(self) -> None:
+        if self._own_buffers and self._state.average is None:  # averages of buffers are not shared
+            with self.held():
+                self._buffers.keep()
+                self._shared_after = self._state.progress.step
 
     def keep(self) -> None:
         self._buffers.keep()
@@ -84,7 +91,8 @@ class KeptStep(Gate):
                 time.sleep(0.01)
         if self._changed:
             raise UserError(f"a forward pass changes {self._changed[0]}, and no copy is kept of weights")
-        if self._own_buffers and self._buffers.changed:
+        is_shared = not self._own_buffers or self._shared_after == self._state.progress.step
+        if not is_shared and self._buffers.changed:
             raise UserError("the model's running statistics, or other buffers, are those of rank 0")
         return self._state.progress.step
 
