@@ -82,7 +82,7 @@ def run(config: Config) -> dict[str, Any]:
         run_dir = claimed.path
         config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
         assert dist.watch is not None
-        dist.watch.writes_to(run_dir, refusals=not claimed.used)
+        dist.watch.ending.writes_to(run_dir, refusals=not claimed.used)
         with messages(dist, run_dir) as open_log:
             take_over = partial(_take_over, config, run_dir, open_log)
             if not claimed.used:
@@ -90,7 +90,7 @@ def run(config: Config) -> dict[str, Any]:
             context = assemble(config, claimed.run_id, dist, stop_request)
             if claimed.used:  # a refusal before this line leaves the former run unchanged
                 on_main(take_over, dist)
-                dist.watch.writes_to(run_dir)
+                dist.watch.ending.writes_to(run_dir)
             on_main(context.run_log.open, dist)
             resources.callback(context.run_log.leave_terminal)
             _log_start(config, context)

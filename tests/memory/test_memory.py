@@ -100,6 +100,8 @@ def test_each_choice_of_fsdp_takes_its_own() -> None:
     assert never.peak > whole.peak < ahead.peak
     assert whole.peak < sharded.peak < twice.peak
     assert offloaded.peak + offloaded.host == whole.peak and offloaded.parts["parameters"] == 0
+    mirrored = _footprint(dry_run, *fsdp, "checkpoint.mirror_every=1")
+    assert mirrored.host == 2 * offloaded.host and mirrored.peak == whole.peak
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.matching import first_five, is_extra_state
+from trainer.checkpoint.mirror import contents_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.resuming import Resuming
+from trainer.checkpoint.slots import Copy
 from trainer.checkpoint.state_file import DATA_STATES, MODEL_CONFIG
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
@@ -177,6 +179,10 @@ class Checkpointer:
         else:
             self._write(contents)
 
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint of this run; not a collective."""
+        return next((manifest.step for manifest in self._store.own().values()), None)
+
     def save_alone(
         self,
         state: TrainState,
@@ -199,12 +205,25 @@ class Checkpointer:
         tensors, facts = self._taken_apart(state, own, kept)
         if bad := sorted(self._expected.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
-        alone, store = Alone(), Store(self._store.root, self._store.run_id, shared=True)
-        step = state.progress.step
+        return self._write_alone(
+            Contents.planned(state.progress.step, "full", tensors, facts, metrics, Alone())
+        )
+
+    def save_copies(self, copies: Mapping[int, Copy]) -> bool:
+        """`save_alone` of the copies that a `Mirror` found, by rank.
+
+        Raises:
+            UserError: a number is NaN or Inf, the copies are no whole state, or the disk fails; what was
+                saved before is unchanged.
+        """
+        return self._write_alone(contents_of(copies, self._constant_facts(), self._expected))
+
+    def _write_alone(self, contents: Contents) -> bool:
+        store = Store(self._store.root, self._store.run_id, shared=True)
         with store.turn():
-            if next((m.step for m in store.own().values()), None) == step:
+            if self.newest_step() == contents.step:
                 return False
-            write_checkpoint(store, Contents.planned(step, "full", tensors, facts, metrics, alone), alone)
+            write_checkpoint(store, contents, Alone())
         return True
 
     def _taken_apart(
@@ -222,14 +241,14 @@ class Checkpointer:
         tensors, plain = take_apart(tree)
         self._expected.check(tensors)
         data_tensors, plain_data = take_apart({DATA_STATES: list(data_states)})
-        facts = {
+        return tensors | data_tensors, {**self._constant_facts(), "state": plain, **plain_data}
+
+    def _constant_facts(self) -> dict[str, Any]:
+        return {
             **self._facts,
-            "state": plain,
-            **plain_data,
             "not_finite": sorted(self._expected.not_finite),
             MODEL_CONFIG: self._expected.model_config,
         }
-        return tensors | data_tensors, facts
 
     def _refuse_not_finite(self, contents: Contents) -> None:
         """Raise NonFiniteError on every rank if any has a NaN or Inf that was not there at the start."""

@@ -1,7 +1,7 @@
 """Which rank writes which part of a save, and the index of where each tensor is."""
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,11 @@ def key_of(name: str) -> str:
     return name.removeprefix(_MODEL) if _is_weight(name) else name
 
 
+def name_of(key: str, file: str) -> str:
+    """The inverse of `key_of`."""
+    return f"{_MODEL}{key}" if file.startswith("model-") else key
+
+
 def plan_writers(
     tensors: Mapping[str, Tensor], only_rank_0: Collection[str], gathered: bool, agreement: Agreement
 ) -> Plan:
@@ -184,10 +189,7 @@ def plan_writers(
         aliases = _aliases(tensors)
         writers: dict[str, list[int]] = {}
         load = [0] * agreement.world_size
-        # In a file by falling size of element, so that each is aligned for readers that map the file.
-        order = {name: (not _is_weight(name), -tensor.itemsize, name) for name, tensor in tensors.items()}
-        names = sorted(tensors.keys() - aliases.keys(), key=order.__getitem__)
-        for name in names:
+        for name in _in_order(tensors, aliases):
             tensor = tensors[name]
             copies = _holders(tensor, [0] if name in only_rank_0 else plain_on)
             writers[name] = [0] if gathered else min(copies, key=lambda ranks: max(load[r] for r in ranks))
@@ -196,6 +198,32 @@ def plan_writers(
         return Plan(agreement.world_size, gathered, writers, aliases)
 
     return agreement.on_main(decide)
+
+
+def plan_of_shards(
+    tensors: Mapping[str, Tensor], own: Collection[str], rank: int, holders: Sequence[int], world_size: int
+) -> Plan:
+    """The plan for a copy of the state of which each of the ranks `holders` keeps its shards; no collective.
+
+    What is not sharded is of the first of them, except what is `rank`'s `own`, such as where its data stands.
+    """
+    aliases = _aliases(tensors)
+    writers = {
+        name: [rank] if name in own else list(holders if is_sharded(tensors[name]) else holders[:1])
+        for name in _in_order(tensors, aliases)
+    }
+    return Plan(world_size, False, writers, aliases)
+
+
+def copies_of_shards(tensors: Mapping[str, Tensor]) -> list[list[int]]:
+    """For each copy of the sharded ones of ``tensors``, the ranks that hold it together; [] if none is."""
+    return next((_holders(tensor, ()) for tensor in tensors.values() if is_sharded(tensor)), [])
+
+
+def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:
+    """The names to write: in a file by falling size of element, so that each is aligned if it is mapped."""
+    order = {name: (not _is_weight(name), -tensor.itemsize, name) for name, tensor in tensors.items()}
+    return sorted(tensors.keys() - aliases, key=order.__getitem__)
 
 
 def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -79,18 +79,10 @@ def write_file(path: Path, tensors: Iterable[ToStore]) -> FileDigest:
         UserError: a tensor's chunks do not add up to its size.
     """
     tensors = list(tensors)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
-    end = 0
-    for tensor in tensors:
-        dtype, shape = stored_as(tensor.dtype, tensor.shape)
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[tensor.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    header, places = header_of(tensors)
     with HashingFile(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            begin, end = header[tensor.key]["data_offsets"]
+        file.write(header)
+        for tensor, (begin, end) in zip(tensors, places, strict=True):
             for chunk in tensor.chunks:
                 data = as_bytes(chunk)
                 begin += len(data)
@@ -99,6 +91,21 @@ def write_file(path: Path, tensors: Iterable[ToStore]) -> FileDigest:
             if begin != end:
                 raise UserError(f"{printable(tensor.key)} has {begin - end:+,} bytes compared with its shape")
     return file.digest
+
+
+def header_of(tensors: Iterable[ToStore]) -> tuple[bytes, list[tuple[int, int]]]:
+    """The first bytes of a file, and where each tensor begins and ends, counted from there on."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    places: list[tuple[int, int]] = []
+    end = 0
+    for tensor in tensors:
+        dtype, shape = stored_as(tensor.dtype, tensor.shape)
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[tensor.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        places.append((begin, end))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places
 
 
 def read_header(file: PlainFile) -> dict[str, Stored]:

@@ -2,7 +2,7 @@
 
 import collections
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,7 @@ class Contents:
         coming = {
             name: _chunks(tensors[name], plan, agreement.group) for name in plan.writers if name in tensors
         }
-        files: dict[str, list[ToStore]] = {}
-        for name, chunks in coming.items():
-            tensor = tensors[name]
-            shape = tuple(tensor.shape if plan.gathered else to_local(tensor).shape)
-            if rank in plan.writers[name] and (num_rows(shape) or rank == plan.writers[name][0]):
-                stored = ToStore(key_of(name), tensor.dtype, shape, chunks)
-                files.setdefault(plan.file_of(name, rank), []).append(stored)
+        files = files_of(tensors, plan, rank, coming.__getitem__)
         try:
             return {name: write_file(directory / name, stored) for name, stored in files.items()}
         finally:
@@ -118,6 +112,21 @@ def _write_part(directory: Path, contents: Contents, agreement: Agreement) -> di
         check_parts(STATE, text.encode())  # a resume would refuse it
         digests[STATE] = write_text(directory / STATE, text)
     return digests
+
+
+def files_of(
+    tensors: Mapping[str, Tensor], plan: Plan, rank: int, rows: Callable[[str], Iterable[Tensor]]
+) -> dict[str, list[ToStore]]:
+    """What this rank writes of `plan`, by file; `rows` gives what it holds of a tensor, by the name."""
+    files: dict[str, list[ToStore]] = {}
+    for name in plan.writers:
+        if name in tensors and rank in plan.writers[name]:
+            tensor = tensors[name]
+            shape = tuple(tensor.shape if plan.gathered else to_local(tensor).shape)
+            if num_rows(shape) or rank == plan.writers[name][0]:
+                stored = ToStore(key_of(name), tensor.dtype, shape, rows(name))
+                files.setdefault(plan.file_of(name, rank), []).append(stored)
+    return files
 
 
 def _chunks(tensor: Tensor, plan: Plan, group: torch_dist.ProcessGroup) -> Iterator[Tensor]:

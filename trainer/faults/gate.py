@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from trainer.faults.heartbeat import Heartbeat
 
+UPDATE_S = 10.0  # for an update that has begun, at a fault
+
 
 class Gate:
     """A lock that the main thread holds from before an update until its step is counted.

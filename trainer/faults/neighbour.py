@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,3 +156,23 @@ class Neighbour:
             if worker.index is not None and processes.parent(worker.pid) == self.member.pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
+
+
+def take_stacks(neighbours: Sequence[Neighbour], fresh_s: float, memory_kills: processes.MemoryKills) -> bool:
+    """Ask ranks, and their busy data workers, for their stacks; False if all are known since `fresh_s`."""
+    wanted = []
+    for neighbour in neighbours:
+        position = neighbour.records.main().position
+        # A phase may be long, such as the set-up.
+        fresh = time.monotonic() - neighbour.frames_at_s < fresh_s
+        known = fresh and neighbour.frames is not None and neighbour.frames[0] == position
+        if not known and neighbour.died_at_ns is None and neighbour.observe().state == "running":
+            wanted.append((neighbour, position))
+    if not wanted:
+        return False
+    texts = stacks.ask([(neighbour.member.pid, neighbour.stacks) for neighbour, _ in wanted])
+    for (neighbour, position), text in zip(wanted, texts, strict=True):
+        neighbour.frames = (position, stacks.frames_of(text) if text else [])
+        neighbour.frames_at_s = time.monotonic()
+        neighbour.worker_words = neighbour.stuck_worker(memory_kills)
+    return True

@@ -42,7 +42,7 @@ from trainer.optim.several import parts_of
 from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies.base import parameter_count
 
-_OFFLOADED = ("parameters", "optimizer", "averages")
+_STATE = ("parameters", "optimizer", "averages")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Footprint:
         start: the peak while the model is built, filled and sharded.
         peak: the peak of a step, on the device.
         parts: the bytes at the peak, by kind.
-        host: the peak in host memory beside it, for strategy.cpu_offload or a parameter server.
+        host: the peak in host memory beside it, for strategy.cpu_offload, a parameter server or the copies of
+            checkpoint.mirror_every.
     """
 
     start: int
@@ -185,11 +186,14 @@ class Stage:
         parts, host = account.peak(), 0
         if self._config.train.exact is not None:
             parts["communication"] += self._integers(device, accumulation)
-        if self._offloads:  # these exist all the time, so they are part of any peak
-            host = sum(parts[kind] for kind in _OFFLOADED)
-            parts |= dict.fromkeys(_OFFLOADED, 0)
+        state = sum(parts[kind] for kind in _STATE)  # it exists all the time, so it is part of any peak
+        if self._offloads:
+            host = state
+            parts |= dict.fromkeys(_STATE, 0)
         elif self._host is not None:
             host = self._ledger.accounts[self._host].peak_bytes
+        if self._config.checkpoint.mirror_every:
+            host += 2 * state
         return Footprint(self._starts[name], sum(parts.values()), parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:

@@ -10,20 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.mirror import OWN_BUFFERS, Mirror
 from trainer.config import Config
 from trainer.data.loading.base import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.faults.gate import Gate, NoGate
+from trainer.faults.gate import UPDATE_S, Gate, NoGate
 from trainer.fingerprint import bit_sums, changed_bits
 from trainer.local_shard import same_bits
 from trainer.nested import mapped
 from trainer.optim.train_state import TrainState, named_buffers, named_modules
 from trainer.strategies import Strategy
+from trainer.training.mirrored_step import MirroredStep
 from trainer.training.replica_check import ReplicaCheck
 
 _SMALL_BYTES = 1 << 20
-_UPDATE_S = 10.0  # for an update that has begun
 
 
 class KeptStep(Gate):
@@ -78,13 +79,13 @@ class KeptStep(Gate):
             self._updated.record()
 
     def freeze(self, failed: bool) -> int:
-        self._frozen = self._frozen or self.take(timeout_s=0.5 if failed else _UPDATE_S)
+        self._frozen = self._frozen or self.take(timeout_s=0.5 if failed else UPDATE_S)
         if not self._frozen:
             step = self._state.progress.step
             doing = f"was within an update, or evaluated averages, after step {step}"
             raise UserError(f"rank {self._dist.rank} {doing}")
         if self._updated is not None:
-            deadline = time.monotonic() + _UPDATE_S
+            deadline = time.monotonic() + UPDATE_S
             while not self._updated.query():
                 if time.monotonic() > deadline:
                     raise UserError(f"{self._dist.device} has not finished step {self._state.progress.step}")
@@ -93,7 +94,7 @@ class KeptStep(Gate):
             raise UserError(f"a forward pass changes {self._changed[0]}, and no copy is kept of weights")
         is_shared = not self._own_buffers or self._shared_after == self._state.progress.step
         if not is_shared and self._buffers.changed:
-            raise UserError("the model's running statistics, or other buffers, are those of rank 0")
+            raise UserError(OWN_BUFFERS)
         return self._state.progress.step
 
     def fingerprint(self) -> int | None:
@@ -130,6 +131,12 @@ def build_gate(
     """The gate of a run; with `checkpoint.at_fault` the watch is told what to save."""
     if not config.checkpoint.at_fault or dist.watch is None:
         return NoGate(dist.heartbeat)
+    own_buffers = config.train.exact is None
+    if config.checkpoint.mirror_every:
+        mirror = Mirror(dist, state, config.checkpoint.mirror_every, own_buffers)
+        mirrored = MirroredStep(dist, mirror, checkpointer, loader)
+        dist.watch.ending.saves(mirrored)
+        return mirrored
     groups, every = strategy.replica_groups(), config.train.check_replicas_every
     kept = KeptStep(
         dist,
@@ -138,9 +145,9 @@ def build_gate(
         loader,
         ReplicaCheck(dist, groups, every, strategy.replicated),  # its own: another thread uses it
         why_not=strategy.not_whole,
-        own_buffers=config.train.exact is None,
+        own_buffers=own_buffers,
     )
-    dist.watch.saves(kept)
+    dist.watch.ending.saves(kept)
     return NoGate(dist.heartbeat) if kept.why_not else kept
 
 

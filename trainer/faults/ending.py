@@ -1,0 +1,199 @@
+"""How a rank ends a run that failed: the last step is saved, the verdict is printed and written, all exit."""
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.errors import RunEndError
+from trainer.faults import exit_report, processes
+from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.neighbour import Neighbour, RankIdentity
+from trainer.faults.reports import Reports
+from trainer.faults.rescue import LastStep, Rescue, choose, with_words
+from trainer.faults.verdict import ASLEEP_S, Observed, Verdict, judge
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+ALONE_S = 5.0  # how long the others may take to end after a rank's orderly end, or their launcher's
+
+
+class Ending:
+    """What a `Watch` does at the end of a failed run, and what it needs for that.
+
+    Args:
+        here: the ranks of this host that can be observed.
+        connect: opens a connection to the store of this attempt; None if there is none.
+        timeout_s: how long a rank may keep the others waiting.
+        launched: by a process that the run must not outlive.
+        tick: keeps this rank awake for the others.
+
+    Attributes:
+        reports: of the other hosts, once they were asked for.
+        rescue: this rank's part in saving.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        rank: int,
+        members: Sequence[RankIdentity],
+        here: dict[int, Neighbour],
+        connect: Callable[[], "Store"] | None,
+        timeout_s: float,
+        launched: bool,
+        tick: Callable[[], None],
+    ) -> None:
+        # Launchers of several hosts may count restarts differently.
+        self._attempt, self._launched = max(member.attempt for member in members), launched
+        self._heartbeat, self._rank, self._members, self._here = heartbeat, rank, members, here
+        self._connect, self._timeout_s, self._tick = connect, timeout_s, tick
+        self._own = next(member for member in members if member.rank == rank)
+        self._run_dir: Path | None = None
+        self._refusals = True
+        self._parent, self._orphan_since = os.getppid(), 0.0
+        self.memory_kills = processes.MemoryKills(neighbour.member.pid for neighbour in here.values())
+        self.reports: Reports | None = None
+        self.rescue = Rescue(heartbeat, rank, here)
+
+    def writes_to(self, run_dir: Path, refusals: bool = True) -> None:
+        """Set the directory of failure.json and stacks/.
+
+        Args:
+            refusals: whether to write an orderly end, too.
+        """
+        self._run_dir, self._refusals = run_dir, refusals
+
+    def saves(self, last_step: LastStep) -> None:
+        """Set what saves the last finished step at a fault."""
+        self.rescue.last_step = last_step
+
+    def let_go_of_store(self) -> None:
+        """Disconnect: a store in a file must be removed before another run uses it."""
+        self._connect = None
+        if self.reports is not None:
+            self.reports.close()
+
+    def reports_of_other_hosts(self) -> Reports | None:
+        others = [member for member in self._members if member.rank not in self._here]
+        if self.reports is None and others and self._connect is not None:
+            first = [
+                Observed(member.rank, member.host, member.hostname, member.pid, position=-1)
+                for member in others
+            ]
+            self.reports = Reports(self._connect, self._own.host, first, len(self._members))
+        return self.reports
+
+    def send_last_report(self, lost: Container[int] = ()) -> None:
+        """Send the other hosts a last report: no rank of this host can report later."""
+        if reports := self.reports_of_other_hosts():
+            self._heartbeat.tick()  # it may take a moment, in which no neighbour should take over
+            reports.close([neighbour.observe() for neighbour in self._here.values()], lost)
+
+    def give(self, verdict: Verdict, everyone: Sequence[Observed]) -> None:
+        """Give this host's verdict, unless another's was earlier."""
+        culprit = next(rank for rank in everyone if rank.rank == verdict.ranks[0])
+        if verdict.kind == "orderly" and culprit.ended_ago_s < ALONE_S:
+            return  # all ranks reach such an end by themselves, if they can
+        if self.prints_traceback(verdict):
+            return
+        if verdict.kind == "died" and "SIGKILL" in (culprit.ending or "SIGKILL"):
+            words = self.memory_kills.words() if culprit.rank in self._here else None
+            verdict = replace(verdict, message=verdict.message + (f"; {words}" if words else ""))
+        self.end(self._agreed(replace(verdict, saver=choose(everyone, verdict.ranks))))
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """The first verdict that a host has given; if the store does not answer, this one, and no save."""
+        if (reports := self.reports_of_other_hosts()) is not None:
+            return reports.agree(verdict, timeout_s=1.0)
+        return verdict if len(self._here) == len(self._members) else replace(verdict, saver=None)
+
+    def prints_traceback(self, verdict: Verdict) -> bool:
+        """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""
+        if verdict.kind != "raised" or verdict.ranks[0] not in self._here:
+            return False
+        culprit = self._here[verdict.ranks[0]].observe()
+        return culprit.state != "dead" and (culprit.ended_s or 0.0) < ALONE_S
+
+    def end(self, verdict: Verdict) -> None:
+        """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
+        if verdict.kind != "orderly":
+            verdict = with_words(verdict, self.rescue.lead(verdict, self._wait))
+        exit_report.say(verdict, len(self._members), self._run_dir)
+        writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
+        writing.start()
+        writing.join(timeout=1.0)  # the disk may hang on the host that is lost
+        if verdict.kind in ("raised", "died") and verdict.ranks[0] in self._here:
+            exit_report.let_torchrun_look()
+        self.send_last_report(
+            lost={self._members[rank].host for rank in verdict.ranks if verdict.kind == "lost"}
+        )
+        self._heartbeat.note({"verdict": verdict.status, "status": verdict.status})
+        others = (neighbour for rank, neighbour in self._here.items() if rank != self._rank)
+        for neighbour in others:
+            stuck = neighbour.member.rank in verdict.ranks and verdict.kind in ("stopped", "hangs")
+            if neighbour.died_at_ns is None and (stuck or neighbour.observe().asleep_s > ASLEEP_S):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(neighbour.member.pid, signal.SIGKILL)
+        exit_report.leave(verdict.status)
+
+    def _wait(self, seconds: float) -> None:
+        self._tick()
+        time.sleep(seconds)
+
+    def _write(self, verdict: Verdict) -> None:
+        run_dir = self._record(verdict)
+        taken = {rank: neighbour.stacks.read() for rank, neighbour in self._here.items()}
+        exit_report.keep(verdict, run_dir, {rank: text for rank, text in taken.items() if text})
+
+    def _record(self, verdict: Verdict) -> Path | None:
+        """Write the verdict; return where, if it is to be written."""
+        run_dir = self._run_dir if self._refusals or verdict.kind != "orderly" else None
+        exit_report.write(verdict, run_dir, self._attempt)
+        return run_dir
+
+    def leave_when_orphaned(self) -> None:
+        """Exit if the launcher died and the stop that the kernel requested takes too long."""
+        if os.getppid() == self._parent:
+            return
+        now = time.monotonic()
+        self._orphan_since = self._orphan_since or now
+        if self._launched and now - self._orphan_since > ALONE_S - 1:
+            own = self._here[self._rank].observe()
+            words = "the launcher of this host died, and there was no time to save"
+            verdict = exit_report.of_one(own, 1, words)
+            self._record(verdict)
+            self._heartbeat.note({"verdict": 1, "status": 1})  # or neighbours take this for a death
+            exit_report.leave(1)
+
+    def record_orderly(self, error: RunEndError) -> None:
+        """Write an end that all ranks reach at the same place, unless another rank has."""
+        if self._rank == 0 or self._run_dir is None or exit_report.read_failure(self._run_dir) is None:
+            about = self._members[error.ranks[0] if error.ranks else self._rank]
+            own = self._here[self._rank].observe()
+            own = replace(own, rank=about.rank, host=about.host, hostname=about.hostname, pid=about.pid)
+            self._record(exit_report.of_one(own, error.exit_code, str(error)))
+
+    def print_at_exit(self) -> None:
+        """Print the verdict after the traceback: no other rank of this host is left to do so."""
+        own = replace(self._here[self._rank].observe(), symptom=False)
+        verdict = judge([own], self._timeout_s, pressing=False)
+        if verdict is None:
+            return
+        reports = self.reports_of_other_hosts()
+        elsewhere = choose(reports.others(), ()) if reports is not None else None
+        verdict = self._agreed(replace(verdict, saver=self._rank if elsewhere is None else elsewhere))
+        words = self.rescue.alone() if verdict.saver in self._here else ""
+        verdict = with_words(verdict, words)
+        self._write(verdict)
+        if len(self._members) > 1 or own.worker:
+            atexit.register(exit_report.say, verdict, len(self._members), self._run_dir)
+        elif words:
+            atexit.register(exit_report.print_line, words)
