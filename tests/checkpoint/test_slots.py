@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import ToStore, tensors_in
-from trainer.checkpoint.slots import Slots, copies_in
+from trainer.checkpoint.slots import CopySlots, copies_in
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def files(*tensors: Tensor) -> dict[str, list[ToStore]]:
 
 
 def test_copies_are_read_after_their_writer_was_killed() -> None:
-    slots = Slots(CPU)
+    slots = CopySlots(CPU)
     if (child := os.fork()) == 0:
         for step in (5, 6):
             slots.write(step % 2, step, files(torch.full((7,), step)), f'{{"of": {step}}}')
@@ -42,7 +42,7 @@ def test_copies_are_read_after_their_writer_was_killed() -> None:
 
 
 def test_a_copy_that_is_replaced_is_gone_at_once_and_the_other_stays() -> None:
-    slots = Slots(CPU)
+    slots = CopySlots(CPU)
     for step in (5, 6):
         slots.write(step % 2, step, files(torch.full((7,), step)), "{}")
     before = copies_in(slots.fd)
@@ -69,7 +69,7 @@ def test_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
         torch.randn(5).bfloat16(),
         torch.tensor([True, False, True]),
     )
-    slots = Slots(CPU)
+    slots = CopySlots(CPU)
     slots.write(1, 1, files(*tensors), "{}")
     (tmp_path / "file").write_bytes(copies_in(slots.fd)[1].files["some.safetensors"])
     with PlainFile(tmp_path / "file") as file:
@@ -80,7 +80,7 @@ def test_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_copy_may_become_another_or_larger() -> None:
-    slots = Slots(CPU)
+    slots = CopySlots(CPU)
     facts = '{"of": 1}'
     for step, size in enumerate((10, 10, 5, 5, 10_000, 10_000, 3), start=1):
         if step == 3:
@@ -96,7 +96,7 @@ def test_without_memory_for_it_one_line_says_so(monkeypatch: pytest.MonkeyPatch)
     def full(*arguments: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    slots = Slots(CPU)
+    slots = CopySlots(CPU)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
         ValueError, match=r"mirror_every needs 0\.08 GB .* No space left on device; set it to 0"

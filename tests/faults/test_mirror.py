@@ -17,7 +17,7 @@ from trainer.checkpoint.layout import Chunk, IndexEntry, index_to_json
 from trainer.checkpoint.mirror import contents_of
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.safetensors_files import ToStore
-from trainer.checkpoint.slots import Copy, Slots, copies_in
+from trainer.checkpoint.slots import Copy, CopySlots, copies_in
 from trainer.distributed.agreement import Alone
 
 MIRRORED = ("strategy=fsdp", "checkpoint.mirror_every=1")
@@ -124,7 +124,7 @@ class NotFinite:
 FILE = "model-00000-of-00001.safetensors"
 
 
-def copy_of(slots: Slots, step: int, value: float, facts: dict[str, Any]) -> Copy:
+def copy_of(slots: CopySlots, step: int, value: float, facts: dict[str, Any]) -> Copy:
     rows = ToStore("layer.weight", torch.float32, (2,), (torch.full((2,), value),))
     slots.write(step % 2, step, {FILE: [rows]}, json.dumps(facts))
     return copies_in(slots.fd)[step]
@@ -137,7 +137,7 @@ def copy_of(slots: Slots, step: int, value: float, facts: dict[str, Any]) -> Cop
 def test_neither_nan_nor_a_copy_that_was_replaced_is_saved(
     value: float, is_replaced: bool, words: str, tmp_path: Path
 ) -> None:
-    slots = Slots(torch.device("cpu"))
+    slots = CopySlots(torch.device("cpu"))
     entry = IndexEntry(torch.float32, torch.Size([2]), (Chunk(FILE, "layer.weight", 0, (2,)),))
     facts = {"state": {"a": 1}, "data": {}, "index": index_to_json({"model.layer.weight": entry})}
     copy = copy_of(slots, 1, value, facts)

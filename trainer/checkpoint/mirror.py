@@ -23,7 +23,7 @@ from trainer.checkpoint.layout import (
 from trainer.checkpoint.matching import first_five
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import tensors_in
-from trainer.checkpoint.slots import Copy, Slots, copies_in
+from trainer.checkpoint.slots import Copy, CopySlots, copies_in
 from trainer.checkpoint.state_file import DATA_STATES
 from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.writing import Contents, files_of
@@ -53,7 +53,7 @@ class Mirror:
 
     def __init__(self, dist: Dist, state: TrainState, every: int, own_buffers: bool) -> None:
         self._dist, self._state, self._every = dist, state, every
-        self._slots = Slots(dist.device)
+        self._slots = CopySlots(dist.device)
         self._plan: Plan | None = None
         self._layout: list[Any] = []
         self._index = ""

@@ -24,7 +24,7 @@ _HEAD_BYTES = _ALIGNED = 64
 Files = Mapping[str, Sequence[ToStore]]
 
 
-class Slots:
+class CopySlots:
     """The slots of this process, which it alone writes.
 
     Args:
@@ -151,7 +151,7 @@ class Copy:
 
 
 def copies_in(fd: int) -> dict[int, Copy]:
-    """The whole copies in the memory of a `Slots`, by step."""
+    """The whole copies in the memory of a `CopySlots`, by step."""
     if not (size := os.fstat(fd).st_size):
         return {}
     memory = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
