@@ -233,8 +233,9 @@ class Masked(nn.Module):
 def test_buffers_are_kept_as_they_were_after_the_last_step() -> None:
     model = Masked()
     kept = KeptBuffers(model)
-    model.norm(torch.randn(4, 3))
     assert not kept.changed
+    model.norm(torch.randn(4, 3))
+    assert kept.changed
     kept.keep()
     assert kept.changed
     after = {name: buffer.clone() for name, buffer in model.named_buffers()}

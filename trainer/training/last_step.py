@@ -51,7 +51,8 @@ class KeptStep(Gate):
         self._replica_check, self._own_buffers = replica_check, own_buffers and dist.rank != 0
         self._buffers = KeptBuffers(state.model)
         self._shared_after = -1  # the step after which the kept buffers were those of rank 0
-        self._extra_states = _extra_states(state.model)
+        self._keepers = _keepers_of_extra_state(state.model)
+        self._extra_states = self._copied_extra_states()
         self._weights = bit_sums(state.model.named_parameters()) if why_not is None else None
         self._changed: list[str] = []  # by a forward pass
         self._data_state: dict[str, Any] = {}
@@ -72,8 +73,9 @@ class KeptStep(Gate):
                 self._shared_after = self._state.progress.step
 
     def keep(self) -> None:
-        self._buffers.keep()
-        self._extra_states = _extra_states(self._state.model)
+        if not self._own_buffers:
+            self._buffers.keep()
+        self._extra_states = self._copied_extra_states()
         self._data_state = self._loader.state_dict()
         if self._updated is not None:
             self._updated.record()
@@ -111,6 +113,12 @@ class KeptStep(Gate):
                 self._data_state,
                 {**self._buffers.kept(), **self._extra_states},
             )
+
+    def _copied_extra_states(self) -> dict[str, Any]:
+        return {
+            name: copy.deepcopy(mapped(module.get_extra_state(), _detached))
+            for name, module in self._keepers.items()
+        }
 
     def _own_stream(self) -> Any:
         """On a GPU, the main thread's stream may wait forever for a rank that is gone."""
@@ -157,7 +165,7 @@ class KeptBuffers:
     All small ones are copied after each step, and large ones, such as masks, if torch has counted a change.
 
     Attributes:
-        changed: whether any was ever changed.
+        changed: whether any was ever changed, perhaps by a forward pass that is under way.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -191,8 +199,11 @@ class KeptBuffers:
 
     @property
     def changed(self) -> bool:
-        pairs = zip(self._small, self._first, strict=True)
-        return self._large_changed or not all(same_bits(now, first) for now, first in pairs)
+        if self._large_changed or any(
+            self._buffer(name)._version != version for name, version in self._versions.items()
+        ):
+            return True
+        return not all(map(same_bits, self._packed(), self._first))
 
     def kept(self) -> Mapping[str, Tensor]:
         """By name in the model.
@@ -239,16 +250,12 @@ class KeptBuffers:
         return {name: self._buffer(name) for name in self._places}
 
 
-def _extra_states(model: nn.Module) -> dict[str, Any]:
-    """Copies of the extra state of modules, which forward passes may change; by name in a save."""
-    keepers = (
-        (name, module)
+def _keepers_of_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose extra state forward passes may change, by its name in a save."""
+    return {
+        f"{name}._extra_state".lstrip("."): module
         for name, module in named_modules(model)
         if type(module).get_extra_state is not nn.Module.get_extra_state
-    )
-    return {
-        f"{name}._extra_state".lstrip("."): copy.deepcopy(mapped(module.get_extra_state(), _detached))
-        for name, module in keepers
     }
 
 
