@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests import runs
 from tests.checkpoint import tiny
@@ -158,6 +158,26 @@ def test_a_buffer_of_float8_has_no_average() -> None:
     assert state.average is not None
     averaged = state.average.state_dict()["weights"]
     assert "norm.running_mean" in averaged and "scale" not in averaged
+
+
+def test_weights_that_share_memory_come_back() -> None:
+    """A view of a buffer, and two parameters on one storage, as `a.data = b.data` makes them."""
+    torch.manual_seed(0)
+    table, first = torch.randn(2, 4), torch.randn(3, 3)
+    holder, second = nn.Module(), torch.empty(0).set_(first.untyped_storage(), 0, first.shape)
+    holder.register_buffer("table", table)
+    holder.register_buffer("row", table[1])
+    buffers = {name: (holder, name) for name, _ in holder.named_buffers()}
+    average = MovingAverage({"first": first, "second": second}, buffers, 0.5, warmup=False)
+    table.add_(1)
+    first.mul_(3)
+    average.update()
+    before = [tensor.clone() for tensor in (table, first)]
+    kept = {name: value.clone() for name, value in average.state_dict()["weights"].items()}
+    with average.in_place():
+        assert table.equal(kept["table"]) and first.equal(kept["first"])
+    assert table.equal(before[0]) and first.equal(before[1])
+    assert all(value.equal(kept[name]) for name, value in average.state_dict()["weights"].items())
 
 
 @pytest.mark.slow

@@ -53,7 +53,8 @@ class MovingAverage:
     def in_place(self) -> Iterator[None]:
         """Within, the model's weights are the averages; afterwards they are restored to the bit.
 
-        The averages hold the weights meanwhile: this takes the memory of the largest tensor, not of all.
+        The averages hold the weights meanwhile: this takes the memory of the largest tensor, or of those that
+        share memory, not of all.
         """
         self._exchange()
         try:
@@ -95,7 +96,12 @@ class MovingAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        sharing: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for average, weight in self._pairs():
-            held = weight.clone()
-            weight.copy_(average)
-            average.copy_(held)
+            sharing.setdefault(weight.untyped_storage().data_ptr(), []).append((average, weight))
+        for pairs in sharing.values():  # together: one by one, the second of two views would undo the first
+            held = [weight.clone() for _, weight in pairs]
+            for average, weight in pairs:
+                weight.copy_(average)
+            for (average, _), value in zip(pairs, held, strict=True):
+                average.copy_(value)
