@@ -74,6 +74,26 @@ def test_ranks_epochs_and_resumes(dataset: Any, order: Order) -> None:
     assert batches(dataset, order, epoch=1) != alone
 
 
+def test_ranks_compare_what_an_order_gives_them() -> None:
+    def of_global(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return torch.randperm(len(dataset))
+
+    def of_rank(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return torch.arange(len(dataset)).roll(rank)
+
+    hashes, orders = [], []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        torch.rand(rank)
+        hashes.append(
+            [train_loader(Numbers(), 8, 2, rank, order=o).order_hash() for o in (of_global, of_rank)]
+        )
+        orders.append(batches(Numbers(), of_global))
+    assert orders[0] == orders[1] != batches(Numbers(), of_global, epoch=1)
+    assert hashes[0][0] == hashes[1][0] and hashes[0][1] != hashes[1][1]
+    assert train_loader(Numbers(), 8).order_hash() is None
+
+
 def test_batches_by_length_are_alike_and_complete() -> None:
     numbers = Numbers(101)
     order = ByLength(8, 64)(numbers, torch.Generator().manual_seed(0))
@@ -137,7 +157,20 @@ def test_what_cannot_be_ordered_is_refused() -> None:
     def too_few(dataset: Any, generator: torch.Generator) -> torch.Tensor:
         return torch.arange(5)
 
+    def last_first(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return -1 - torch.arange(len(dataset))
+
+    def by_calls(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        calls.append(1)
+        return torch.arange(len(dataset)).roll(len(calls))
+
+    calls: list[int] = []
     assert "shape (5,)" in message_of(train_loader(Numbers(), 8, order=too_few).epoch(0))
+    for order, words in ((last_first, "has the index -100"), (by_calls, "another one in a second call")):
+        with pytest.raises(UserError, match=words):
+            train_loader(Numbers(), 8, order=order).order_hash()
+    with pytest.raises(UserError, match="datasets\\[0\\] is a Mixture, which draws its own"):
+        Mixture("train", [partial(Mixture, datasets=[Numbers]), Numbers])
     with pytest.raises(UserError, match=r"data\.order is for data that is read by index"):
         train_loader(Forward(), 8, order=ByWeight())
     with pytest.raises(UserError, match="needs lengths of the dataset"):

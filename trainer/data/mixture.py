@@ -31,7 +31,7 @@ class Mixture(Dataset[Any]):
         num_samples: None: as many as all datasets have.
 
     Raises:
-        UserError: a stream, an empty dataset, or weights that are not proportions.
+        UserError: a stream, another mixture, an empty dataset, or weights that are not proportions.
     """
 
     def __init__(
@@ -45,6 +45,12 @@ class Mixture(Dataset[Any]):
         for number, dataset in enumerate(self.datasets):
             if is_stream(dataset):
                 raise UserError(f"data.dataset.datasets[{number}] is a stream; a mixture reads by index")
+            if hasattr(dataset, "epoch_order"):
+                raise UserError(
+                    f"data.dataset.datasets[{number}] is a {type(dataset).__name__}, which draws its own "
+                    "samples for each epoch (epoch_order), as a mixture cannot ask of it; name its "
+                    "datasets here"
+                )
         sizes = [len(dataset) for dataset in self.datasets]
         if not all(sizes):
             raise UserError(f"the datasets of the mixture have {sizes} samples; leave out the empty ones")

@@ -1,7 +1,7 @@
 """Orders of an epoch, for `data.order`: which samples of data read by index are trained on, and when.
 
-An order follows from the dataset and a generator seeded with (seed, epoch) alone. So it is the same for any
-number of ranks and after a resume, also with another global batch size.
+An order follows from the dataset and a generator seeded with (seed, epoch) alone, as are the global ones
+meanwhile. So it is the same for any number of ranks and after a resume, also with another global batch size.
 """
 
 from collections.abc import Callable

@@ -21,6 +21,7 @@ def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader 
     return {
         "the torch version": torch.__version__,
         "the length of the training data": train_loader.num_samples,
+        "the order of the training data": train_loader.order_hash(),
         "the length of the evaluation data": eval_loader.num_samples if eval_loader else 0,
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         **{name: _described(value) for name, value in tensors.items()},

@@ -95,6 +95,13 @@ class TrainLoader(Protocol):
         Its samples are read again. None: there is none, or the data is a stream, which is only read forward.
         """
 
+    def order_hash(self) -> str | None:
+        """A hash of an epoch's order, which must be equal on all ranks; None if it cannot differ.
+
+        Raises:
+            UserError: no resumed run would have that order.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint stores of this rank's data, besides the number of samples."""
 

@@ -68,6 +68,9 @@ class IndexTrainLoader:
                         return f"sample {index} of {name_of(self._reader.dataset)}"
         return None
 
+    def order_hash(self) -> str | None:
+        return self._sampler.order_hash()
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -8,13 +8,16 @@ A stream keeps its own order; the slices are cut from it in the same way.
 Evaluation: every sample exactly once, with the same number of batches on each rank.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Sized
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from trainer.data.loading.batch import BatchSplit
+from trainer.data.loading.reader import generators_kept, seed_generators
 from trainer.data.loading.stream_reader import Request
 from trainer.data.order import Order, shuffled
 from trainer.errors import UserError
@@ -57,15 +60,40 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         """Micro-batches of the next iteration."""
         return (self.num_samples - self.first_sample) // self.batch.global_size * self.batch.accumulation
 
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+    def order_of(self, epoch: int) -> Tensor:
+        """The indices of an epoch. Raises UserError if there is not one for each sample."""
         # A tensor, not a list: data=tokens has a billion numbers.
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = self._order(self._dataset, generator)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        with generators_kept():  # from which an order may draw as well: on every rank the same numbers
+            seed_generators(self.seed, epoch, self.num_samples)
+            order = self._order(self._dataset, generator)
         if order.shape != (self.num_samples,):
             raise UserError(
                 f"the order of an epoch has the shape {tuple(order.shape)}, but must be an index for each of "
                 f"{self.num_samples} samples"
             )
+        return order
+
+    def order_hash(self) -> str | None:
+        """A hash of the first epoch's order, which must be equal on all ranks; None for torch's permutation.
+
+        Raises:
+            UserError: the order has an index below 0, or is another one in a second call.
+        """
+        if self._order is shuffled and not hasattr(self._dataset, "epoch_order"):
+            return None
+        order = self.order_of(0)
+        if (least := int(order.min())) < 0:
+            raise UserError(f"the order of an epoch has the index {least}, but the first sample has 0")
+        if not order.equal(self.order_of(0)):
+            raise UserError(
+                "the order of an epoch is another one in a second call, so a resumed run would read other "
+                "samples: let it follow from the dataset and the generator alone"
+            )
+        return hashlib.blake2b(order.numpy().data, digest_size=8).hexdigest()
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        order = self.order_of(self.epoch)
         epoch, batch = self.epoch, self.batch
         for step, replica in self._shares_to_read():
             numbers = batch.micro_batches(self.first_sample + step * batch.global_size, replica)

@@ -64,6 +64,9 @@ class StreamTrainLoader:
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
         return None
 
+    def order_hash(self) -> str | None:
+        return None
+
     def state_dict(self) -> dict[str, Any]:
         assert self._batches is not None, "no epoch has begun"
         return self._batches.position.state_dict()
