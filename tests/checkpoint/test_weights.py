@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,42 @@ def test_lists_what_is_missing_and_what_is_left_over(
     assert "also holds head.weight" in caplog.text
     assert torch.equal(ours.state_dict()["first.bias"], before)
     assert torch.equal(ours.state_dict()["second.weight"], saved["second.weight"])
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None: ...
+
+
+def test_what_would_be_lost_is_refused_or_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model[1].weight = model[0].weight
+    model.register_buffer("order", torch.arange(2))
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    load_weights(model, _saved(tmp_path, saved | {"order": torch.tensor([1.0, 0.0])}))
+    assert model.order.tolist() == [1, 0]
+    for name, value, words in (
+        (
+            "1.weight",
+            torch.eye(2),
+            "other values for 0.weight and 1.weight, which are one tensor in this model",
+        ),
+        ("order", torch.tensor([0.5, 0.0]), "torch.float32 numbers for order, which is torch.int64 here"),
+        ("0.bias", torch.ones(2) * 1j, "torch.complex64 numbers for 0.bias, which is torch.float32 here"),
+    ):
+        with pytest.raises(UserError, match=words):
+            load_weights(model, _saved(tmp_path, saved | {name: value}))
+        load_weights(model, _saved(tmp_path, saved | {name: value}), ignore=name)
+    with caplog.at_level(logging.WARNING):
+        load_weights(nn.Linear(2, 2), _saved(tmp_path, Extra(2, 2).state_dict()))
+    assert "also holds _extra_state: not used" in caplog.text
+
+
+def _saved(folder: Path, tensors: Any) -> Path:
+    torch.save(tensors, folder / "saved.pt")
+    return folder / "saved.pt"
 
 
 def test_refuses_other_shapes_and_touches_nothing(tmp_path: Path) -> None:

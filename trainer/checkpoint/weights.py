@@ -49,7 +49,8 @@ def weights_for(
         ignore: names of modules and tensors to leave out ("fc": fc.weight, fc.bias).
 
     Raises:
-        UserError: unreadable; no name in common; or other shapes (the first five, both shapes each).
+        UserError: unreadable; no name in common; other shapes (the first five, both shapes each); or values
+            that do not fit into the model's tensor.
     """
     path, ignore = location(path), [ignore] if isinstance(ignore, str) else ignore
     state = model.state_dict(keep_vars=True).items()
@@ -76,6 +77,7 @@ def weights_for(
         raise UserError(
             f"model.init_from={path} is of another model: {first_five(pairs)}{way_out * (len(modules) <= 5)}"
         )
+    _refuse_loss(path, {name: (found[name], wanted[name]) for name in wanted if name in common})
     if ignored & wanted.keys():
         log.info("model.init_ignore: %s left as initialised", first_five(sorted(ignored & wanted.keys())))
     given = {id(wanted[name]) for name in common}  # a tied weight may be there under one of its names
@@ -84,6 +86,26 @@ def weights_for(
     if unexpected := sorted(found.keys() - common - ignored):
         log.warning("model.init_from=%s also holds %s: not used", path, first_five(unexpected))
     return {name: found[name] for name in common}
+
+
+def _refuse_loss(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise UserError if a tensor would lose values as it is copied; by name, those there and here."""
+    first: dict[int, str] = {}
+    for name, (there, here) in pairs.items():
+        other = first.setdefault(id(here), name)
+        if other != name and not there.equal(pairs[other][0]):
+            raise UserError(
+                f"model.init_from={path} has other values for {other} and {name}, which are one tensor in "
+                f"this model; model.init_ignore=[{name}] takes those of {other}"
+            )
+        is_cut = here.dtype.is_complex < there.dtype.is_complex
+        if not here.is_floating_point() and there.is_floating_point():
+            is_cut = not there.equal(there.to(here.dtype).to(there.dtype))
+        if is_cut:
+            raise UserError(
+                f"model.init_from={path} has {there.dtype} numbers for {name}, which is {here.dtype} here "
+                f"and would lose a part of them; model.init_ignore=[{name}] leaves it as initialised"
+            )
 
 
 def _is_under(name: str, prefixes: Sequence[str]) -> bool:
@@ -149,6 +171,8 @@ def _read_torch(file: PlainFile) -> dict[str, Tensor]:
     if not named:
         kinds = sorted({f"{type(k).__name__}: {type(v).__name__}" for k, v in loaded.items()})
         raise UserError(f"it holds no named tensors, but {first_five(kinds) or 'nothing'}")
+    if kept := sorted(k for k in loaded.keys() - named.keys() if isinstance(k, str) and of_modules_own(k)):
+        log.warning("model.init_from=%s also holds %s: not used", file.path, first_five(kept))
     for name, tensor in named.items():
         if (problem := unusual(tensor)) is not None:
             raise UserError(f"{printable(name)} {problem}")
