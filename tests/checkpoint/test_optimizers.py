@@ -1,12 +1,14 @@
 """Torch's optimizers and schedules: a resumed run has all bits of one that was never stopped."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests import runs
 from tests.checkpoint.whole_runs import SINGLE, differences, run
+from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
 from trainer.distributed.process_group import process_group
 
@@ -41,6 +43,57 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "ExponentialLR": (*_TORCHS, "+schedule.gamma=0.9"),
     "CosineAnnealingWarmRestarts": (*_TORCHS, "+schedule.T_0=3"),
 }
+
+
+class Named(torch.optim.SGD):
+    """Keeps state of all parameters under a name, and of each its last gradients in a list."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own = self.state["own"]  # type: ignore[index]
+        own["steps"] = own.get("steps", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                history = self.state[parameter].setdefault("history", [])
+                history.append(parameter.grad.clone())
+                del history[:-3]
+                parameter.sub_(group["lr"] / own["steps"] * sum(history))
+
+
+class ByRows(torch.optim.SGD):
+    """Keeps a number for each row."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim == 2:
+                    self.state[parameter]["rows"] = parameter.grad.square().mean(1)
+        super().step()
+
+
+def _of_users(root: Path, *strategy: str) -> tuple[list[str], str]:
+    """The hashes of a run and of a resumed one; and how a run ends whose state cannot be resumed."""
+    chosen = ("~optim.momentum", "~optim.weight_decay", "train.max_steps=4", "checkpoint.every_steps=2")
+    words = (*TINY, *strategy, *chosen, f"optim._target_={__name__}.Named")
+    whole = runs.train(*words, f"run_dir={root / 'whole'}")
+    middle = f"resume={root / 'whole' / 'checkpoints' / 'step_00000002'}"
+    again = runs.train(*words, f"run_dir={root / 'again'}", middle)
+    rows = (*TINY, *strategy, *chosen, f"optim._target_={__name__}.ByRows", f"run_dir={root / 'rows'}")
+    return [whole["param_sha256"], again["param_sha256"]], refusals(rows)[0]
+
+
+@pytest.mark.parametrize("strategy", ["single", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_what_an_optimizer_of_a_user_keeps_is_resumed_or_refused_after_a_step(
+    tmp_path: Path, strategy: str
+) -> None:
+    world_size = 1 if strategy == "single" else 2
+    for (whole, again), rows in run_ranks(
+        _of_users, world_size, tmp_path, f"strategy={strategy}", init=False
+    ):
+        assert whole == again
+        words = "accepted" if strategy == "single" else "has another shape than its parameter and cannot be"
+        assert words in rows
 
 
 def _pairs() -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from torch.optim import Muon
 from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError, first_few
 from trainer.files.untrusted import printable
-from trainer.optim.several import parts_of
+from trainer.optim.several import has_user_part, parts_of
 from trainer.optim.train_state import TrainState, parameter_names
 from trainer.optim.whole_matrices import WholeMatrices
 
@@ -111,7 +111,9 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
     _compare_kinds(saved["ema"], ours["ema"], "ema", required=ours["ema"].keys() if saved["ema"] else ())
     if saved["model"].keys() != ours["model"].keys():
         raise UserError("the checkpoint is of another model: its state does not name this model's tensors")
-    if foreign := sorted(set(saved["optimizer"]["state"]) - set(dict(parameter_names(state.model)))):
+    names = saved["optimizer"]["state"].keys() - dict(parameter_names(state.model)).keys()
+    if names and not has_user_part(state.optimizer):  # a user's may keep state of all parameters under a name of its own
+        foreign = sorted(names)
         raise UserError(f"the checkpoint's optimizer has state of unknown parameters: {first_five(foreign)}")
     for name, of_parameter in saved["optimizer"]["state"].items():
         _compare_kinds(of_parameter, {}, f"optimizer.state.{name}")
@@ -263,14 +265,37 @@ def _other_groups(mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[st
 
 def _new_target(name: str, shape: torch.Size, dtype: torch.dtype, parameters: Mapping[str, Tensor]) -> Tensor:
     """A tensor to read the optimizer's tensor ``name`` into, as `targets_for` says."""
-    parameter = parameters.get(name.removeprefix("optimizer.state.").rpartition(".")[0])
+    parameter = _refuse_cut(name, shape, parameters)
     if parameter is not None and parameter.shape == shape and len(shape) > 0:  # "step" stays on the CPU
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if isinstance(parameter, DTensor) and len(shape) > 0:
-        raise UserError(
-            f"{name} has another shape than its parameter and cannot be sharded; resume without FSDP"
-        )
     return torch.empty(shape, dtype=dtype)
+
+
+def _refuse_cut(name: str, shape: torch.Size, parameters: Mapping[str, Tensor]) -> Tensor | None:
+    """The parameter to whose state the optimizer's tensor ``name`` belongs, maybe in lists; None without one.
+
+    Raises:
+        UserError: it is sharded, and the tensor has another shape.
+    """
+    prefix = name.removeprefix("optimizer.state.")
+    while prefix and prefix not in parameters:
+        prefix = prefix.rpartition(".")[0]
+    parameter = parameters.get(prefix)
+    if isinstance(parameter, DTensor) and len(shape) > 0 and shape != parameter.shape:
+        raise UserError(
+            f"{name} has another shape than its parameter and cannot be sharded; resume without FSDP, or "
+            "train without it from the start"
+        )
+    return parameter
+
+
+def check_own(state: TrainState, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+    """Raise UserError if no resume of this run would take the optimizer's part of what it saves."""
+    parameters = dict(parameter_names(state.model))
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _refuse_cut(name, tensor.shape, parameters)
+    check_fits(state, plain, tensors)
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -38,3 +38,9 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizer that updates each parameter group."""
     parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
     return [part for part in parts for _ in part.param_groups]
+
+
+def has_user_part(optimizer: Optimizer) -> bool:
+    """Whether a part is neither torch's nor this project's."""
+    kinds = {type(part).__module__.partition(".")[0] for part in parts_of(optimizer)}
+    return not kinds <= {"torch", "trainer"}
