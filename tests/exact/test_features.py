@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from tests.exact.matrix import COMMON, MODELS, NOISY, OPTIMIZERS, figures
-from tests.ranks import run_ranks
+from tests.exact.matrix import COMMON, LEAVES, MODELS, NOISY, OPTIMIZERS, figures
+from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, trained
 from trainer.loop import fit
 
@@ -33,6 +35,61 @@ def test_one_hash_with(tmp_path: Path, feature: str) -> None:
         each = figures(tmp_path / str(world), world, *((*words, f"strategy={name}") for name in names))
         found |= {f"{name} {world}": figure for name, figure in zip(names, each, strict=True)}
     assert len(set(found.values())) == 1, found
+
+
+class Following(nn.Module):
+    """Two classes of rows (B, 6); a mean follows the data, written as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("passes", torch.zeros(()))
+        self.teacher = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+            mean = rows.mean(dim=0)
+            if self.how == "in data" or (self.how == "later" and self.passes > 6):
+                self.mean.data.mul_(0.9).add_(0.1 * mean)
+            elif self.how == "as data":
+                self.mean.data = 0.9 * self.mean.data + 0.1 * mean
+            elif self.how == "late" and self.passes > 2 and not hasattr(self, "made"):
+                self.register_buffer("made", mean, persistent=False)
+            elif self.how == "frozen":
+                with torch.no_grad():
+                    self.teacher.lerp_(mean, 0.1)
+        return self.layer(rows - self.mean - self.teacher)
+
+
+FOLLOWING = (
+    *("data.dataset._target_=tests.user_parts.Stripes", f"model._target_={__name__}.Following"),
+    *("~model.input_shape", "~model.hidden", "~model.num_classes", "train.global_batch_size=16"),
+    *(*OPTIMIZERS["sgd"], "train.max_steps=12"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["in data", "as data"])
+def test_buffers_written_past_torchs_counters_are_averaged(tmp_path: Path, how: str) -> None:
+    words = (*FOLLOWING, f"+model.how='{how}'")
+    alone = figures(tmp_path / "1", 1, (*words, "strategy=single"))
+    assert alone * 2 == figures(tmp_path / "2", 2, (*words, "strategy=ddp"), (*words, "strategy=fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("late", "a step made the buffer made, without a mean over leaves"),
+        ("later", "the buffer mean changed since the first step of this start, but not in it"),
+        ("frozen", "the forward pass changes teacher, a frozen parameter"),
+    ],
+)
+def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path, how: str, words: str) -> None:
+    ran = (*FOLLOWING, "strategy=single", f"train.exact={LEAVES // 4}", f"+model.how={how}")
+    with pytest.raises(RankFailure, match=words):
+        figures(tmp_path, 1, ran)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from trainer.distributed.process_group import sum_over_ranks
 from trainer.errors import UserError
 from trainer.local_shard import same_bits
+from trainer.turns import Turns
 
 
 class LeafBuffers:
@@ -31,6 +32,9 @@ class LeafBuffers:
         ]
         self._changing: list[int] | None = None  # numbers of places
         self._begin: dict[int, Tensor] = {}
+        self._still: dict[int, Tensor] = {}  # copies of those that do not change, compared in turns
+        self._turns = Turns(len(self._places))
+        self._frozen: dict[str, tuple[Tensor, int]] = {}  # parameters, and their versions when a step began
         self._seen: dict[int, tuple[Tensor, int]] = {}
         self._changed: set[int] = set()
         self._made: list[list[Tensor]] = []  # by this rank's leaves
@@ -39,6 +43,8 @@ class LeafBuffers:
         """Called before each leaf's forward pass."""
         if not self._made:
             self._begin = {place: self._buffer(place).clone() for place in self._followed()}
+            frozen = ((name, p) for name, p in self._model.named_parameters() if not p.requires_grad)
+            self._frozen = {name: (p, p._version) for name, p in frozen}
         else:
             self._restore()
         self._seen = {place: (now := self._buffer(place), now._version) for place in range(len(self._places))}
@@ -60,24 +66,33 @@ class LeafBuffers:
 
         Raises:
             UserError: leaves disagree in a buffer of integers, a buffer changed that did not before, or the
-                first step made one.
+                step made one, or changed a frozen parameter.
         """
         followed, made = self._followed(), self._made
         self._made = []
+        known = {name for name, _, _ in self._places}
+        if late := {name for name, _ in self._model.named_buffers()} - known:
+            raise UserError(
+                f"train.exact: a step made the buffer {min(late)}, without a mean over leaves; register it "
+                "in __init__"
+            )
+        if moved := [n for n, (p, version) in self._frozen.items() if p._version != version]:
+            raise UserError(
+                f"train.exact: the forward pass changes {moved[0]}, a frozen parameter, without a mean over "
+                "leaves; make it a buffer"
+            )
+        for place in self._turns.next():
+            if place in self._still and not same_bits(self._buffer(place), self._still[place]):
+                self._changed.add(place)
         if self._changing is None:
-            known = {name for name, _, _ in self._places}
-            if late := {name for name, _ in self._model.named_buffers()} - known:
-                raise UserError(
-                    f"train.exact: the first step made the buffer {min(late)}, without a mean over leaves; "
-                    "register it in __init__"
-                )
             flags = torch.zeros(len(self._places), device=self._device())
             flags[sorted(self._changed)] = 1
             self._changing = sum_over_ranks(flags).nonzero().flatten().tolist() if self._places else []
+            self._still = {p: was for p, was in self._begin.items() if p not in self._changing}
         elif new := self._changed - set(self._changing):
             raise UserError(
-                f"train.exact: the buffer {self._places[min(new)][0]} changed in this step, but not in the "
-                "first of this start, so it was not averaged; change it in each forward pass, or never"
+                f"train.exact: the buffer {self._places[min(new)][0]} changed since the first step of this "
+                "start, but not in it, so it was not averaged; change it in each forward pass, or never"
             )
         if not self._changing:
             return

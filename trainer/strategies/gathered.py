@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trainer.local_shard import other_bits, own_rows, to_local
-from trainer.strategies.turns import Turns
+from trainer.turns import Turns
 
 _PASSES_PER_UNIT = 4  # one unit in each pass would take 1 % of a small model's step on a CPU
 
