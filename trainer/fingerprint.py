@@ -1,23 +1,30 @@
 """The fingerprint of any object: its numbers, text, tensors and random generators, by their places in it."""
 
+import functools
+import inspect
 import itertools
+import math
 import random
 import sys
+import sysconfig
 import warnings
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import GeneratorType, SimpleNamespace
+from multiprocessing.sharedctypes import SynchronizedBase
+from types import FunctionType, GeneratorType, MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, complex, str, bytes, np.generic)
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, np.generic)
 _GENERATORS = (
     random.Random,
     np.random.Generator,
@@ -25,13 +32,17 @@ _GENERATORS = (
     np.random.BitGenerator,
     torch.Generator,
 )
-_NOT_WALKED = sys.stdlib_module_names | {"torch", "numpy"}  # loggers, threads, streams, hooks
+_NOT_WALKED = sys.stdlib_module_names | {"torch", "numpy", "trainer"}  # loggers, threads, streams, hooks
+_INSTALLED = (
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+)  # libraries keep caches in globals
 _MAX_OBJECTS = 10_000  # in one walk
 _MAX_ELEMENTS = 1_000  # of one container
 _MAX_HASHED = 2**20  # elements of a tensor; of a larger one at least half as many, evenly spread
 
 
-def fingerprint(value: Any, known: Collection[int] = ()) -> dict[str, Any]:
+def fingerprint(value: Any, known: Collection[int] = (), largest: int | None = None) -> dict[str, Any]:
     """The values within `value` that can be compared, by their places, such as ".layers[0].scale".
 
     A number or text is its repr; a tensor or array its shape and the crc32 of its elements, for a DTensor
@@ -41,8 +52,20 @@ def fingerprint(value: Any, known: Collection[int] = ()) -> dict[str, Any]:
 
     Args:
         known: ids of objects to leave out, with all that they hold.
+        largest: tensors and arrays of more elements are left out.
     """
-    return {place: _value_if_any(leaf) for place, leaf in _walk(value, known)}
+    return {
+        place: _value_if_any(leaf)
+        for place, leaf in _walk(value, known)
+        if largest is None or not isinstance(leaf, Tensor | np.ndarray) or math.prod(leaf.shape) <= largest
+    }
+
+
+def is_other_value(before: Any, now: Any) -> bool:
+    """Whether a value is another one of the same size: a cache that grew is not state."""
+    if before is None or now is None or before == now:
+        return False
+    return not (isinstance(before, tuple) and isinstance(now, tuple) and before[0] != now[0])
 
 
 def generators(value: Any) -> dict[str, tuple[Any, Any]]:
@@ -62,6 +85,28 @@ def class_data(kind: type) -> dict[str, Any]:
         if _is_walked(base):
             found |= {name: value for name, value in vars(base).items() if _is_data(name, value)}
     return found
+
+
+def used_outside(kind: type) -> dict[str, Any]:
+    """The globals, by module and name, and the closures of the methods of a user's class and its bases."""
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        for value in vars(base).values() if _is_walked(base) else ():
+            method = getattr(value, "fget", None) or getattr(value, "__func__", value)
+            for name, held in (_of_function(method) or {}).items():
+                found[f"{base.__module__}{name}"] = held
+    return found
+
+
+def _of_function(value: Any) -> dict[str, Any] | None:
+    """What a user's function may keep for its next call; None for others."""
+    if not isinstance(value, FunctionType) or value.__code__.co_filename.startswith(_INSTALLED):
+        return None
+    if value.__module__.partition(".")[0] in _NOT_WALKED:
+        return None
+    names = inspect.getclosurevars(value)
+    held = {**names.globals, **names.nonlocals, **vars(value)}
+    return {f".{name}": part for name, part in held.items() if name != "__wrapped__"}
 
 
 def _is_data(name: str, value: Any) -> bool:
@@ -112,13 +157,22 @@ def _inside(item: Any) -> dict[str, Any] | None:
     if isinstance(item, set | frozenset):
         return {f"[{key}]": True for key in sorted(repr(part) for part in item if isinstance(part, _PLAIN))}
     if isinstance(item, nn.Module):
-        tensors = {f".{name}": tensor.detach() for name, tensor in item.state_dict().items()}
+        saved = item.state_dict()  # with what get_extra_state() gives
+        tensors = {f".{name}": v.detach() if isinstance(v, Tensor) else v for name, v in saved.items()}
         return tensors | {
             f".{prefix}.{name}": part
             for prefix, module in item.named_modules()
             for name, part in vars(module).items()
             if name not in OF_EVERY_MODULE
         }
+    if isinstance(item, MethodType):
+        return {"": item.__self__}
+    if isinstance(item, FunctionType):
+        return _of_function(item)
+    if isinstance(item, functools.partial):
+        return {".func": item.func, ".args": item.args, ".keywords": item.keywords}
+    if isinstance(item, Optimizer | LRScheduler):
+        return {".state_dict()": item.state_dict()}
     if isinstance(item, GeneratorType):
         if (frame := item.gi_frame) is None:
             return None
@@ -153,14 +207,17 @@ def _value_if_any(leaf: Any) -> Any:
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         held = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        # One that requires a gradient is computed by the step, or updated.
-        if leaf.requires_grad or held.is_meta or held.layout != torch.strided:
+        # Computed by the step, or maybe a parameter that the optimizer updates.
+        is_updated = leaf.requires_grad and (not leaf.is_leaf or isinstance(leaf, nn.Parameter))
+        if is_updated or held.is_meta or held.layout != torch.strided:
             return None
         flat = held.detach().reshape(-1)
         flat = flat[:: 1 + flat.numel() // _MAX_HASHED].cpu().contiguous()
         return (tuple(leaf.shape), zlib.crc32(flat.view(torch.uint8).numpy().data))
     if isinstance(leaf, np.ndarray):
         return (leaf.shape, zlib.crc32(leaf.tobytes()))
+    if isinstance(leaf, SynchronizedBase):
+        return bytes(leaf.get_obj())
     if isinstance(leaf, torch.Generator):
         return _value(leaf.get_state())
     if isinstance(leaf, random.Random):

@@ -233,7 +233,9 @@ def _checks(
             may_skip=train.skip_nonfinite,
             model=state.model,
         ),
-        unsaved=UnsavedState(model, task, state.optimizer, strategy.trains and strategy.replica == 0),
+        unsaved=UnsavedState(
+            *(model, task, state.optimizer), strategy.trains and strategy.replica == 0, state.schedule
+        ),
         frozen=Frozen(model),
     )
 

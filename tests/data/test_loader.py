@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children, current_process
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import RankFailure, run_ranks
@@ -58,6 +59,31 @@ class Noisy(Dataset[tuple[torch.Tensor, int]]):
             raise OSError(f"folder/{index}.png: truncated")
         noise = [random.random(), np.random.rand(), torch.rand(()).item()]
         return torch.tensor([index + part / 2 for part in noise]), index
+
+
+class KeepsLast(Noisy):
+    """Mixes each sample with the one read before, or remembers in a cache those that it has read."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.last, self.cache = how, torch.zeros(1), dict[int, torch.Tensor]()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        sample, index = super().__getitem__(index)
+        if self.how == "mixes":
+            sample, self.last = sample + self.last, sample
+        self.cache[index] = sample
+        return sample, index
+
+
+class Counts:
+    """A collate that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        return torch.stack([inputs for inputs, _ in samples]), torch.tensor([label for _, label in samples])
 
 
 def epoch(loader: Any, number: int = 0, first_sample: int = 0) -> list[torch.Tensor]:
@@ -108,22 +134,44 @@ def test_reading_leaves_the_generators_of_the_process_alone(dataset: Any) -> Non
         assert states() == before
 
 
+@contextmanager
+def what_is_told() -> Iterator[None]:
+    """Write warnings to stderr, as data workers do, too."""
+    with os.fdopen(os.dup(2), "w") as stream:  # which data workers inherit
+        handler = logging.StreamHandler(stream)
+        logging.getLogger("trainer").addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.getLogger("trainer").removeHandler(handler)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_generator_that_a_dataset_keeps_is_named_once(
     workers: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for draws in (True, False):
         loader = train_loader(KeepsGenerator(draws), 8, num_workers=workers)
-        with os.fdopen(os.dup(2), "w") as stream:  # which data workers inherit
-            handler = logging.StreamHandler(stream)
-            logging.getLogger("trainer").addHandler(handler)
-            try:
-                for number in range(2):
-                    list(loader.epoch(number))
-            finally:
-                logging.getLogger("trainer").removeHandler(handler)
+        with what_is_told():
+            for number in range(2):
+                list(loader.epoch(number))
         named = "KeepsGenerator draws from a random generator that it keeps, in rng"
         assert capfd.readouterr().err.count(named) == draws
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_dataset_keeps_from_sample_to_sample_is_told(
+    capfd: pytest.CaptureFixture[str], workers: int
+) -> None:
+    for how, collate, words in (
+        ("mixes", default_collate, "KeepsLast keeps last from sample to sample"),
+        ("caches", Counts(), "data.collate keeps calls from sample to sample"),
+        ("caches", default_collate, ""),
+    ):
+        with what_is_told():
+            list(train_loader(KeepsLast(how), 4, num_workers=workers, collate=collate).epoch(0))
+        told = capfd.readouterr().err
+        assert (words in told and told.count("keeps") == 1) if words else "keeps" not in told, told
 
 
 def test_in_memory_data_comes_in_one_step() -> None:

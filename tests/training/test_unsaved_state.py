@@ -2,7 +2,9 @@
 
 import itertools
 import logging
+import multiprocessing
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import weight_norm
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from tests.runs import train
+from trainer.tasks import Classification
 from trainer.training.unsaved_state import UnsavedState
 
 
@@ -118,6 +122,62 @@ class Hoarder(nn.Module):
         return out
 
 
+PASSES, HISTORY = 0, [0]
+
+
+def annealed() -> int:
+    annealed.passes += 1  # type: ignore[attr-defined]
+    return annealed.passes  # type: ignore[attr-defined,no-any-return]
+
+
+annealed.passes = 0  # type: ignore[attr-defined]
+
+
+class Outside(nn.Module):
+    """Keeps one thing where no attribute of a module shows it, or in an object of torch or Python."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.layer, self.call, passes = kept, nn.Linear(6, 2), Extra("").count, 0
+
+        def count() -> None:
+            nonlocal passes
+            passes += 1
+
+        self.count, self.partial = count, partial(HISTORY.append, 1)
+        self.delta, self.array = torch.zeros(2, requires_grad=True), bytearray(2)
+        self.value = multiprocessing.Value("i", 0)
+        self.clock = ExponentialLR(torch.optim.SGD([torch.zeros(1)], 1.0), 0.9)
+        self.inner = torch.optim.SGD([torch.zeros(1)], 1.0, momentum=0.9)
+        self.inner.param_groups[0]["params"][0].grad = torch.ones(1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        global PASSES
+        match self.kept:
+            case "PASSES":
+                PASSES += 1
+            case "HISTORY":
+                HISTORY[0] += 1
+            case "annealed":
+                annealed()
+            case "count":
+                self.count()
+            case "call":
+                self.call()
+            case "delta":
+                self.delta = (self.delta + 1).detach().requires_grad_()
+            case "array":
+                self.array[0] += 1
+            case "value":
+                self.value.value += 1
+            case "clock":
+                self.clock.optimizer.step()
+                self.clock.step()
+            case "inner":
+                self.inner.step()
+        return self.layer(rows)
+
+
 class LongerSteps(torch.optim.SGD):
     """Counts in a plain attribute."""
 
@@ -129,6 +189,9 @@ class LongerSteps(torch.optim.SGD):
 
 
 class Extra(Keeper):
+    def count(self) -> None:
+        self.passes += 1
+
     def get_extra_state(self) -> Any:
         return self.passes
 
@@ -218,6 +281,57 @@ def test_so_is_what_objects_and_classes_keep(caplog: pytest.LogCaptureFixture) -
         assert message.startswith(f"{kept} changes from step to step"), message
     for kept in ("", "late_cache"):
         assert not warnings_of(Hoarder(kept), caplog), kept
+
+
+def test_so_is_what_functions_and_globals_keep(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    here = dict.fromkeys(("PASSES", "HISTORY", "annealed"), f"{__name__}.")
+    for kept in (
+        "PASSES",
+        "HISTORY",
+        "annealed",
+        "count",
+        "call",
+        "delta",
+        "array",
+        "value",
+        "clock",
+        "inner",
+    ):
+        (message,) = warnings_of(Outside(kept), caplog)
+        assert message.startswith(f"{here.get(kept, '')}{kept} changes from step to step"), message
+    assert not warnings_of(Outside(""), caplog)
+
+
+class OwnLoss(Classification):
+    """Without its base's cross entropy, which an evaluation then calls for the first time."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0]).sum()
+
+
+def test_so_are_multipliers_of_a_schedule_and_no_parts_of_this_project(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    model, calls, task = nn.Linear(6, 2), [0], OwnLoss()
+
+    def falling(step: int) -> float:
+        calls[0] += 1
+        return 1 / calls[0]
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = LambdaLR(optimizer, falling)
+    unsaved = UnsavedState(model, task, optimizer, True, schedule)
+    batch = torch.randn(3, 6), torch.zeros(3, dtype=torch.int64)
+    for _ in range(4):
+        task.loss(model, batch)
+        optimizer.step()
+        schedule.step()
+        unsaved.look()
+        task.eval_sums(model, batch)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("schedule.lr_lambdas changes from step to step")
 
 
 def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Attributes that modules, tasks and optimizers keep without saving them, so that a resume is not exact."""
+"""What modules, tasks, optimizers and schedules keep without saving it, so that a resume is not exact."""
 
 import logging
 from collections.abc import Iterable
@@ -6,16 +6,18 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.errors import first_few
-from trainer.fingerprint import OF_EVERY_MODULE, class_data, fingerprint
+from trainer.fingerprint import OF_EVERY_MODULE, class_data, fingerprint, is_other_value, used_outside
 
 log = logging.getLogger(__name__)
 _OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
 
 
 class UnsavedState:
-    """Compares the attributes of modules, task and optimizer after pairs of steps, and at each save.
+    """Compares the attributes of modules, task and optimizer after pairs of steps, and at each save; and the
+    globals and closures that their methods use.
 
     Warns of what changed. A pair is 1 and 2, 3 and 4, 7 and 8, 15 and 16, and so on, since state may begin
     late. What is new in a pair's first step or at a save, or of another size there, does not count, so that
@@ -28,8 +30,16 @@ class UnsavedState:
         looks: whether this rank compares; one is enough, the first of those that train.
     """
 
-    def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Any,
+        optimizer: Optimizer,
+        looks: bool,
+        schedule: LRScheduler | None = None,
+    ) -> None:
         self._model, self._task, self._optimizer, self._looks = model, task, optimizer, looks
+        self._schedule = schedule
         self._num_steps = 0
         self._before: dict[str, dict[str, Any]] = {}  # fingerprints of the last step of a pair
         self._parts = dict(model.named_modules())
@@ -62,7 +72,7 @@ class UnsavedState:
         before = self._before.get(name, now)
         if by_one_step:
             return before != now
-        return any(_is_other_value(before.get(place), value) for place, value in now.items())
+        return any(is_other_value(before.get(place), value) for place, value in now.items())
 
     def _warn_once(self, names: Iterable[str]) -> None:
         changed = [name for name in names if name not in self._warned]
@@ -95,11 +105,14 @@ class UnsavedState:
             for name, value in (class_data(type(self._optimizer)) | vars(self._optimizer)).items():
                 if name not in _OF_EVERY_OPTIMIZER and not name.startswith("_optimizer_"):
                     found[f"optimizer.{name}"] = value
-        return {name: fingerprint(value, known) for name, value in found.items()}
-
-
-def _is_other_value(before: Any, now: Any) -> bool:
-    """Whether a value is another one of the same size: a cache that grew is not state."""
-    if before is None or now is None or before == now:
-        return False
-    return not (isinstance(before, tuple) and isinstance(now, tuple) and before[0] != now[0])
+        # Of multipliers, torch saves what objects hold, and nothing of functions.
+        factors = getattr(self._schedule, "lr_lambdas", ())
+        found["schedule.lr_lambdas"] = [each for each in factors if hasattr(each, "__code__")]
+        outside: dict[str, Any] = {}
+        for kind in {*map(type, model.modules()), type(self._task), type(self._optimizer)}:
+            outside |= used_outside(kind)
+        walked = fingerprint(outside, known)  # in one walk, which has a limit
+        return {name: fingerprint(value, known) for name, value in found.items()} | {
+            name: {place: value for place, value in walked.items() if place.startswith(f"[{name!r}]")}
+            for name in outside
+        }

@@ -16,13 +16,15 @@ from trainer.data.loading.collation import Collate, collated, collated_batch, na
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
-from trainer.fingerprint import generators
+from trainer.fingerprint import fingerprint, generators, is_other_value
 
 logger = logging.getLogger(__name__)
 
 # What decoders raise over broken data; anything else is a bug and keeps its traceback.
 BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
 MAX_REPLACEMENTS = 100
+_NUM_LOOKS = 2  # what the second batch changes in a dataset is no cache that the first filled
+_MAX_LOOKED_AT = 1024  # elements of a tensor
 
 
 class BatchReader(Dataset[Any], ABC):
@@ -56,7 +58,8 @@ class BatchReader(Dataset[Any], ABC):
         self.in_batches = fetches_batches(dataset)
         # Shared memory, since worker processes count. Its lock takes a millisecond to create.
         counts = on_bad_sample == "skip" and not self.in_batches
-        self._has_looked = multiprocessing.RawValue("b")  # shared, too: it is told once
+        self._num_looks = multiprocessing.RawValue("b")  # shared, too: it is told once
+        self._kept: dict[str, Any] = {}  # of the dataset, after the first look
         self._num_skipped = multiprocessing.Value("q") if counts else None
 
     @property
@@ -66,21 +69,23 @@ class BatchReader(Dataset[Any], ABC):
     def __getitems__(self, key: Any) -> Any:
         """The batch, or an exception (see `answer`)."""
         try:
-            return answer(self._read_first if self._is_first() else self._read_batch, key)
+            return answer(self._read_and_look if self._looks() else self._read_batch, key)
         finally:
             self.heartbeat.rest()
 
-    def _is_first(self) -> bool:
+    def _looks(self) -> bool:
         worker = get_worker_info()
-        return not self._has_looked.value and (worker is None or worker.id == 0)
+        return self._num_looks.value < _NUM_LOOKS and (worker is None or worker.id == 0)
 
-    def _read_first(self, key: Any) -> Any:
-        """The batch; warns of a generator that the dataset keeps, and that reading it advanced."""
-        self._has_looked.value = True
+    def _read_and_look(self, key: Any) -> Any:
+        """The batch, one of the first; warns of what the dataset keeps from sample to sample."""
+        self._num_looks.value += 1
         before = generators(self.dataset)
         batch = self._read_batch(key)
-        for path, (generator, state) in generators(self.dataset).items():
+        own = generators(self.dataset)
+        for path, (generator, state) in own.items():
             if path in before and before[path][0] is generator and before[path][1] != state:
+                self._num_looks.value = _NUM_LOOKS
                 logger.warning(
                     "%s draws from a random generator that it keeps, in %s: its samples depend on the number "
                     "of ranks and workers, and differ after a resume; draw from torch's, NumPy's or Python's "
@@ -88,6 +93,16 @@ class BatchReader(Dataset[Any], ABC):
                     name_of(self.dataset),
                     path.strip("."),
                 )
+        known = {id(generator) for generator, _ in own.values()}
+        now = fingerprint([self.dataset, self.collate], known, _MAX_LOOKED_AT)
+        if changed := [place for place in now if is_other_value(self._kept.get(place), now[place])]:
+            logger.warning(
+                "%s keeps %s from sample to sample: if a sample depends on that, it depends on the number of "
+                "ranks and workers, and differs after a resume; let samples follow from their index alone",
+                name_of(self.dataset) if changed[0].startswith("[0]") else "data.collate",
+                changed[0][len("[0].") :],
+            )
+        self._kept = now if self._num_looks.value < _NUM_LOOKS else {}
         return batch
 
     @abstractmethod
