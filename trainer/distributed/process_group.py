@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -185,6 +186,11 @@ def extremes(values: Sequence[float]) -> tuple[float, float]:
     All values of all ranks are equal if the first is the negated second.
     """
     return max(values, default=-math.inf), -min(values, default=math.inf)
+
+
+def in_name_order(buffers: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Named buffers to broadcast: ranks whose forward passes make some may do so in another order."""
+    return [buffer for _, buffer in sorted(buffers, key=itemgetter(0))]
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,20 @@ _OF_MODULES = vars(nn.Module()).keys()  # attributes of every module
 
 def has_gradient_hook(tensor: Tensor) -> bool:
     """Whether register_hook or register_post_accumulate_grad_hook was called; torch has no public check."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return any(num_gradient_hooks(tensor))
+
+
+def num_gradient_hooks(tensor: Tensor) -> tuple[int, int]:
+    """How often register_hook and register_post_accumulate_grad_hook were called."""
+    return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
+
+
+def gets_each_ranks_own(names: Iterable[str], strategy: str) -> str:
+    """The message about hooks on the gradients of the parameters of these names."""
+    return (
+        f"{strategy}: hooks on the gradients of {', '.join(sorted(names)[:5])} get each rank's own, "
+        "before it is averaged over ranks, so the result depends on the number of ranks"
+    )
 
 
 @contextlib.contextmanager

@@ -15,13 +15,14 @@ from trainer import step
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.summary import draw, table
 from trainer.distributed.backend_flags import DTYPES
-from trainer.distributed.process_group import broadcast_tensors
+from trainer.distributed.process_group import broadcast_tensors, in_name_order
 from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.optim.train_state import TrainState
 from trainer.step import StepResult
 from trainer.strategies.shardable import refuse_shared_memory
 from trainer.strategies.split import Split
+from trainer.strategies.whole_scalars import whole_scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -207,14 +208,15 @@ class Strategy:
         Running statistics follow a rank's own data; without this, ranks would evaluate different models.
         """
         if self.num_replicas > 1:
-            broadcast_tensors(self.unwrap(model).buffers(), src=0)
+            broadcast_tensors(in_name_order(self.unwrap(model).named_buffers()), src=0)
 
     def update(self, state: TrainState, finite: bool = True) -> None:
         """Update the parameters that this process owns from their gradients, which are then dropped.
 
         Without `finite` they are only dropped, and the schedule moves.
         """
-        state.update(finite)
+        with whole_scalars(state.optimizer) if self.gradients_differ else nullcontext():
+            state.update(finite)
         state.optimizer.zero_grad(set_to_none=True)
 
     def finish_checks(self) -> None:

@@ -1,6 +1,7 @@
 """DistributedDataParallel: a whole model on every rank, gradients averaged bucket by bucket."""
 
 import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -8,16 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from trainer.comm.ddp_hook import CommHook, attach
 from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
-from trainer.meta_init.module_tensors import has_gradient_hook, without_gradient_hooks
+from trainer.meta_init.module_tensors import (
+    gets_each_ranks_own,
+    has_gradient_hook,
+    without_gradient_hooks,
+)
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.shardable import refuse_max_norm
 from trainer.strategies.split import devices_of_replica
+
+log = logging.getLogger(__name__)
 
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _SENDS_NO_BUFFERS: dict[str, Any] = {
@@ -40,6 +48,8 @@ class Ddp(Strategy):
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
+        self._hooked: set[str] | None = None  # names of parameters with hooks on their gradients
+        self._local: _LocalGradients | None = None  # in a pass whose reduction is repeated
         self._passes_missed = 0  # passes to repeat in a resumed run, until DDP has rebuilt its buckets
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
@@ -64,11 +74,9 @@ class Ddp(Strategy):
             # The graph is still split at the bucket borders, since torch compiles it when DDP calls it.
             model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # a single rank has no peers
-            if hooked := [name for name, p in model.named_parameters() if has_gradient_hook(p)]:
-                self.notes.append(
-                    f"ddp: hooks on the gradients of {first_few(hooked)} get each rank's own, before "
-                    "it is averaged over ranks, so the result depends on the number of ranks"
-                )
+            self._hooked = {name for name, p in model.named_parameters() if has_gradient_hook(p)}
+            if self._hooked:
+                self.notes.append(gets_each_ranks_own(self._hooked, "ddp"))
             refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
             self.order.attach(model, reduces=True)
             self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -122,6 +130,8 @@ class Ddp(Strategy):
                     "in a call of the model itself: let its forward() do so and call model(...), or return "
                     "the loss from forward(), for data.task._target_=trainer.tasks.OwnLoss"
                 ) from error
+        if self._local is not None:
+            self._local.begin()
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
         if not isinstance(model, DistributedDataParallel):
@@ -141,6 +151,11 @@ class Ddp(Strategy):
             self.order.sums.begin_last_leaf()
         with self.order.leaf(last), self._reduced(model) if last else model.no_sync():
             yield
+        if self._hooked is not None:  # the first pass, in which a forward pass may have registered some
+            late = {name for name, p in self._trained if has_gradient_hook(p)} - self._hooked
+            self._hooked = None
+            if late:
+                log.warning("%s", gets_each_ranks_own(late, "ddp"))
 
     @contextmanager
     def _reduced(self, model: DistributedDataParallel) -> Iterator[None]:
@@ -148,8 +163,9 @@ class Ddp(Strategy):
             if not self._passes_missed:
                 yield
                 return
-            with _local_gradients(model.module) as gradients:
-                yield
+            self._local = _LocalGradients(model.module)
+            yield
+            gradients, self._local = self._local.end(), None
             for _ in range(self._passes_missed):
                 _reduce_again(model, gradients)
             self._passes_missed = 0
@@ -193,22 +209,28 @@ def _written(parameter: nn.Parameter) -> Any:
     return object() if gradient.is_sparse else (gradient.data_ptr(), gradient._version)
 
 
-@contextmanager
-def _local_gradients(model: nn.Module) -> Iterator[list[tuple[nn.Parameter, Tensor]]]:
-    """Collect copies of this rank's gradients, in the order in which the backward pass within computes them.
+class _LocalGradients:
+    """Copies of this rank's gradients, in the order in which a backward pass computes them.
 
     A gradient that comes in several parts is listed several times; the last is complete.
     """
-    found: list[tuple[nn.Parameter, Tensor]] = []
 
-    def copy(parameter: Any) -> None:
-        found.append((parameter, parameter.grad.clone()))
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._found: list[tuple[nn.Parameter, Tensor]] = []
+        self._handles: list[RemovableHandle] = []
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(copy) for parameter in trained]
-    yield found
-    for handle in handles:
-        handle.remove()
+    def begin(self) -> None:
+        """Called after the loss, whose forward pass may have registered hooks that come first."""
+        self._handles = [p.register_post_accumulate_grad_hook(self._copy) for p in self._parameters]
+
+    def _copy(self, parameter: Any) -> None:
+        self._found.append((parameter, parameter.grad.clone()))
+
+    def end(self) -> list[tuple[nn.Parameter, Tensor]]:
+        for handle in self._handles:
+            handle.remove()
+        return self._found
 
 
 def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Parameter, Tensor]]) -> None:

@@ -32,6 +32,7 @@ from trainer.strategies.shardable import (
     batch_norms,
     holders_of,
     is_closed,
+    refuse_hooks,
     refuse_what_cannot_be_sharded,
 )
 from trainer.strategies.sharding_errors import backward_errors, forward_errors
@@ -63,6 +64,7 @@ class Fsdp(Strategy):
         self._accumulates = False
         self._gathered: GatheredParameters | None = None
         self._used: UsedParameters | None = None
+        self._stale_check: StaleReferenceCheck | None = None
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self.mesh = sharding_mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
@@ -105,6 +107,7 @@ class Fsdp(Strategy):
         stale_check.note(model)
         shard(model, mp_policy=self._precision(model, is_root=True))
         stale_check.guard()
+        self._stale_check = stale_check
         if self.settings.reshard_after_forward is None:
             model.register_forward_hook(_reshard_without_gradient)
         if self.settings.prefetch_units is not None:
@@ -153,6 +156,10 @@ class Fsdp(Strategy):
 
     def aggregate(self, model: nn.Module) -> None:
         super().aggregate(model)
+        if self._stale_check is not None:
+            self._stale_check.refuse_views()
+            refuse_hooks(self._gathered.names if self._gathered is not None else {})
+            self._stale_check = None
         if self._used is not None:
             self._used.start()
 

@@ -4,14 +4,14 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError, first_few
-from trainer.meta_init.module_tensors import has_gradient_hook
+from trainer.meta_init.module_tensors import has_gradient_hook, named_tensors
 from trainer.meta_init.operations import storage_of
 from trainer.optim.schedules import sparse_weights
 
@@ -19,7 +19,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class StaleReferenceCheck:
-    """Refuses the use of parameters that sharding has replaced.
+    """Refuses the use of parameters that sharding has replaced, and of views of them.
 
     Code that refers to one other than by a module's attribute, such as by a list or a closure, would always
     compute with its initial value, and no optimizer would get its gradient.
@@ -28,6 +28,8 @@ class StaleReferenceCheck:
     def __init__(self, model: nn.Module) -> None:
         self._prefixes = {module: f"{name}." if name else "" for name, module in model.named_modules()}
         self._held: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._model, self._names_of_views = model, _views_of_trained(model)
+        self._views: list[tuple[str, weakref.ref[Tensor]]] = []
 
     def note(self, unit: nn.Module) -> None:
         """Record, by weak references, the parameters of `unit`, which is sharded next."""
@@ -41,6 +43,36 @@ class StaleReferenceCheck:
             parameter = reference()
             if parameter is not None and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(functools.partial(_refuse_held, name))
+        named = named_tensors(self._model) if self._names_of_views else ()
+        self._views = [(name, weakref.ref(tensor)) for name, tensor in named if name in self._names_of_views]
+
+    def refuse_views(self) -> None:
+        """Raise UserError if a view is still there after a step: the old spectral norm replaces its own."""
+        views, self._views = self._views, []
+        if held := sorted({name for name, view in views if view() is not None}):
+            raise UserError(
+                f"strategy=fsdp: {', '.join(held[:5])} is a view of a trained parameter, which sharding "
+                "moves: it would keep its initial values. Take it from the parameter where it is "
+                "used, or keep a .clone() of it; or use strategy=ddp"
+            )
+
+
+def refuse_hooks(gathered: Mapping[Tensor, str]) -> None:
+    """Raise UserError, by name, for gathered parameters to which a forward pass gave gradient hooks."""
+    if hooked := [name for parameter, name in gathered.items() if has_gradient_hook(parameter)]:
+        raise UserError(
+            f"strategy=fsdp: the forward pass registers hooks on the gradients of {', '.join(hooked[:5])}, "
+            "which get each rank's own, before it is averaged; leave them out, or use strategy=ddp"
+        )
+
+
+def _views_of_trained(model: nn.Module) -> set[str]:
+    """The names of attributes that are in the memory of a trained parameter, and are none themselves."""
+    trained = {storage_of(p) for p in model.parameters() if p.requires_grad and p.numel()}
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    others = ((name, tensor) for name, tensor in named_tensors(model) if id(tensor) not in known)
+    plain = ((name, t) for name, t in others if t.layout == torch.strided and t.numel())
+    return {name for name, tensor in plain if storage_of(tensor) in trained}
 
 
 def _refuse_held(name: str, parameter: Tensor) -> None:

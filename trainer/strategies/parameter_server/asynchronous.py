@@ -26,6 +26,7 @@ from trainer.strategies.parameter_server.no_collectives import OF_OPTIMIZERS, No
 from trainer.strategies.parameter_server.replay import Replay
 from trainer.strategies.parameter_server.staleness import StalenessStats
 from trainer.strategies.parameter_server.synchronous import ParameterServer
+from trainer.strategies.whole_scalars import whole_scalars
 from trainer.tasks.label_counts import divisors
 
 if TYPE_CHECKING:
@@ -210,9 +211,10 @@ class AsyncParameterServer(ParameterServer):
         """Update the server's parameters, in the thread that received the push."""
         self._shards.set_gradients(gradients, there)
         looks = not self._num_updates and len(self.servers) > 1
-        with NoCollectives(OF_OPTIMIZERS) if looks else nullcontext():
-            self._state.optimizer.step()
-        self._state.optimizer.zero_grad(set_to_none=True)
+        optimizer = self._state.optimizer
+        with NoCollectives(OF_OPTIMIZERS) if looks else nullcontext(), whole_scalars(optimizer, looks):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         self._num_updates += 1
         if self._num_updates % self.num_replicas == 0:
             self._state.step_schedule_and_average()

@@ -1,5 +1,6 @@
 """A worker's copy of the model: modules wait for their values, gradients are sent as soon as they exist."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -15,8 +16,11 @@ from trainer.comm.parameter_server.layout import ShardedBucket
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.worker import Worker
 from trainer.errors import UserError, first_few
+from trainer.meta_init.module_tensors import gets_each_ranks_own, num_gradient_hooks
 from trainer.nested import leaves
-from trainer.strategies.turns import Turns
+from trainer.turns import Turns
+
+log = logging.getLogger(__name__)
 
 
 class WorkerCopy:
@@ -74,6 +78,7 @@ class WorkerCopy:
                 module.register_forward_pre_hook(partial(self._settle, sorted(own)))
         for parameter, index in self._bucket_of.items():
             parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
+        self._num_hooks = {parameter: num_gradient_hooks(parameter) for parameter in self._bucket_of}
 
     @contextmanager
     def pass_(self, first: bool, last: bool) -> Iterator[None]:
@@ -101,6 +106,15 @@ class WorkerCopy:
         # All ranks ask together after the first step, also about frozen ones.
         due = [self._all[number] for number in self._turns.next()] if self._is_later else list(self._buckets)
         self._is_later = True
+        numbers = {p: num_gradient_hooks(p) for p in self._num_hooks}
+        if late := [self._names[p] for p, (_, after) in numbers.items() if after != self._num_hooks[p][1]]:
+            raise UserError(
+                f"strategy=parameter_server: a hook on {', '.join(late[:5])} was registered in mid-run, and "
+                "would come after the gradient is sent; call register_post_accumulate_grad_hook in __init__"
+            )
+        if late := [self._names[p] for p, number in numbers.items() if number != self._num_hooks[p]]:
+            log.warning("%s", gets_each_ranks_own(late, "parameter_server"))
+        self._num_hooks = numbers
         if names := self.changed(due):
             raise UserError(CHANGES.format(first_few(names)))
 
