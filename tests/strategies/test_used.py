@@ -79,6 +79,15 @@ class Decay(Classification):
         return super().loss(model, batch) + 0.01 * sum(squares)
 
 
+class Slopes(Classification):
+    """With the norm of the gradient by the parameters."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + sum(slope.square().sum() for slope in slopes)
+
+
 def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
     def named(name: str, more: int, rank: int = 0) -> str:
         return f"used {name} (and {more} more) on rank {rank} and not on {1 - rank}, but"
@@ -102,8 +111,11 @@ def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> 
     runs.append((*PARTS, "strategy=fsdp", *penalty))
     decay = ("data.task._target_=tests.strategies.test_used.Decay", f"run_dir={tmp_path}/decay")
     runs.append((*PARTS, "strategy=fsdp", *decay))
+    slopes = ("data.task._target_=tests.strategies.test_used.Slopes", f"run_dir={tmp_path}/slopes")
+    runs.append((*PARTS, "strategy=fsdp", *slopes))
     words = [*expected.values(), "accepted", "the backward pass went a second time through a unit"]
     words.append("UserError: strategy=fsdp: the loss uses parameters outside of the model's forward pass")
+    words.append("differentiates by what the outputs do not depend on, as by model.parameters()")
     for messages in run_ranks(refusals, 2, *runs, init=False):
         for message, expectation in zip(messages, words, strict=True):
             assert expectation in message, message

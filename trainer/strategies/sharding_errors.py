@@ -24,6 +24,11 @@ def forward_errors(param_dtype: torch.dtype) -> Iterator[None]:
                 "strategy.unit_min_params above the size of that unit; and compute no gradient "
                 "through a unit in the forward pass; or use strategy=ddp"
             ) from error
+        if "appears to not have been used in the graph" in str(error):
+            raise UserError(
+                f"strategy=fsdp: {_user_line(error)} differentiates by what the outputs do not depend on, as "
+                "by model.parameters(): outside of a forward pass these are shards; use strategy=ddp"
+            ) from error
         if param_dtype != torch.float32 and "dtype" in str(error):
             raise UserError(
                 f"strategy=fsdp: {_user_line(error)} mixes dtypes: {error}. Parameters are gathered, and "
