@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.checkpoint.background import InBackground, host_stager
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.listing import Retention
+from trainer.checkpoint.made_buffers import compare_buffers
 from trainer.checkpoint.matching import check_own, first_five, is_extra_state
 from trainer.checkpoint.mirror import contents_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
@@ -30,7 +31,7 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError, UserError, first_few
 from trainer.faults.disk_progress import at_disk
 from trainer.files.address import Address
-from trainer.optim.train_state import Progress, TrainState, buffer_names, named_buffers
+from trainer.optim.train_state import Progress, TrainState, buffer_names
 
 log = logging.getLogger(__name__)
 
@@ -126,26 +127,10 @@ class Checkpointer:
                 or the optimizer keeps what cannot be loaded.
         """
         if not self._checked:
-            self._agreement.everywhere(lambda: self._check_own(state))
-            self._compare_buffers(state)
+            self._agreement.everywhere(lambda: check_own(state, *self._taken_apart(state, [])))
+            compare_buffers(state.model, self._agreement, self._dist)
             self._remote.follow()
             self._checked = True
-
-    def _check_own(self, state: TrainState) -> None:
-        tensors, facts = self._taken_apart(state, [])
-        check_own(state, tensors, facts["state"])
-
-    def _compare_buffers(self, state: TrainState) -> None:
-        """Raise UserError on every rank if a forward pass made other buffers on some: all get rank 0's."""
-        mine = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in named_buffers(state.model)}
-        reference, *others = self._agreement.gather(mine)
-        for rank, theirs in enumerate(others, start=1):
-            if differ := sorted(dict(reference.items() ^ theirs.items())):
-                raise UserError(
-                    f"{self._dist.describe(rank)} differs from rank 0 in the buffers {first_five(differ)}, "
-                    "which a forward pass made or resized: let all ranks make the same, or register them in "
-                    "__init__"
-                )
 
     def due(self, progress: Progress, end_of_epoch: bool) -> bool:
         """Whether the settings ask for a checkpoint after this optimizer step, or at this end of an epoch."""
@@ -182,7 +167,7 @@ class Checkpointer:
         self._finish()
         data_states = self._agreement.gather(dict(data_state or {}))
         tensors, facts = self._agreement.everywhere(lambda: self._taken_apart(state, data_states))
-        self._compare_buffers(state)
+        compare_buffers(state.model, self._agreement, self._dist)
         of_modules = {name for name in tensors if is_extra_state(name) or name.startswith(f"{DATA_STATES}.")}
         only_rank_0 = buffer_names(state.model) | of_modules
         contents = Contents.planned(

@@ -7,8 +7,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
+from trainer.distributed.agreement import Agreement
+from trainer.distributed.process_group import Dist
+from trainer.errors import UserError, first_few
 from trainer.local_shard import same_bits
 from trainer.optim.train_state import every_parameter, named_buffers, named_modules
+
+
+def compare_buffers(model: nn.Module, agreement: Agreement, dist: Dist) -> None:
+    """Raise UserError on every rank if forward passes made other buffers on some: all get those of rank 0."""
+    mine = {name: (tuple(buffer.shape), str(buffer.dtype)) for name, buffer in named_buffers(model)}
+    reference, *others = agreement.gather(mine)
+    for rank, theirs in enumerate(others, start=1):
+        if differ := sorted(dict(reference.items() ^ theirs.items())):
+            raise UserError(
+                f"{dist.describe(rank)} differs from rank 0 in the buffers {first_few(differ)}, which a "
+                "forward pass made or resized: let all ranks make the same, or register them in __init__"
+            )
 
 
 @torch.no_grad()

@@ -282,20 +282,18 @@ def _refuse_cut(name: str, shape: torch.Size, parameters: Mapping[str, Tensor]) 
         prefix = prefix.rpartition(".")[0]
     parameter = parameters.get(prefix)
     if isinstance(parameter, DTensor) and len(shape) > 0 and shape != parameter.shape:
-        raise UserError(
-            f"{name} has another shape than its parameter and cannot be sharded; resume without FSDP, or "
-            "train without it from the start"
-        )
+        words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
+        raise UserError(f"{name} {words}")
     return parameter
 
 
-def check_own(state: TrainState, tensors: Mapping[str, Tensor], plain: Mapping[str, Any]) -> None:
+def check_own(state: TrainState, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Raise UserError if no resume of this run would take the optimizer's part of what it saves."""
     parameters = dict(parameter_names(state.model))
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _refuse_cut(name, tensor.shape, parameters)
-    check_fits(state, plain, tensors)
+    check_fits(state, facts["state"], tensors)
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -171,7 +171,7 @@ def _read_torch(file: PlainFile) -> dict[str, Tensor]:
     if not named:
         kinds = sorted({f"{type(k).__name__}: {type(v).__name__}" for k, v in loaded.items()})
         raise UserError(f"it holds no named tensors, but {first_five(kinds) or 'nothing'}")
-    if kept := sorted(k for k in loaded.keys() - named.keys() if isinstance(k, str) and of_modules_own(k)):
+    if kept := sorted(k for k in loaded.keys() - named.keys() if isinstance(k, str) and is_extra_state(k)):
         log.warning("model.init_from=%s also holds %s: not used", file.path, first_five(kept))
     for name, tensor in named.items():
         if (problem := unusual(tensor)) is not None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from trainer.config import DistributedConfig
 from trainer.distributed.interfaces import address_towards, choose_interface, store_host
@@ -188,9 +189,9 @@ def extremes(values: Sequence[float]) -> tuple[float, float]:
     return max(values, default=-math.inf), -min(values, default=math.inf)
 
 
-def in_name_order(buffers: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Named buffers to broadcast: ranks whose forward passes make some may do so in another order."""
-    return [buffer for _, buffer in sorted(buffers, key=itemgetter(0))]
+def broadcast_buffers(module: nn.Module, src: int, group: dist.ProcessGroup | None = None) -> None:
+    """`broadcast_tensors` by name: ranks whose forward passes make buffers may do so in another order."""
+    broadcast_tensors((b for _, b in sorted(module.named_buffers(), key=itemgetter(0))), src, group)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,10 @@ def num_gradient_hooks(tensor: Tensor) -> tuple[int, int]:
     return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
 
 
+def hooked_parameters(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if has_gradient_hook(parameter)}
+
+
 def gets_each_ranks_own(names: Iterable[str], strategy: str) -> str:
     """The message about hooks on the gradients of the parameters of these names."""
     return (

@@ -15,7 +15,7 @@ from trainer import step
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.summary import draw, table
 from trainer.distributed.backend_flags import DTYPES
-from trainer.distributed.process_group import broadcast_tensors, in_name_order
+from trainer.distributed.process_group import broadcast_buffers
 from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.optim.train_state import TrainState
@@ -208,7 +208,7 @@ class Strategy:
         Running statistics follow a rank's own data; without this, ranks would evaluate different models.
         """
         if self.num_replicas > 1:
-            broadcast_tensors(in_name_order(self.unwrap(model).named_buffers()), src=0)
+            broadcast_buffers(self.unwrap(model), src=0)
 
     def update(self, state: TrainState, finite: bool = True) -> None:
         """Update the parameters that this process owns from their gradients, which are then dropped.

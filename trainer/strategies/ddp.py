@@ -17,7 +17,7 @@ from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
 from trainer.meta_init.module_tensors import (
     gets_each_ranks_own,
-    has_gradient_hook,
+    hooked_parameters,
     without_gradient_hooks,
 )
 from trainer.optim.train_state import TrainState
@@ -74,7 +74,7 @@ class Ddp(Strategy):
             # The graph is still split at the bucket borders, since torch compiles it when DDP calls it.
             model.compile(mode=self.computing.compile_mode)
         if self.num_replicas > 1:  # a single rank has no peers
-            self._hooked = {name for name, p in model.named_parameters() if has_gradient_hook(p)}
+            self._hooked = hooked_parameters(model)
             if self._hooked:
                 self.notes.append(gets_each_ranks_own(self._hooked, "ddp"))
             refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
@@ -152,7 +152,7 @@ class Ddp(Strategy):
         with self.order.leaf(last), self._reduced(model) if last else model.no_sync():
             yield
         if self._hooked is not None:  # the first pass, in which a forward pass may have registered some
-            late = {name for name, p in self._trained if has_gradient_hook(p)} - self._hooked
+            late = hooked_parameters(model.module) - self._hooked
             self._hooked = None
             if late:
                 log.warning("%s", gets_each_ranks_own(late, "ddp"))

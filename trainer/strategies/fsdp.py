@@ -32,7 +32,6 @@ from trainer.strategies.shardable import (
     batch_norms,
     holders_of,
     is_closed,
-    refuse_hooks,
     refuse_what_cannot_be_sharded,
 )
 from trainer.strategies.sharding_errors import backward_errors, forward_errors
@@ -157,8 +156,7 @@ class Fsdp(Strategy):
     def aggregate(self, model: nn.Module) -> None:
         super().aggregate(model)
         if self._stale_check is not None:
-            self._stale_check.refuse_views()
-            refuse_hooks(self._gathered.names if self._gathered is not None else {})
+            self._stale_check.after_first_step(self._gathered.names if self._gathered is not None else {})
             self._stale_check = None
         if self._used is not None:
             self._used.start()

@@ -46,24 +46,23 @@ class StaleReferenceCheck:
         named = named_tensors(self._model) if self._names_of_views else ()
         self._views = [(name, weakref.ref(tensor)) for name, tensor in named if name in self._names_of_views]
 
-    def refuse_views(self) -> None:
-        """Raise UserError if a view is still there after a step: the old spectral norm replaces its own."""
-        views, self._views = self._views, []
-        if held := sorted({name for name, view in views if view() is not None}):
+    def after_first_step(self, gathered: Mapping[Tensor, str]) -> None:
+        """Refuse views that are still there, as the old spectral norm replaces its own, and late hooks.
+
+        Args:
+            gathered: the names of gathered parameters, to which a forward pass may have given hooks.
+        """
+        if held := sorted({name for name, view in self._views if view() is not None}):
             raise UserError(
-                f"strategy=fsdp: {', '.join(held[:5])} is a view of a trained parameter, which sharding "
-                "moves: it would keep its initial values. Take it from the parameter where it is "
-                "used, or keep a .clone() of it; or use strategy=ddp"
+                f"strategy=fsdp: {first_few(held)} is a view of a trained parameter, which sharding moves: "
+                "it would keep its initial values. Take it from the parameter where it is used, or keep a "
+                ".clone() of it; or use strategy=ddp"
             )
-
-
-def refuse_hooks(gathered: Mapping[Tensor, str]) -> None:
-    """Raise UserError, by name, for gathered parameters to which a forward pass gave gradient hooks."""
-    if hooked := [name for parameter, name in gathered.items() if has_gradient_hook(parameter)]:
-        raise UserError(
-            f"strategy=fsdp: the forward pass registers hooks on the gradients of {', '.join(hooked[:5])}, "
-            "which get each rank's own, before it is averaged; leave them out, or use strategy=ddp"
-        )
+        if hooked := [name for parameter, name in gathered.items() if has_gradient_hook(parameter)]:
+            raise UserError(
+                f"strategy=fsdp: the forward pass registers hooks on the gradients of {first_few(hooked)}, "
+                "which get each rank's own, before it is averaged; leave them out, or use strategy=ddp"
+            )
 
 
 def _views_of_trained(model: nn.Module) -> set[str]:

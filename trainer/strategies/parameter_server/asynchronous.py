@@ -210,8 +210,7 @@ class AsyncParameterServer(ParameterServer):
     def _apply(self, gradients: dict[int, Tensor], there: Tensor) -> None:
         """Update the server's parameters, in the thread that received the push."""
         self._shards.set_gradients(gradients, there)
-        looks = not self._num_updates and len(self.servers) > 1
-        optimizer = self._state.optimizer
+        looks, optimizer = not self._num_updates and len(self.servers) > 1, self._state.optimizer
         with NoCollectives(OF_OPTIMIZERS) if looks else nullcontext(), whole_scalars(optimizer, looks):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)

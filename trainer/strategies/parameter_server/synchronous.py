@@ -19,9 +19,9 @@ from trainer.comm.timeline.records import Timeline
 from trainer.comm.transport.blame import CommError, PeerError
 from trainer.config import ParameterServerConfig
 from trainer.distributed.agreement import compare_across_ranks, gather_objects
-from trainer.distributed.process_group import Dist, broadcast_tensors, in_name_order
+from trainer.distributed.process_group import Dist, broadcast_buffers
 from trainer.errors import UserError, first_few
-from trainer.meta_init.module_tensors import gets_each_ranks_own, has_gradient_hook
+from trainer.meta_init.module_tensors import gets_each_ranks_own, hooked_parameters
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
@@ -84,8 +84,7 @@ class ParameterServer(Strategy):
             self.buckets = lay_out(shapes, len(self.servers), int(self.settings.bucket_mb * 2**20))
         except ValueError as error:
             raise UserError(f"strategy=parameter_server: {error}") from error
-        hooked = [name for name, parameter in model.named_parameters() if has_gradient_hook(parameter)]
-        if hooked and self.num_replicas > 1:
+        if (hooked := hooked_parameters(model)) and self.num_replicas > 1:
             self.notes.append(gets_each_ranks_own(hooked, "parameter_server"))
         self._shards = ServerShards(self._mesh, self.buckets, shapes)
         fill(model)
@@ -199,8 +198,7 @@ class ParameterServer(Strategy):
     def _before_forward(self) -> None:
         """Give each worker the buffers of the first, as a save and a resume do (a collective of workers)."""
         if self.num_replicas > 1:
-            buffers = in_name_order(self._model.named_buffers())
-            broadcast_tensors(buffers, self.workers[0], self._workers_group)
+            broadcast_buffers(self._model, self.workers[0], self._workers_group)
 
     def sync_buffers(self, model: nn.Module) -> None:
         """Send every rank the servers' values, and the buffers of the first worker."""
@@ -220,7 +218,7 @@ class ParameterServer(Strategy):
     def collect(self, model: nn.Module) -> None:
         """Send every rank the buffers of the first worker, and servers its extra state, too."""
         self._compare_buffers()
-        broadcast_tensors(in_name_order(self.owned_model.named_buffers()), src=self.workers[0])
+        broadcast_buffers(self.owned_model, src=self.workers[0])
         if not (keepers := extra_states(model)):
             return
         states = [keeper.get_extra_state() for keeper in keepers]
