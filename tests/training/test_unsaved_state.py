@@ -188,6 +188,18 @@ class LongerSteps(torch.optim.SGD):
         super().step()
 
 
+class Sharing(torch.optim.SGD):
+    """Steps by another optimizer, which has its state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.inner = torch.optim.AdamW(self.param_groups, lr)
+        self.state = self.inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
 class Extra(Keeper):
     def count(self) -> None:
         self.passes += 1
@@ -233,7 +245,8 @@ class Teaching(nn.Module):
 def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture, kept: str = "") -> list[str]:
     task = Teaching(kept)
     caplog.clear()
-    optimizer = (LongerSteps if kept == "optimizer" else torch.optim.SGD)(model.parameters(), 0.1)
+    kinds = {"optimizer": LongerSteps, "sharing": Sharing}
+    optimizer = kinds.get(kept, torch.optim.SGD)(model.parameters(), 0.1)
     unsaved = UnsavedState(model, task, optimizer, True)
     for _ in range(6):
         model.train()  # as after an evaluation
@@ -338,6 +351,7 @@ def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptu
     caplog.set_level(logging.WARNING)
     (message,) = warnings_of(nn.Linear(6, 2), caplog, "optimizer")
     assert message.startswith("optimizer.num_steps changes from step to step"), message
+    assert not warnings_of(nn.Linear(6, 2), caplog, "sharing")
 
 
 def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:

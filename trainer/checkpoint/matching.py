@@ -112,7 +112,9 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
     if saved["model"].keys() != ours["model"].keys():
         raise UserError("the checkpoint is of another model: its state does not name this model's tensors")
     names = saved["optimizer"]["state"].keys() - dict(parameter_names(state.model)).keys()
-    if names and not has_user_part(state.optimizer):  # a user's may keep state of all parameters under a name of its own
+    if names and not has_user_part(
+        state.optimizer
+    ):  # a user's may keep state of all parameters under a name of its own
         foreign = sorted(names)
         raise UserError(f"the checkpoint's optimizer has state of unknown parameters: {first_five(foreign)}")
     for name, of_parameter in saved["optimizer"]["state"].items():

@@ -8,6 +8,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from trainer.optim.several import has_user_part
+
 _READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__}
 
 
@@ -20,7 +22,7 @@ def whole_scalars(optimizer: Optimizer, reads: bool = True) -> AbstractContextMa
     Args:
         reads: whether ranks make their steps together, since reading is then a collective.
     """
-    return nullcontext() if type(optimizer).__module__.startswith("torch.") or not reads else _ReadsWhole()
+    return _ReadsWhole() if reads and has_user_part(optimizer) else nullcontext()
 
 
 class _ReadsWhole(TorchFunctionMode):

@@ -10,6 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.errors import first_few
 from trainer.fingerprint import OF_EVERY_MODULE, class_data, fingerprint, is_other_value, used_outside
+from trainer.nested import leaves
+from trainer.optim.several import parts_of
 
 log = logging.getLogger(__name__)
 _OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
@@ -101,15 +103,18 @@ class UnsavedState:
         for name, value in (class_data(type(self._task)) | vars(self._task) | parts).items():
             if name not in {*OF_EVERY_MODULE, "plain_loss"}:  # `Task.loss` sets it for the log
                 found[f"task.{name}"] = value
-        if type(self._optimizer).state_dict is Optimizer.state_dict:
-            for name, value in (class_data(type(self._optimizer)) | vars(self._optimizer)).items():
-                if name not in _OF_EVERY_OPTIMIZER and not name.startswith("_optimizer_"):
+        optimizers = {id(part): part for part in parts_of(self._optimizer)}.values()
+        for part in (each for each in optimizers if type(each).state_dict is Optimizer.state_dict):
+            held = {name: v for name, v in vars(part).items() if name not in _OF_EVERY_OPTIMIZER}
+            known |= {id(v) for v in leaves(held) if isinstance(v, Optimizer)}  # they share its state
+            for name, value in (class_data(type(part)) | held).items():
+                if not name.startswith("_optimizer_"):
                     found[f"optimizer.{name}"] = value
         # Of multipliers, torch saves what objects hold, and nothing of functions.
         factors = getattr(self._schedule, "lr_lambdas", ())
         found["schedule.lr_lambdas"] = [each for each in factors if hasattr(each, "__code__")]
         outside: dict[str, Any] = {}
-        for kind in {*map(type, model.modules()), type(self._task), type(self._optimizer)}:
+        for kind in {*map(type, model.modules()), type(self._task), *map(type, optimizers)}:
             outside |= used_outside(kind)
         walked = fingerprint(outside, known)  # in one walk, which has a limit
         return {name: fingerprint(value, known) for name, value in found.items()} | {
