@@ -104,6 +104,7 @@ class UnsavedState:
             if name not in {*OF_EVERY_MODULE, "plain_loss"}:  # `Task.loss` sets it for the log
                 found[f"task.{name}"] = value
         optimizers = {id(part): part for part in parts_of(self._optimizer)}.values()
+        known |= {id(self._optimizer), *map(id, optimizers)}  # torch binds methods to them
         for part in (each for each in optimizers if type(each).state_dict is Optimizer.state_dict):
             held = {name: v for name, v in vars(part).items() if name not in _OF_EVERY_OPTIMIZER}
             known |= {id(v) for v in leaves(held) if isinstance(v, Optimizer)}  # they share its state
