@@ -18,3 +18,8 @@ def test_what_changes_at_regular_intervals_is_read(num_parts: int, interval: int
         for phase in range(period):
             read = {part for parts in later[phase::period] for part in parts}
             assert read == set(range(num_parts)), (period, phase)
+
+
+def test_of_no_parts_none_is_read() -> None:
+    turns = Turns(0)
+    assert not any(turns.next() for _ in range(9))

@@ -23,7 +23,7 @@ class Turns:
     def next(self) -> Sequence[int]:
         """The numbers of the parts to read in the next pass."""
         self._num_asked += 1
-        if self._num_asked <= _PASSES_OF_ALL:
+        if self._num_asked <= _PASSES_OF_ALL or not self._num_parts:
             return range(self._num_parts)
         if not self._round:
             self._round = list(range(self._num_parts * self._interval))
