@@ -260,9 +260,8 @@ def _refusals() -> list[str]:
             check_optimizer(optimizer(model.parameters(), **choices), model)
         messages.append(str(refusal.value))
     check_optimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
-    with pytest.raises(UserError) as refusal:
-        check_optimizer(torch.optim.Muon([model.weight]), model)
-    return [*messages, str(refusal.value)]
+    check_optimizer(torch.optim.Muon([model.weight]), model)  # which gets whole matrices
+    return messages
 
 
 class Scaled(nn.Module):
@@ -331,7 +330,6 @@ def test_units_of_any_model() -> None:
     expected += ["(return self.last(self.first(x) * self.scale)) mixes dtypes: "]
     expected += ["Adafactor keeps sums over rows and columns"]
     expected += [f"torch has no such step of {name}" for name in ("SGD", "Adagrad", "Rprop")]
-    expected += ["Muon multiplies whole matrices in bf16"]
     for message, words in zip(messages, expected, strict=True):
         assert words in message
 
