@@ -1,10 +1,10 @@
-"""The contract of data loaders, and torch's DataLoader around this project's samplers and readers.
+"""The contract of data loaders; samplers and readers joined, by torch's DataLoader where there are workers.
 
 A loader lives for the whole run; loaders.py chooses between data read by index and streams.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -140,8 +140,28 @@ class Reader(Protocol):
     def __getitems__(self, key: Any) -> Any: ...
 
 
-def data_loader(
+def batches_of(
     reader: Reader, sampler: Sampler[Any], settings: LoaderSettings, share: Share
+) -> Iterable[Any]:
+    """What `reader` makes of each request of `sampler`, in order; each iteration begins the sampler again."""
+    pins = share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
+    if settings.num_workers == 0 and not pins:
+        return _InThisProcess(reader, sampler)
+    return _data_loader(reader, sampler, settings, share, pins)
+
+
+class _InThisProcess:
+    """In place of a DataLoader without workers, which adds 10 us to each batch."""
+
+    def __init__(self, reader: Reader, sampler: Sampler[Any]) -> None:
+        self._reader, self._sampler = reader, sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._reader.__getitems__, self._sampler)
+
+
+def _data_loader(
+    reader: Reader, sampler: Sampler[Any], settings: LoaderSettings, share: Share, pins: bool
 ) -> DataLoader[Any]:
     in_workers = settings.num_workers > 0
     if in_workers:
@@ -154,7 +174,7 @@ def data_loader(
         num_workers=settings.num_workers,
         prefetch_factor=settings.prefetch_factor if in_workers else None,
         persistent_workers=settings.persistent_workers and in_workers,
-        pin_memory=share.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory,
+        pin_memory=pins,
         timeout=share.timeout_s if in_workers else 0,
         # The watch needs children of the main process; Python 3.14's default, the fork server, makes others.
         multiprocessing_context="fork" if in_workers else None,
@@ -168,7 +188,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def raise_errors(batches: DataLoader[Any]) -> Iterator[Any]:
+def raise_errors(batches: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches; raise the exceptions that reading returned.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, data_loader, raise_errors
+from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, batches_of, raise_errors
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.collation import name_of
 from trainer.data.loading.reader import EvalReader, TrainReader
@@ -44,7 +44,7 @@ class IndexTrainLoader:
         self._reader = TrainReader(
             dataset, share.seed, settings.on_bad_sample, share.heartbeat, share.collate
         )
-        self._loader = data_loader(self._reader, self._sampler, settings, share)
+        self._loader = batches_of(self._reader, self._sampler, settings, share)
 
         self.num_samples: int | None = self._reader.num_samples
         self.steps_per_epoch: int | None = self._sampler.steps_per_epoch
@@ -94,7 +94,7 @@ class IndexEvalLoader:
         )
         self.batch_size = sampler.batch_size
         self._reader = EvalReader(dataset, share.seed, settings.on_bad_sample, share.heartbeat, share.collate)
-        self._loader = data_loader(self._reader, sampler, settings, share)
+        self._loader = batches_of(self._reader, sampler, settings, share)
 
         self.num_samples: int | None = self._reader.num_samples
 

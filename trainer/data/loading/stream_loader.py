@@ -4,12 +4,10 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
-
-from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, data_loader, raise_errors
+from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, batches_of, raise_errors
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.sampler import EvalRequests, TrainRequests
 from trainer.data.loading.stream_reader import CaughtUp, EvalStreamReader, StreamPosition, TrainStreamReader
@@ -29,7 +27,7 @@ class StreamTrainLoader:
             dataset, share.seed, settings.sharded, share.heartbeat, share.collate
         )
         self._requests = TrainRequests(batch, share.replica, self._reader.num_shards)
-        self._loader = data_loader(self._reader, self._requests, settings, share)
+        self._loader = batches_of(self._reader, self._requests, settings, share)
         self._batch, self._replica, self._num_workers = batch, share.replica, max(1, settings.num_workers)
         self._batches: _StepAhead | None = None
         self.num_samples = self._reader.num_samples
@@ -91,7 +89,7 @@ class StreamEvalLoader:
 
     def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
         self._reader = EvalStreamReader(dataset, share.seed, heartbeat=share.heartbeat, collate=share.collate)
-        self._loader = data_loader(self._reader, EvalRequests(batch, share.replica), settings, share)
+        self._loader = batches_of(self._reader, EvalRequests(batch, share.replica), settings, share)
         self.num_samples, self.batch_size = self._reader.num_samples, batch.micro_size
         self.num_skipped = 0
 
@@ -107,7 +105,7 @@ class StreamEvalLoader:
 
 
 def _caught_up(
-    answers: DataLoader[Any], requests: TrainRequests, num_workers: int, heartbeat: Heartbeat
+    answers: Iterable[Any], requests: TrainRequests, num_workers: int, heartbeat: Heartbeat
 ) -> Iterator[tuple[Any, Shards]]:
     """The batches, once every worker has reached the first sample."""
     there, said = 0, time.monotonic()
