@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import Adam, AdamW, Optimizer
 
 from trainer.build import (
     build_collate,
@@ -38,7 +37,6 @@ from trainer.meta_init.deferred import Deferred, deferred
 from trainer.nested import mapped
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant, sparse_weights
-from trainer.optim.several import parts_of
 from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies.base import parameter_count
 
@@ -132,7 +130,7 @@ class Stage:
         ledger.name("parameters", [*module.parameters(), *module.buffers(), *self._owned.parameters()])
         self._buckets = _ddp_buckets(config, module)
         ledger.name("gradients", self._buckets.values())
-        optimizer = _optimizer(self._owned, config.optim)
+        optimizer = build_optimizer(self._owned, config.optim)
         scaler = self._strategy.grad_scaler()
         self._state = TrainState(self._owned, optimizer, constant(optimizer), scaler, Progress())
         if config.ema.decay is not None:
@@ -228,18 +226,6 @@ class Stage:
 
     def _name_gradients(self, module: nn.Module) -> None:
         self._ledger.name("gradients", [p.grad for p in module.parameters() if p.grad is not None])
-
-
-def _optimizer(module: nn.Module, optim: dict[str, Any]) -> Optimizer:
-    """The run's optimizer, fused if possible: the same memory, but faster to simulate."""
-    optimizer = build_optimizer(module, optim)
-    base = parts_of(optimizer)[0]
-    open_to_choice = all(base.defaults.get(way, False) is None for way in ("fused", "foreach"))
-    plain = all(parameter.is_floating_point() for parameter in module.parameters())
-    has_kernel = isinstance(base, Adam | AdamW) and plain  # for sharded parameters, too
-    if has_kernel and open_to_choice and not sparse_weights(module):
-        return build_optimizer(module, optim | {"fused": True})
-    return optimizer
 
 
 def _ddp_buckets(config: Config, module: nn.Module) -> dict[nn.Parameter, Tensor]:

@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError, first_few
+from trainer.optim.layout import is_dense, lay_out_gradients
 from trainer.optim.schedules import check_optimizer, sparse_weights
 from trainer.optim.several import Several, parts_of
 from trainer.optim.train_state import parameter_names
@@ -21,9 +22,8 @@ from trainer.optim.whole_matrices import WholeMatrices
 
 log = logging.getLogger(__name__)
 
-_FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step on a GPU
+_FUSED = (Adam, AdamW, SGD)  # torch's optimizers with one kernel for a step
 _FUSED_SHARDED = (Adam, AdamW)  # those of them that support sharded parameters
-_FUSED_ON = ("cuda",)  # on a CPU, where the last bits differ, it must be set explicitly
 
 
 def freeze(model: nn.Module, node: dict[str, Any]) -> None:
@@ -95,17 +95,23 @@ def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def build_optimizer(model: nn.Module, optim: dict[str, Any]) -> Optimizer:
+def build_optimizer(model: nn.Module, optim: dict[str, Any], exact: bool = False) -> Optimizer:
     """The optimizer of the trained parameters of `model`, which is unwrapped.
+
+    Args:
+        exact: whether a step must have the same bits on shards of the parameters, as in `train.exact`.
 
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
-    parts = [_part(name, model, optim, sets) for name, sets in parameter_sets(model, optim).items()]
+    sets = parameter_sets(model, optim)
+    parts = [_part(name, model, optim, own, exact) for name, own in sets.items()]
     return parts[0] if len(parts) == 1 else Several(parts)
 
 
-def _part(name: str, model: nn.Module, optim: dict[str, Any], sets: list[dict[str, Any]]) -> Optimizer:
+def _part(
+    name: str, model: nn.Module, optim: dict[str, Any], sets: list[dict[str, Any]], exact: bool
+) -> Optimizer:
     """The optimizer of the node at `name`: that of `optim`, or of one of its groups."""
     entries, _ = parameter_groups(optim)
     own = {key: value for key, value in optim.items() if key not in ("groups", "undecayed")}
@@ -114,8 +120,10 @@ def _part(name: str, model: nn.Module, optim: dict[str, Any], sets: list[dict[st
         own = entries[0].optimizer or {}
     optimizer = _built(name, own, sets)
     check_optimizer(optimizer, model)
-    if (at_once := _at_once(optimizer, own)) and not sparse_weights(model):
+    if (at_once := _at_once(optimizer, own, exact)) and not sparse_weights(model):
         optimizer = _built(name, own | at_once, sets)
+    if any(group.get("fused") for group in optimizer.param_groups):
+        optimizer.register_step_pre_hook(lay_out_gradients)
     asked = any(entry.weight_decay is not None for entry in entries if name != "optim" or not entry.optimizer)
     if asked and "weight_decay" not in optimizer.defaults:
         raise UserError(
@@ -132,22 +140,25 @@ def _built(name: str, node: dict[str, Any], sets: list[dict[str, Any]]) -> Optim
     return instantiate(name, node, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
 
 
-def _at_once(optimizer: Optimizer, optim: dict[str, Any]) -> dict[str, bool]:
+def _at_once(optimizer: Optimizer, optim: dict[str, Any], exact: bool) -> dict[str, bool]:
     """The option to update all parameters at once, if they allow it and unless `optim` chooses itself.
 
-    `fused` reads each tensor once, and under fp16 reads on the device whether to skip the step: the others
-    make the host wait for that flag. Parameters that FSDP offloads from a GPU get `foreach`: by default
-    torch would loop over them in Python.
+    `fused` reads each tensor once, in a half to a quarter of the time on a CPU, and under fp16 reads on the
+    device whether to skip the step: the others make the host wait for that flag. A CPU's kernel rounds
+    differently at the end of a tensor, so an `exact` run does without. Parameters that FSDP offloads from a
+    GPU get `foreach`: by default torch would loop over them in Python.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable", "differentiable"))
-    fit = all(p.is_floating_point() and _computed_on(p) in _FUSED_ON for p in parameters)
-    if chosen or optimizer.defaults.get("differentiable") or not fit:
+    fit = all(p.is_floating_point() and is_dense(p) for p in parameters)
+    devices = {_computed_on(parameter) for parameter in parameters}
+    known = devices <= ({"cuda"} if exact else {"cuda", "cpu"})
+    if chosen or optimizer.defaults.get("differentiable") or not fit or not known:
         return {}
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     if type(optimizer) in (_FUSED_SHARDED if sharded else _FUSED):
         return {"fused": True}
-    offloaded = any(parameter.is_cpu for parameter in sharded)
+    offloaded = devices == {"cuda"} and any(parameter.is_cpu for parameter in sharded)
     return {"foreach": True} if offloaded and "foreach" in optimizer.defaults else {}
 
 

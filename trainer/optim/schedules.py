@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
 from trainer.nested import leaves
+from trainer.optim.layout import is_dense
 
 WATCHED = "eval/loss"  # the metric for ReduceLROnPlateau
 
@@ -245,6 +246,12 @@ def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], opti
         raise UserError(
             f"optim.{found[0]}=true: torch has no such step of {name} for sharded parameters; leave it out, "
             "or use strategy=ddp, or optim=adamw"
+        )
+    odd = [names[p] for p in names if p in optimized and p.is_cpu and not is_dense(p)]
+    if "fused" in chosen and odd:
+        raise UserError(
+            f"optim.fused=true: {odd[0]} is a view with gaps or in another order, which torch's kernel takes "
+            "for a contiguous one; leave it out, or make the parameter contiguous"
         )
     if "capturable" in chosen and on_cpu:
         raise UserError(

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from trainer.errors import NonFiniteError
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
+from trainer.optim.layout import laid_out_as
 from trainer.optim.progress import Progress
 from trainer.optim.schedules import after_step
 
@@ -187,6 +188,9 @@ class TrainState:
                 ],
             }
         )
+        for parameter, state in self.optimizer.state.items():
+            if isinstance(state, dict):
+                state.update({key: laid_out_as(parameter, value) for key, value in state.items()})
 
     def _optimizer_names(self) -> list[str]:
         names = {parameter: name for name, parameter in parameter_names(self.model)}

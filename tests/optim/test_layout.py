@@ -1,0 +1,62 @@
+"""A fused step on a CPU, whose kernel takes a parameter, its gradient and its state to be laid out alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.optim.param_groups import build_optimizer
+from trainer.optim.schedules import constant
+from trainer.optim.train_state import Progress, TrainState
+
+LAST = torch.channels_last
+
+
+def state_of(target: str, fused: bool, memory_format: torch.memory_format = LAST) -> TrainState:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=memory_format)  # type: ignore[call-overload]
+    optimizer = build_optimizer(model, {"_target_": f"torch.optim.{target}", "lr": 0.1, "fused": fused})
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return TrainState(model, optimizer, constant(optimizer), scaler, Progress())
+
+
+def step(state: TrainState, memory_format: torch.memory_format = LAST) -> torch.Tensor:
+    """The weight after a step whose gradient user code has laid out by itself."""
+    weight: Any = state.model.weight
+    weight.grad = weight.detach().square().contiguous(memory_format=memory_format)
+    state.optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("target", ["SGD", "Adam", "AdamW"])
+def test_a_gradient_in_another_layout_gives_the_same_step(target: str) -> None:
+    fused, plain = (step(state_of(target, each), torch.contiguous_format) for each in (True, False))
+    torch.testing.assert_close(fused, plain, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_restored_state_is_laid_out_as_the_parameter(fused: bool) -> None:
+    """A checkpoint has rows in order, whatever the layout of the run that saved it."""
+    first = state_of("AdamW", fused)
+    step(first)
+    saved = first.state_dict()
+    moments = saved["optimizer"]["state"]["weight"]
+    saved["optimizer"]["state"]["weight"] = {
+        name: each.clone(memory_format=torch.contiguous_format) for name, each in moments.items()
+    }
+    resumed = state_of("AdamW", fused)
+    resumed.load_state_dict(saved)
+    assert torch.equal(step(resumed), step(first))
+    (own,) = resumed.optimizer.state.values()
+    assert own["exp_avg"].is_contiguous(memory_format=LAST)
+
+
+def test_a_parameter_with_gaps_is_not_fused() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(4, 6)[:, ::2])
+    optim = {"_target_": "torch.optim.SGD", "lr": 0.1}
+    assert not build_optimizer(model, optim).defaults["fused"]
+    with pytest.raises(UserError, match=r"optim\.fused=true: weight is a view with gaps"):
+        build_optimizer(model, optim | {"fused": True})
