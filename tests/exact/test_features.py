@@ -83,7 +83,7 @@ def test_buffers_written_past_torchs_counters_are_averaged(tmp_path: Path, how: 
     [
         ("late", "a step made the buffer made, without a mean over leaves"),
         ("later", "the buffer mean changed since the first step of this start, but not in it"),
-        ("frozen", "the forward pass changes teacher, a frozen parameter"),
+        ("frozen", "a forward or backward pass changes teacher"),
     ],
 )
 def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path, how: str, words: str) -> None:

@@ -34,7 +34,6 @@ class LeafBuffers:
         self._begin: dict[int, Tensor] = {}
         self._still: dict[int, Tensor] = {}  # copies of those that do not change, compared in turns
         self._turns = Turns(len(self._places))
-        self._frozen: dict[str, tuple[Tensor, int]] = {}  # parameters, and their versions when a step began
         self._seen: dict[int, tuple[Tensor, int]] = {}
         self._changed: set[int] = set()
         self._made: list[list[Tensor]] = []  # by this rank's leaves
@@ -43,8 +42,6 @@ class LeafBuffers:
         """Called before each leaf's forward pass."""
         if not self._made:
             self._begin = {place: self._buffer(place).clone() for place in self._followed()}
-            frozen = ((name, p) for name, p in self._model.named_parameters() if not p.requires_grad)
-            self._frozen = {name: (p, p._version) for name, p in frozen}
         else:
             self._restore()
         self._seen = {place: (now := self._buffer(place), now._version) for place in range(len(self._places))}
@@ -66,7 +63,7 @@ class LeafBuffers:
 
         Raises:
             UserError: leaves disagree in a buffer of integers, a buffer changed that did not before, or the
-                step made one, or changed a frozen parameter.
+                step made one.
         """
         followed, made = self._followed(), self._made
         self._made = []
@@ -75,11 +72,6 @@ class LeafBuffers:
             raise UserError(
                 f"train.exact: a step made the buffer {min(late)}, without a mean over leaves; register it "
                 "in __init__"
-            )
-        if moved := [n for n, (p, version) in self._frozen.items() if p._version != version]:
-            raise UserError(
-                f"train.exact: the forward pass changes {moved[0]}, a frozen parameter, without a mean over "
-                "leaves; make it a buffer"
             )
         for place in self._turns.next():
             if place in self._still and not same_bits(self._buffer(place), self._still[place]):
