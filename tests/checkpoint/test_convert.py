@@ -1,8 +1,10 @@
 """show, verify and convert: every form holds the same tensors."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from safetensors.torch import load_file
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights
+from trainer.checkpoint import convert, load_weights
 from trainer.checkpoint.__main__ import main
+from trainer.checkpoint.listing import Listing
 from trainer.errors import UserError
 
 STEP = "checkpoints/step_00000003"
@@ -140,6 +143,56 @@ def test_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "holds none" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
     assert "not a checkpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "hf", "dcp"])
+def test_what_a_killed_attempt_left_is_not_in_the_way(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(_save, 1, tmp_path, "full")
+    out = tmp_path / "out"
+    with monkeypatch.context() as killed:  # before its end, and without any cleaning up
+        killed.setattr(convert, "appear", Mock(side_effect=KeyboardInterrupt))
+        killed.setattr(convert.shutil, "rmtree", Mock())
+        killed.setattr(Path, "unlink", Mock())
+        with pytest.raises(KeyboardInterrupt):
+            main(["convert", str(tmp_path / STEP), str(out), "--to", to])
+    assert not out.exists()
+    for folder in (tmp_path / ".tmp_out", *tmp_path.glob(".tmp_*/out")):
+        if folder.is_dir():
+            (folder / "left").touch()
+    assert main(["convert", str(tmp_path / STEP), str(out), "--to", to]) == 0
+    assert not (out / "left").exists(), "nothing of the attempt before is in it"
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "hf", "dcp"])
+def test_a_full_disk_is_told_in_a_line(
+    tmp_path: Path, to: str, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(_save, 1, tmp_path, "full")
+    with contextlib.suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert main(["convert", str(tmp_path / STEP), str(small_disk / "out"), "--to", to]) == 2
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and said.count("\n") == 1
+    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
+
+
+def test_a_checkpoint_that_its_run_deletes_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(_save, 1, tmp_path, "full")
+    listed = Listing.directories
+
+    def then_pruned(listing: Listing[Path]) -> list[Path]:
+        found = listed(listing)
+        (tmp_path / STEP).rename(tmp_path / "checkpoints" / ".tmp_pruned")
+        return found
+
+    monkeypatch.setattr(Listing, "directories", then_pruned)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "incomplete: a run copies or deletes it now" in capsys.readouterr().out
 
 
 def test_a_tied_weight_stays_tied_for_torch_and_is_whole_for_others(tmp_path: Path) -> None:

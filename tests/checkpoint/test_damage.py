@@ -211,6 +211,28 @@ def test_a_manifest_lists_no_empty_things(tmp_path: Path, digest: dict[str, Any]
         manifest.read_manifest(seal_in)
 
 
+def test_a_manifest_of_a_million_metrics_is_not_written_again_to_check_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With indents that takes ten times as long, and twice the memory."""
+    seal_in = tmp_path / "step_00000001"
+    seal_in.mkdir()
+    store.seal(seal_in, manifest.Manifest("full", 1, 1.0, {}, {"eval/loss": 0.5}, run_id="tiny"))
+    dumps = json.dumps
+
+    def without_indents(value: Any, **options: Any) -> str:
+        assert not options.get("indent")
+        return dumps(value, **options)
+
+    monkeypatch.setattr(json, "dumps", without_indents)
+    assert manifest.read_manifest(seal_in).metrics == {"eval/loss": 0.5}
+    text = (seal_in / "manifest.json").read_text()
+    for change in (text.replace("0.5", "0.7"), text.replace("{", '{"more": 1,', 1)):
+        (seal_in / "manifest.json").write_text(change)
+        with pytest.raises(UserError, match="it is not what was written"):
+            manifest.read_manifest(seal_in)
+
+
 def test_an_index_cannot_have_more_chunks_than_files() -> None:
     """Else one of a few megabytes, of chunks without rows, takes seconds to check."""
     empty = {"file": "a", "key": "w", "begin": 0, "shape": [0, 5]}

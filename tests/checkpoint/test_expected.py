@@ -4,11 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tests.checkpoint import tiny
 from tests.faults.test_ends import TINY
 from tests.ranks import run_ranks
 from tests.runs import train
+from trainer.checkpoint.expected import Expected
 from trainer.errors import UserError
 
 QUICK = (*TINY, "schedule=constant", "train.log_every_steps=1", "train.eval_every_epochs=0")
@@ -91,3 +95,18 @@ def test_what_no_resume_would_take_is_refused_by_name(tmp_path: Path, world_size
         assert re.search(pattern, message), message
         metrics = tmp_path / str(number) / "metrics.jsonl"
         assert not metrics.exists() or not metrics.read_text(), "refused before a step was logged"
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        (torch.empty(2, dtype=torch.uint4), r"is of torch.uint4, .* view\(torch.uint8\)"),
+        (torch.zeros(1).expand(3), r"is expanded: .* add .clone\(\)"),
+    ],
+    ids=["dtype", "expanded"],
+)
+def test_a_buffer_that_no_resume_could_fill_is_refused(held: Tensor, words: str) -> None:
+    state = tiny.train_state()
+    state.model.register_buffer("held", held)
+    with pytest.raises(UserError, match=f"a checkpoint cannot hold model.held, which {words}"):
+        Expected(state)

@@ -3,9 +3,7 @@
 import contextlib
 import logging
 import os
-import subprocess
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,27 +17,9 @@ from tests.ranks import run_ranks
 from trainer.checkpoint import Checkpointer, manifest, saved_seed, store, writing
 from trainer.config import KeepBest
 from trainer.errors import UserError
+from trainer.optim.train_state import TrainState
 
 TENSORS = "model-00000-of-00001.safetensors"
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1.5 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a tmpfs")
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
 
 
 def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
@@ -221,20 +201,45 @@ def test_auto_does_not_start_anew_over_damage(tmp_path: Path) -> None:
     run_ranks(_all_damaged, 1, tmp_path)
 
 
-def _save_of_many_parts(run_dir: Path) -> list[str]:
-    state = tiny.train_state()
-    checkpointer = tiny.checkpointer(run_dir, state=state)
+def _save_what_cannot_be_read(run_dir: Path) -> tuple[list[str], list[str]]:
+    """The messages of saves that are refused, and what they leave."""
+    deep: list[Any] = []
+    for _ in range(60):
+        deep = [deep]
+    named = tiny.train_state()
+    named.model.register_parameter("__metadata__", torch.nn.Parameter(torch.ones(1)))
+    saves: list[tuple[TrainState, dict[str, float], dict[str, Any]]] = [
+        (tiny.train_state(), {}, {"seen": [[]] * 5000}),
+        (tiny.train_state(), {}, {"seen": deep}),
+        (tiny.train_state(), {f"eval/{number}": 0.5 for number in range(900)}, {}),
+        (named, {}, {}),
+    ]
+    messages = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.files.untrusted._MAX_JSON_PARTS", 1000)
-        with pytest.raises(
-            UserError, match=r"step 0 could not be saved: .*[\d,]+ lists and mappings; more than"
-        ):
-            checkpointer.save(state, data_state={"seen": [[]] * 5000})
-    return [entry.name for entry in (run_dir / "checkpoints").iterdir()]
+        patch.setattr("trainer.checkpoint.manifest._MAX_MANIFEST_BYTES", 10_000)
+        for number, (state, metrics, data_state) in enumerate(saves):
+            state.progress.step = number
+            with pytest.raises(UserError) as failure:
+                tiny.checkpointer(run_dir, state=state).save(state, metrics, data_state)
+            messages.append(str(failure.value))
+    return messages, [entry.name for entry in (run_dir / "checkpoints").iterdir()]
 
 
 def test_nothing_is_saved_that_no_resume_would_read(tmp_path: Path) -> None:
-    assert run_ranks(_save_of_many_parts, 1, tmp_path) == [[]]
+    messages, left = run_ranks(_save_what_cannot_be_read, 1, tmp_path)[0]
+    assert left == []
+    words = (
+        "lists and mappings; more than",
+        "nested more than 60 deep",
+        "10,000 are not read",
+        "begins at byte",
+    )
+    for number, (message, expected) in enumerate(zip(messages, words, strict=True)):
+        assert (
+            message.startswith(f"the checkpoint of step {number} could not be saved: ")
+            and expected in message
+        )
 
 
 def _resume_twice(run_dir: Path) -> list[str]:

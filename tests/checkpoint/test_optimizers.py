@@ -1,16 +1,22 @@
 """Torch's optimizers and schedules: a resumed run has all bits of one that was never stopped."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests import runs
+from tests.checkpoint import tiny
 from tests.checkpoint.whole_runs import SINGLE, differences, run
 from tests.faults.test_ends import TINY, refusals
 from tests.ranks import run_ranks
+from trainer.checkpoint.tree import take_apart
 from trainer.distributed.process_group import process_group
+from trainer.local_shard import same_bits
+from trainer.optim.train_state import Progress, TrainState
 
 STOP = 4  # within the second epoch
 BASE = (
@@ -127,3 +133,64 @@ def test_each_optimizer_and_schedule_goes_on_exactly(tmp_path: Path) -> None:
     found = run_ranks(_differences, 1, tmp_path, init=False)[0]
     assert len(found) == len(OPTIMIZERS) == 12
     assert {pair: different for pair, different in found.items() if different} == {}
+
+
+class Odd(torch.optim.Optimizer):
+    """With state of all kinds, of parameters and of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        self.state["own"].setdefault("sums", [torch.zeros(2)])[0].add_(0.3)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["moment"] = state.get("moment", torch.zeros(parameter.shape)) * 0.9 + parameter.grad.float()
+            state["counts"] = torch.tensor([2**60 + self.state["calls"]])
+            state["phase"] = [torch.tensor(1j), {"name": "warm", "of": (None, 2**70)}]
+            state["name"] = "odd"
+            parameter -= self.param_groups[0]["lr"] * state["moment"].to(parameter.dtype)
+
+
+def _bf16_state(kind: type[torch.optim.Optimizer]) -> TrainState:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).bfloat16()
+    optimizer = kind(model.parameters(), {"lr": 0.1})
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return TrainState(model, optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False), Progress())
+
+
+def _make_steps(state: TrainState, count: int) -> None:
+    for _ in range(count):
+        for parameter in state.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.37) + state.progress.step
+        state.optimizer.step()
+        state.schedule.step()
+        state.progress.advance(12, 48)
+
+
+def _odd_differences(root: Path, kind: type[torch.optim.Optimizer]) -> tuple[list[str], Any, Any]:
+    """The tensors that differ after four steps, two of them after a resume, and all else of both."""
+    states = [_bf16_state(kind), _bf16_state(kind)]
+    for resumes in (False, True):
+        checkpointer = tiny.checkpointer(root)
+        checkpointer.begin(states[resumes])
+        assert tiny.restore(checkpointer, states[resumes], "auto") == resumes
+        _make_steps(states[resumes], 2)
+        if not resumes:
+            checkpointer.save(states[0])
+            _make_steps(states[0], 2)
+    (tensors, plain), (resumed, plain_resumed) = (take_apart(state.state_dict()) for state in states)
+    assert tensors.keys() == resumed.keys()
+    return [name for name in tensors if not same_bits(tensors[name], resumed[name])], plain, plain_resumed
+
+
+def _nadam(parameters: Iterator[Tensor], options: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(parameters, **options)
+
+
+@pytest.mark.parametrize("kind", [Odd, _nadam])
+def test_state_of_other_dtypes_than_the_parameters_goes_on_exactly(tmp_path: Path, kind: Any) -> None:
+    """torch's load_state_dict would round it to that of the parameter, and make a text a generator."""
+    different, whole, resumed = run_ranks(_odd_differences, 1, tmp_path, kind)[0]
+    assert different == []
+    assert whole == resumed

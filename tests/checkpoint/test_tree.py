@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
+import numpy
 import pytest
 import torch
 
@@ -33,7 +34,9 @@ def test_two_tensors_of_one_path_are_refused(state):
 
 
 @pytest.mark.parametrize(
-    "state", [Pair(1, ONE), defaultdict(int, a=1), 10**6000], ids=["names", "default", "digits"]
+    "state",
+    [Pair(1, ONE), defaultdict(int, a=1), 10**6000, numpy.longdouble("0.1")],
+    ids=["names", "default", "digits", "long double"],
 )
 def test_what_would_come_back_as_something_else_is_refused(state):
     with pytest.raises(UserError, match=r"a checkpoint cannot hold x\.state"):

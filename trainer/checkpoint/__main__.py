@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, verified
 from trainer.distributed.backend_flags import DTYPES
 from trainer.errors import UserError
-from trainer.files.address import Location, location
+from trainer.files.address import Address, Location, location
 from trainer.files.untrusted import printable
 
 
@@ -61,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     "without a config.json, which from_pretrained needs: the run's model has no such config"
                 )
             return 0
-        reports = [_report(path, in_full=chosen.command == "show") for path in _checkpoints(chosen.directory)]
+        reports = [
+            _report(path, chosen.command == "show", is_listed=path != chosen.directory)
+            for path in _checkpoints(chosen.directory)
+        ]
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return UserError.exit_code
@@ -88,12 +91,17 @@ def _checkpoints(directory: Location) -> Iterator[Location]:
     yield from found
 
 
-def _report(directory: Location, in_full: bool) -> bool:
-    """Print a report of one checkpoint; return whether it is intact."""
+def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
+    """Print a report of one checkpoint; return whether it is intact, or is being copied or deleted."""
     try:
         source: OpenCheckpoint | None = verified(directory)
         health = "intact"
     except UserError as error:
+        if is_listed and _is_in_change(directory):
+            print(
+                f"{printable(directory)}: incomplete: its run is just copying or deleting it, or was killed"
+            )
+            return True
         source, health = None, f"DAMAGED: {error}"
     print(f"{printable(directory)}: {health}")
     if in_full:
@@ -103,6 +111,11 @@ def _report(directory: Location, in_full: bool) -> bool:
         except UserError as error:
             print(f"  {error}")
     return source is not None
+
+
+def _is_in_change(directory: Location) -> bool:
+    """Whether a checkpoint that was listed is none: at an address it gets its manifest last."""
+    return not (directory / MANIFEST).exists() and (isinstance(directory, Address) or not directory.is_dir())
 
 
 def _facts(source: OpenCheckpoint) -> dict[str, str]:

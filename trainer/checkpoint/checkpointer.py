@@ -116,6 +116,7 @@ class Checkpointer:
         """As `Resuming.restore`."""
         self.restored_data_states = self._resuming.restore(state, source, self._dist.device)
         self.restored_metrics = source.manifest.metrics
+        self._store.saved_after = source.manifest.saved_at
         if source.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
 
@@ -224,6 +225,7 @@ class Checkpointer:
 
     def _write_alone(self, contents: Contents) -> bool:
         store = Store(self._store.root, self._store.run_id, shared=True)
+        store.saved_after = self._store.saved_after
         with store.turn():
             if self.newest_step() == contents.step:
                 return False

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from trainer.checkpoint.state_file import MODEL_CONFIG
 from trainer.checkpoint.store import appear
 from trainer.errors import UserError
 from trainer.files.address import Location
+from trainer.files.untrusted import reason
 
 FORMS = ("safetensors", "torch", "hf", "dcp")
 FILE_BYTES = 5 * 10**9  # as Hugging Face splits
@@ -45,6 +48,7 @@ def convert(
 
     Raises:
         UserError: the checkpoint does not verify, `out` exists, or its parent does not.
+        OSError: of the disk.
     """
     if out.exists() or out.is_symlink():
         raise UserError(f"{out} exists already")
@@ -52,7 +56,8 @@ def convert(
         raise UserError(f"{out.parent} is not a directory")
     source = verified(directory)
     weights = source.weights(averaged)
-    temporary = out.with_name(f".tmp_{out.name}")
+    beside = Path(tempfile.mkdtemp(prefix=".tmp_", dir=out.parent))  # shared with no other attempt
+    temporary = beside / out.name
     try:
         match to:
             case "safetensors":
@@ -63,18 +68,15 @@ def convert(
                     file.flush()
                     os.fsync(file.fileno())
             case "dcp":
-                dcp.save(_converted(weights, dtype), checkpoint_id=temporary, no_dist=True)
+                _write_dcp(temporary, _converted(weights, dtype))
                 fsync_directory(temporary)
             case "hf":
                 temporary.mkdir()
                 _write_hf(temporary, source, weights, dtype, file_bytes)
                 fsync_directory(temporary)
         appear(temporary, out)
-    except BaseException:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        temporary.unlink(missing_ok=True)
-        raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
@@ -95,6 +97,16 @@ def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype 
             )
     ordered = sorted(weights.items(), key=lambda item: (-_dtype_of(item[1], dtype).itemsize, item[0]))
     write_file(path, [to_store(name, value) for name, value in ordered])
+
+
+def _write_dcp(folder: Path, weights: dict[str, Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a process without a process group, which no_dist says
+        try:
+            dcp.save(weights, checkpoint_id=folder, no_dist=True)
+        except dcp.CheckpointException as error:  # not an Exception
+            cause = next(iter(error.failures.values()))[0]
+            raise UserError(f"{folder.name} cannot be written: {reason(cause)}") from error
 
 
 def _write_hf(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.layout import DTYPES
 from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, is_extra_state
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
@@ -33,7 +34,7 @@ class Expected:
         _check_model(state.model)
         tensors, _ = take_apart(state.state_dict())
         for name, tensor in tensors.items():
-            if (problem := unusual(to_local(tensor))) is not None:
+            if (problem := _unsavable(to_local(tensor))) is not None:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
         named = every_parameter(state.model)
         # Without DTensors: FSDP itself replaces them by gathered ones.
@@ -99,6 +100,17 @@ def unusual(tensor: Tensor) -> str | None:
         return "is on the meta device: it was saved without its numbers"
     if tensor.is_nested or tensor.is_quantized or type(tensor) not in (Tensor, nn.Parameter):
         return f"is nested, quantized or a {type(tensor).__name__}, not a plain tensor"
+    return None
+
+
+def _unsavable(tensor: Tensor) -> str | None:
+    """As `unusual`, of a tensor that a resume has to read and to fill."""
+    if (problem := unusual(tensor)) is not None:
+        return problem
+    if tensor.dtype not in DTYPES.values():
+        return f"is of {tensor.dtype}, which no checkpoint holds; keep its bytes, with view(torch.uint8)"
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "is expanded: torch fills no tensor whose numbers share memory; add .clone()"
     return None
 
 

@@ -26,10 +26,11 @@ _OTHER_DTYPES = (
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 )
-_DTYPES = {
+DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (*NAMES, *(getattr(torch, name) for name in _OTHER_DTYPES if hasattr(torch, name)))
 }
+"""What a checkpoint may hold, by the name in its index."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def index_from_json(fields: Fields) -> dict[str, IndexEntry]:
 
 
 def _entry(name: str, fields: Fields) -> IndexEntry:
-    dtype, shape = _DTYPES.get(fields.text("dtype")), sizes_in(fields.sequence("shape"))
+    dtype, shape = DTYPES.get(fields.text("dtype")), sizes_in(fields.sequence("shape"))
     if dtype is None:
         fields.refuse("dtype", "one that a checkpoint may hold")
     if shape is None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from trainer.checkpoint.manifest import STEP_NAME, Manifest, read_manifest
 from trainer.errors import UserError
-from trainer.files.address import Address, Location
+from trainer.files.address import Address, Location, UnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,22 @@ class Listing(Generic[P]):
         return [path for _, path in sorted(self.dated(), key=lambda each: each[0], reverse=True)]
 
     def dated(self) -> Iterator[tuple[float, P]]:
-        """The checkpoints of ``newest_first``, unordered, each after its time in seconds since 1970."""
+        """The checkpoints of ``newest_first``, unordered, each after its time in seconds since 1970.
+
+        Raises:
+            UnreachableError: an address does not answer; which is the newest there is not known.
+        """
         for path in self.directories():
             try:
                 manifest = read_manifest(path)
+            except UnreachableError:
+                raise
             except UserError:
-                yield path.stat().st_mtime if isinstance(path, Path) else 0.0, path
+                try:
+                    saved_at = path.stat().st_mtime if isinstance(path, Path) else 0.0
+                except FileNotFoundError:  # its run has just deleted it
+                    continue
+                yield saved_at, path
             else:
                 if self.run_id in (manifest.run_id, None):  # None: those of all runs
                     yield manifest.saved_at, path

@@ -111,14 +111,14 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
     _compare_kinds(saved["ema"], ours["ema"], "ema", required=ours["ema"].keys() if saved["ema"] else ())
     if saved["model"].keys() != ours["model"].keys():
         raise UserError("the checkpoint is of another model: its state does not name this model's tensors")
-    names = saved["optimizer"]["state"].keys() - dict(parameter_names(state.model)).keys()
-    if names and not has_user_part(
-        state.optimizer
-    ):  # a user's may keep state of all parameters under a name of its own
-        foreign = sorted(names)
-        raise UserError(f"the checkpoint's optimizer has state of unknown parameters: {first_five(foreign)}")
-    for name, of_parameter in saved["optimizer"]["state"].items():
-        _compare_kinds(of_parameter, {}, f"optimizer.state.{name}")
+    parameters = dict(parameter_names(state.model))
+    foreign = [str(key) for key in saved["optimizer"]["state"] if key not in parameters]
+    if foreign and not has_user_part(state.optimizer):  # which may keep state of no parameter
+        raise UserError(
+            f"the checkpoint's optimizer has state of unknown parameters: {first_five(sorted(foreign))}"
+        )
+    for name in saved["optimizer"]["state"].keys() & parameters.keys():
+        _compare_kinds(saved["optimizer"]["state"][name], {}, f"optimizer.state.{name}")
     _check_optimizer_state(state, saved["optimizer"])
     _compare_kinds(saved["optimizer"]["param_groups"], ours["optimizer"]["param_groups"], "param_groups")
     if state.scaler.is_enabled() and saved["scaler"]:

@@ -14,15 +14,14 @@ import secrets
 import shutil
 import socket
 import threading
-import time
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from trainer.checkpoint.listing import Listing, Retention
-from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, read_manifest
+from trainer.checkpoint.listing import Listing, Retention, newest_run_id
+from trainer.checkpoint.manifest import MANIFEST, Manifest, is_run_id, manifest_text, read_manifest
 from trainer.errors import UserError
-from trainer.files.address import Address
+from trainer.files.address import Address, UnreachableError
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, printable, read_json, reason
 
@@ -32,7 +31,6 @@ OWNER = "run.json"
 METRICS = "metrics.jsonl"
 _SMALL_FILES = ("config.yaml", METRICS, "result.json")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0, 5.0
-_TRIES_AT_START = 4
 
 
 class TakenError(UserError):
@@ -159,15 +157,16 @@ class Remote(NoRemote):
     def _begin(self) -> None:
         """Become the process that puts files at the address, and remove incomplete checkpoints there."""
         assert self._there.run_id is not None
-        owner = _owner(self._address)
-        if owner is not None and owner["run_id"] != self._there.run_id:
-            raise TakenError(f"{self._address} belongs to another run, {owner['run_id']}")
+        run_id = _run_at(self._address)
+        if run_id not in (None, self._there.run_id):
+            raise TakenError(f"{self._address} belongs to another run, {run_id}")
         own = {
             "run_id": self._there.run_id,
             "session": self._session,
             "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
         }
-        (self._address / OWNER).write(json.dumps(own).encode(), create=owner is None)
+        file = self._address / OWNER
+        file.write(json.dumps(own).encode(), create=not file.exists())
         for directory in self._there.directories():
             if not (directory / MANIFEST).exists():
                 directory.remove()
@@ -195,14 +194,18 @@ class Remote(NoRemote):
             return
         there.make()
         for name in sorted(manifest.files):
+            self._check_owner()  # before each: this process may have been stopped for hours
             self._put_file(path / name, there / name)
         sizes = there.sizes()
         for name, file in manifest.files.items():
             if sizes.get(name) != file.bytes:
                 self._copied.clear()
                 raise UserError(f"{there / name} arrived with {sizes.get(name)} of {file.bytes} bytes")
+        if read_manifest(path) != manifest:
+            self._copied.clear()
+            raise UserError(f"{path} was replaced while it was copied")
         self._check_owner()
-        (there / MANIFEST).write((path / MANIFEST).read_bytes(), create=True)
+        (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         self._safe_step = manifest.step
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
         for old in self._there.beyond(self._retention):
@@ -218,6 +221,8 @@ class Remote(NoRemote):
                 if read_manifest(there) == manifest:
                     self._safe_step = manifest.step
                     return None
+            except UnreachableError:
+                raise
             except UserError as error:
                 log.debug("%s", error)
             number += 1
@@ -250,18 +255,24 @@ def run_at(address: str) -> str | None:
     """The id of the run to which `address` belongs; None if it is free.
 
     Raises:
-        UserError: the address could not be reached in four tries, or its owner's file is damaged.
+        UserError: the address could not be reached.
     """
-    for left in reversed(range(_TRIES_AT_START)):
-        try:
-            owner = _owner(Address(address))
-        except UserError as error:
-            if not left:
-                raise UserError(f"checkpoint.remote: {error}") from error
-            time.sleep(_FIRST_PAUSE_S)
-        else:
-            return None if owner is None else owner["run_id"]
-    raise AssertionError("unreachable")
+    try:
+        return _run_at(Address(address))
+    except UserError as error:
+        raise UserError(f"checkpoint.remote: {error}") from error
+
+
+def _run_at(address: Address) -> str | None:
+    """As `run_at`: by its owner's file, or else by the newest checkpoint there."""
+    owner = None
+    try:
+        owner = _owner(address)
+    except UnreachableError:
+        raise
+    except UserError as error:  # a store may have been full, or lost its power, while it was written
+        log.warning("%s; going by the checkpoints there", error)
+    return owner["run_id"] if owner is not None else newest_run_id(address)
 
 
 def fetch_history(address: str, run_dir: Path) -> None:

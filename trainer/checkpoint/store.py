@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from trainer.checkpoint.hashing import FileDigest, fsync_directory, write_text
@@ -59,11 +59,16 @@ class Store(Listing[Path]):
 
     Args:
         shared: another process may still write here: what it has not finished is left to the next start.
+
+    Attributes:
+        saved_after: the time of the checkpoint that the run goes on from, in seconds since 1970. It may be at
+            an address; the clock of this machine may be behind that of the machine that saved it.
     """
 
     def __init__(self, root: Path, run_id: str | None = None, shared: bool = False) -> None:
         super().__init__(root, run_id)
         self._shared = shared
+        self.saved_after = 0.0
         self._filling, self._begun_at = root, 0.0
         self._named: set[Path] = set()
 
@@ -98,22 +103,33 @@ class Store(Listing[Path]):
         self._sweep()
         # Not the time of `commit`: a save at a fault may overtake one that is being written. If the clock was
         # set back, the newest must still have the latest time.
-        self._begun_at = max([time.time(), *(_saved_at(path) + 1e-3 for path in self.directories())])
+        before = max([self.saved_after, *map(_saved_at, self.directories())])
+        self._begun_at = max(time.time(), before + 1e-3)
         self._filling = _unused(self.root / f"{_TEMPORARY}{self.path(step).name}")
         self._filling.mkdir()
         return self._filling
 
     @at_disk()
     def commit(
-        self, step: int, format: str, files: Mapping[str, FileDigest], metrics: Mapping[str, float]
+        self,
+        step: int,
+        format: str,
+        files: Mapping[str, FileDigest],
+        metrics: Mapping[str, float],
+        check: Callable[[Path], object] = lambda sealed: None,
     ) -> Path:
         """Make the ``new_directory``, with all files fsynced, the checkpoint of ``step`` and ``latest``.
 
-        Returns its path. Raises as `seal`.
+        Args:
+            check: called with the complete directory before it has its name: raises if no resume would read
+                it.
+
+        Returns its path. Raises as `seal` and as ``check``.
         """
         values = {name: float(value) for name, value in metrics.items()}
         assert self.run_id is not None
         seal(self._filling, Manifest(format, step, self._begun_at, dict(files), values, self.run_id))
+        check(self._filling)
         final = self._vacated(step)
         appear(self._filling, final)
         self._sweep()

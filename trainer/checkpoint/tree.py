@@ -56,7 +56,9 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, torch.dtype):
         return {"$dtype": str(tree).removeprefix("torch.")}
     if hasattr(tree, "item") and getattr(tree, "shape", None) == ():  # a NumPy scalar
-        return _take_apart(tree.item(), prefix, tensors)
+        value = tree.item()
+        if isinstance(value, bool | int | float):  # of a long double it is no plain number
+            return value
     raise UserError(
         f"a checkpoint cannot hold {prefix}, a {type(tree).__name__}: only tensors and plain values"
     )

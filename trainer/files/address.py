@@ -1,26 +1,37 @@
 """A folder or file that fsspec reaches, in a bucket or elsewhere, with the methods of Path that are used."""
 
 import contextlib
-from collections.abc import Iterator
+import secrets
+import time
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, TypeAlias, TypeVar
 
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
 
+_T = TypeVar("_T")
+
 # Stores without folders. Making one there could create a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
+_PAUSES_S = (1.0, 2.0, 4.0)  # between the tries of a question
+_FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)  # the same at each try
+
+
+class UnreachableError(UserError):
+    """The store gave no answer: what is there is not known."""
 
 
 class Address:
     """`url` as fsspec writes it: s3://bucket/folder, file:///folder. Equal urls are equal addresses.
 
-    Listings are not cached, since others write there. Credentials are the environment's or fsspec's own.
+    Listings are not cached, since others write there. Credentials are the environment's or fsspec's own. What
+    only reads is tried four times.
 
     Raises:
         FileNotFoundError: from reading what does not exist.
-        UserError: from every method, in place of any other error of the store or of its library.
+        UnreachableError: from every method, in place of any other error of the store or of its library.
     """
 
     def __init__(self, url: str, is_dir: bool | None = None) -> None:
@@ -31,9 +42,13 @@ class Address:
         import fsspec  # here, so that what reads no address does not load it
 
         with self._refusals():
-            options = {"auto_mkdir": True} if self._url.startswith("file:") else {}
+            options = {"auto_mkdir": True} if self._is_local else {}
             found: tuple[Any, str] = fsspec.url_to_fs(self._url, use_listings_cache=False, **options)
             return found
+
+    @property
+    def _is_local(self) -> bool:
+        return self._url.startswith("file:")
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -41,9 +56,23 @@ class Address:
             yield
         except (FileNotFoundError, FileExistsError, UserError):
             raise
+        except NotADirectoryError as error:
+            raise FileNotFoundError(str(self)) from error
         except Exception as error:  # each store has its own
             words = f"{printable(self)} cannot be reached: {type(error).__name__}: {reason(error)}"
-            raise UserError(words) from error
+            raise UnreachableError(words) from error
+
+    def _ask(self, question: Callable[[Any, str], _T]) -> _T:
+        """The answer of the store to a question about the path, which changes nothing there."""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                with self._refusals():
+                    return question(*self._store)
+            except UnreachableError as error:
+                if pause_s is None or isinstance(error.__cause__, _FINAL):
+                    raise
+                time.sleep(pause_s)
+        raise AssertionError("unreachable")
 
     def __str__(self) -> str:
         return self._url
@@ -75,16 +104,25 @@ class Address:
         return False
 
     def exists(self) -> bool:
-        fs, path = self._store
-        with self._refusals():
-            return bool(fs.exists(path))
+        return self._kind() is not None
 
     def is_dir(self) -> bool:
-        fs, path = self._store
         if self._is_dir is not None:
             return self._is_dir
-        with self._refusals():
-            return bool(fs.isdir(path))
+        kind = self._kind()
+        if kind == "file":  # of a web server, a folder may be one, too
+            return self._ask(lambda fs, path: bool(fs.isdir(path)))
+        return kind == "directory"
+
+    def _kind(self) -> str | None:
+        """What is here: "file", "directory", or None for nothing.
+
+        Not by fsspec's exists and isdir: of most stores they take any error for "no".
+        """
+        try:
+            return str(self._ask(lambda fs, path: fs.info(path))["type"])
+        except FileNotFoundError:
+            return None
 
     def iterdir(self) -> Iterator["Address"]:
         for name, entry in self._entries().items():
@@ -95,23 +133,20 @@ class Address:
         return {name: entry["size"] for name, entry in self._entries().items() if entry["type"] == "file"}
 
     def _entries(self) -> dict[str, dict[str, Any]]:
-        fs, path = self._store
-        with self._refusals():
-            found = {entry["name"].rstrip("/"): entry for entry in fs.ls(path, detail=True)}
+        path = self._store[1]
+        found = {
+            entry["name"].rstrip("/"): entry for entry in self._ask(lambda fs, path: fs.ls(path, detail=True))
+        }
         found.pop(path.rstrip("/"), None)  # some stores list the folder itself
         return {name.rpartition("/")[2]: entry for name, entry in found.items()}
 
     def size(self) -> int:
-        fs, path = self._store
-        with self._refusals():
-            return int(fs.size(path))
+        return self._ask(lambda fs, path: int(fs.size(path)))
 
     def read(self, begin: int, end: int) -> bytes:
         """Bytes `begin` to `end` of this file."""
-        fs, path = self._store
-        with self._refusals():
-            data: bytes = fs.cat_file(path, start=begin, end=end)
-            return data
+        data: bytes = self._ask(lambda fs, path: fs.cat_file(path, start=begin, end=end))
+        return data
 
     def open(self, mode: str = "rb") -> IO[Any]:
         fs, path = self._store
@@ -122,11 +157,24 @@ class Address:
     def write(self, data: bytes, create: bool = False) -> None:
         """Make this a file of `data`. FileExistsError with `create`, if it exists: of two, one wins.
 
-        Some stores cannot tell: there the last one wins.
+        Some stores cannot tell: there the last one wins. An error leaves what was there before, except on
+        stores that show a file before it is complete, other than a local disk.
         """
         fs, path = self._store
         with self._refusals():
-            fs.pipe_file(path, data, mode="create" if create else "overwrite")
+            if not self._is_local:
+                fs.pipe_file(path, data, mode="create" if create else "overwrite")
+                return
+            if create and fs.exists(path):
+                raise FileExistsError(path)
+            beside = f"{path}.{secrets.token_hex(4)}"
+            try:
+                fs.pipe_file(beside, data)
+                fs.mv(beside, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    fs.rm(beside)
+                raise
 
     def put(self, file: Path) -> None:
         """Make this a copy of the local `file`."""

@@ -178,19 +178,26 @@ class TrainState:
         }
 
     def _load_optimizer_state(self, saved: dict[str, Any]) -> None:
-        numbers = {name: index for index, name in enumerate(self._optimizer_names())}
-        self.optimizer.load_state_dict(
+        optimizer, names = self.optimizer, self._optimizer_names()
+        numbers = {name: index for index, name in enumerate(names)}
+        optimizer.load_state_dict(
             {
                 "state": {numbers.get(name, name): state for name, state in saved["state"].items()},
                 "param_groups": [
                     group | _how(here) | {"params": [numbers[name] for name in group["params"]]}
-                    for group, here in zip(saved["param_groups"], self.optimizer.param_groups, strict=True)
+                    for group, here in zip(saved["param_groups"], optimizer.param_groups, strict=True)
                 ],
             }
         )
-        for parameter, state in self.optimizer.state.items():
-            if isinstance(state, dict):
-                state.update({key: laid_out_as(parameter, value) for key, value in state.items()})
+        # Torch casts state to the parameter's dtype. An optimizer with a method of its own knows its state.
+        casts = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for name, parameter in zip(names, parameters, strict=True):
+            loaded = optimizer.state.get(parameter)
+            for key, value in loaded.items() if isinstance(loaded, dict) else ():
+                if casts and key != "step":  # whose dtype depends on the kernel
+                    value = _uncast(saved["state"][name][key], value)
+                loaded[key] = laid_out_as(parameter, value)
 
     def _optimizer_names(self) -> list[str]:
         names = {parameter: name for name, parameter in parameter_names(self.model)}
@@ -200,6 +207,21 @@ class TrainState:
 def _how(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group that choose its kernels: those of this run, not of the saved one."""
     return {key: group[key] for key in ("fused", "foreach") if key in group}
+
+
+def _uncast(saved: Any, loaded: Any) -> Any:
+    """State of a parameter, `loaded` by torch, with the dtypes and texts of `saved`.
+
+    torch gives all tensors the dtype of the parameter, though an optimizer may keep moments of bfloat16
+    weights in fp32; and it makes a text that of a generator object.
+    """
+    if isinstance(saved, Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device)
+    if isinstance(saved, Mapping):
+        return type(loaded)((key, _uncast(value, loaded[key])) for key, value in saved.items())
+    if isinstance(saved, list | tuple):
+        return type(saved)(_uncast(*pair) for pair in zip(saved, loaded, strict=True))
+    return saved if isinstance(saved, str) else loaded
 
 
 def _dense(state: Any) -> Any:
