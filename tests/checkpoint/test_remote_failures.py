@@ -112,7 +112,7 @@ def test_a_checkpoint_replaced_while_it_is_copied_is_copied_again(
     monkeypatch.setattr(Address, "put", slow)
     remote.follow()
     assert first.wait(10)
-    directory = here.begin(20)
+    directory = here.new_directory(20)
     files = {name: store.write_text(directory / name, f"{name} 02") for name in ("a.txt", "b.txt")}
     here.commit(20, "full", files, {})  # of the same sizes
     gate.set()

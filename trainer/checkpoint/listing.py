@@ -119,7 +119,7 @@ def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[
     found: list[tuple[float, Location]] = list(own.dated())
     for other in others:
         try:
-            found += other.dated()
+            found += list(other.dated())  # all of it, or nothing
         except UserError as error:
             if not found:
                 raise

@@ -88,7 +88,9 @@ def read_manifest(directory: Location) -> Manifest:
         )
     if manifest.algorithm != ALGORITHM:
         raise UserError(f"{printable(path)} has the hash {printable(manifest.algorithm)}, not {ALGORITHM}")
-    if fields.text("sha256") != _sha256(_content(manifest)):
+    if fields.text("sha256") != _sha256(
+        {key: value for key, value in fields.values.items() if key != "sha256"}
+    ):
         raise UserError(f"{printable(path)} is damaged: it is not what was written")
     if not 0 <= manifest.saved_at < _YEAR_10000:
         raise UserError(f"{printable(path)} is damaged: saved_at is {manifest.saved_at}")
