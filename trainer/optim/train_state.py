@@ -194,7 +194,9 @@ class TrainState:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for name, parameter in zip(names, parameters, strict=True):
             loaded = optimizer.state.get(parameter)
-            for key, value in loaded.items() if isinstance(loaded, dict) else ():
+            if not isinstance(loaded, dict):
+                continue
+            for key, value in loaded.items():
                 if casts and key != "step":  # whose dtype depends on the kernel
                     value = _uncast(saved["state"][name][key], value)
                 loaded[key] = laid_out_as(parameter, value)
