@@ -60,7 +60,7 @@ def _async(run_dir: Path, format: str) -> dict[str, Any]:
     tiny.train(state, 2)
     gate = threading.Event()
     commit = checkpointer._store.commit
-    checkpointer._store.commit = lambda *args: (gate.wait(30), commit(*args))[1]  # type: ignore[method-assign]
+    checkpointer._store.commit = lambda *args, **check: (gate.wait(30), commit(*args, **check))[1]  # type: ignore[method-assign]
     saved = tiny.everything(state)
     checkpointer.save(state)
     tiny.train(state, 1, before_update=checkpointer.wait_until_copied)
