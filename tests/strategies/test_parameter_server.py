@@ -37,6 +37,7 @@ COMMON = (
     "checkpoint.every_epochs=null",
     "train.eval_every_epochs=0",
     "distributed.timeout_s=30",
+    "+optim.fused=false",  # torch has no fused step of SGD for shards, and a fused one rounds otherwise
 )
 SGD = ("optim=sgd", "optim.lr=0.1", "optim.momentum=0.9")
 ADAMW = ("optim=adamw", "optim.lr=0.01")
