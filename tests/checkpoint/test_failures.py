@@ -102,9 +102,9 @@ def _save_slowly(run_dir: Path, format: str) -> float:
     checkpointer = tiny.checkpointer(run_dir, format=format, state=state)
     commit = store.Store.commit
 
-    def slow(*args: Any) -> Path:
+    def slow(*args: Any, **check: Any) -> Path:
         time.sleep(9)
-        return commit(*args)
+        return commit(*args, **check)
 
     store.Store.commit = slow  # type: ignore
     begin = time.monotonic()
