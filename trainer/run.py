@@ -200,7 +200,8 @@ def _state(
 ) -> TrainState:
     """The state that training changes, before the first step."""
     model = strategy.owned(wrapped)
-    optimizer = build_optimizer(model, config.optim, exact=config.train.exact is not None)
+    fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
+    optimizer = build_optimizer(model, config.optim, fused_on_cpu)
     schedule = build_schedule(config.schedule, optimizer, ScheduleFacts(total_steps, steps_per_epoch))
     check_schedule(schedule, evaluates=config.train.evaluates)
     strategy.order.check(optimizer, strategy.gradients_differ)

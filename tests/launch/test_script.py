@@ -27,7 +27,7 @@ def test_a_job_has_the_time_that_was_asked_for_or_that_of_its_partition(
 
 def test_a_program_is_told_that_a_script_is_no_result() -> None:
     with pytest.raises(UserError, match="leave no result to return"):
-        train(DRY, None)
+        train(DRY, None, ())
 
 
 def test_a_controller_that_is_away_is_waited_for(

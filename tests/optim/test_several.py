@@ -48,7 +48,8 @@ def test_each_group_is_updated_by_its_own_optimizer_as_by_torch() -> None:
         *((None, 0.1, 0.5), ("undecayed", 0.1, 0.0), ("0", 0.1, 0.2))
     ]
     bias, weight = [plain[0].bias, plain[2].bias], [plain[2].weight]
-    adamw = AdamW([{"params": weight}, {"params": bias, "weight_decay": 0.0}], lr=0.1, weight_decay=0.5)
+    sets = [{"params": weight}, {"params": bias, "weight_decay": 0.0}]
+    adamw = AdamW(sets, lr=0.1, weight_decay=0.5, fused=True)
     muon = Muon([plain[0].weight], lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
     for one, other in zip(stepped(model, optimizer), stepped(plain, adamw, muon), strict=True):
         assert torch.equal(one, other)

@@ -95,22 +95,24 @@ def _as_it_is(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def build_optimizer(model: nn.Module, optim: dict[str, Any], exact: bool = False) -> Optimizer:
+def build_optimizer(model: nn.Module, optim: dict[str, Any], fused_on_cpu: bool = True) -> Optimizer:
     """The optimizer of the trained parameters of `model`, which is unwrapped.
 
     Args:
-        exact: whether a step must have the same bits on shards of the parameters, as in `train.exact`.
+        fused_on_cpu: whether a CPU may make a step in one kernel. Not with `train.exact`: it rounds otherwise
+            at the end of a tensor, so shards would get other bits. Not with fp16: torch's Adam then subtracts
+            the flag of ShardedGradScaler, of shape (1,), from its steps of shape (), which is an error.
 
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
     sets = parameter_sets(model, optim)
-    parts = [_part(name, model, optim, own, exact) for name, own in sets.items()]
+    parts = [_part(name, model, optim, own, fused_on_cpu) for name, own in sets.items()]
     return parts[0] if len(parts) == 1 else Several(parts)
 
 
 def _part(
-    name: str, model: nn.Module, optim: dict[str, Any], sets: list[dict[str, Any]], exact: bool
+    name: str, model: nn.Module, optim: dict[str, Any], sets: list[dict[str, Any]], fused_on_cpu: bool
 ) -> Optimizer:
     """The optimizer of the node at `name`: that of `optim`, or of one of its groups."""
     entries, _ = parameter_groups(optim)
@@ -120,7 +122,7 @@ def _part(
         own = entries[0].optimizer or {}
     optimizer = _built(name, own, sets)
     check_optimizer(optimizer, model)
-    if (at_once := _at_once(optimizer, own, exact)) and not sparse_weights(model):
+    if (at_once := _at_once(optimizer, own, fused_on_cpu)) and not sparse_weights(model):
         optimizer = _built(name, own | at_once, sets)
     if any(group.get("fused") for group in optimizer.param_groups):
         optimizer.register_step_pre_hook(lay_out_gradients)
@@ -140,19 +142,18 @@ def _built(name: str, node: dict[str, Any], sets: list[dict[str, Any]]) -> Optim
     return instantiate(name, node, named if len(sets) > 1 or len(sets[0]) > 1 else named[0]["params"])
 
 
-def _at_once(optimizer: Optimizer, optim: dict[str, Any], exact: bool) -> dict[str, bool]:
+def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) -> dict[str, bool]:
     """The option to update all parameters at once, if they allow it and unless `optim` chooses itself.
 
     `fused` reads each tensor once, in a half to a quarter of the time on a CPU, and under fp16 reads on the
-    device whether to skip the step: the others make the host wait for that flag. A CPU's kernel rounds
-    differently at the end of a tensor, so an `exact` run does without. Parameters that FSDP offloads from a
-    GPU get `foreach`: by default torch would loop over them in Python.
+    device whether to skip the step: the others make the host wait for that flag. Parameters that FSDP
+    offloads from a GPU get `foreach`: by default torch would loop over them in Python.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable", "differentiable"))
     fit = all(p.is_floating_point() and is_dense(p) for p in parameters)
     devices = {_computed_on(parameter) for parameter in parameters}
-    known = devices <= ({"cuda"} if exact else {"cuda", "cpu"})
+    known = devices <= ({"cuda", "cpu"} if fused_on_cpu else {"cuda"})
     if chosen or optimizer.defaults.get("differentiable") or not fit or not known:
         return {}
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
