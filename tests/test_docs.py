@@ -20,6 +20,7 @@ from hydra.core.override_parser.types import ChoiceSweep
 from omegaconf import OmegaConf
 
 from tests import runs
+from tests.programs import finish
 from trainer import config
 from trainer.config.overrides import for_hydra, leaves
 
@@ -80,6 +81,14 @@ def test_there_are_pages_and_blocks() -> None:
 
 def test_the_readme_fits() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+def test_the_help_fits_a_screen_and_names_pages() -> None:
+    done = finish("train.py", "--help")
+    assert done.code == 0 and len(done.stdout.splitlines()) <= 24
+    assert {*re.findall(r"^(\w+): ", done.stdout, re.M)} >= {"model", "strategy", "experiment"}
+    pages = re.findall(r"[\w/]+\.md", done.stdout)
+    assert len(pages) == 4 and all((ROOT / page).exists() for page in pages)
 
 
 def _anchors(page: Path) -> set[str]:
