@@ -13,6 +13,7 @@ import torch
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.open_checkpoint import verified
 from trainer.optim.train_state import TrainState
 
 
@@ -71,6 +72,36 @@ def _async(run_dir: Path, format: str) -> dict[str, Any]:
     waited_s = time.monotonic() - begin
     checkpointer.close()
     return {"saved": saved, "visible_early": len(visible_early), "waited_s": waited_s}
+
+
+PLACES = (
+    lambda: {"a": torch.arange(3)},
+    lambda: {"a": torch.arange(5)},  # of another size
+    lambda: dict.fromkeys("ab", torch.arange(5)),  # saved once, under two names
+    lambda: {"a": torch.arange(5), "b": torch.arange(5) + 2},
+    lambda: {"a": torch.arange(5), "b": torch.arange(5) + 3},
+)
+
+
+def _save_other_layouts(run_dir: Path, format: str) -> None:
+    """Rank 1's place changes its layout; that of rank 0 stays."""
+    state = tiny.train_state(sharded=True)
+    checkpointer = tiny.checkpointer(run_dir, format=format, state=state)
+    for place in PLACES:
+        tiny.train(state, 1)
+        places = [{"a": torch.zeros(1)}, place()]
+        checkpointer.save(state, data_state=places[tiny.facts().rank])
+        found = verified((run_dir / "checkpoints" / "latest").resolve()).data_states()
+        assert [{name: value.tolist() for name, value in place.items()} for place in found] == [
+            {name: value.tolist() for name, value in place.items()} for place in places
+        ]
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_a_save_is_planned_again_where_names_sizes_or_shared_memory_change(
+    tmp_path: Path, format: str
+) -> None:
+    run_ranks(_save_other_layouts, 2, tmp_path, format)
 
 
 @pytest.mark.slow

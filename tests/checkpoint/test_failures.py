@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import Checkpointer, manifest, saved_seed, store, writing
+from trainer.checkpoint import Checkpointer, manifest, saved_settings_of, store, writing
 from trainer.config import KeepBest
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
@@ -286,7 +286,7 @@ def test_checkpoints_of_another_run_are_neither_pruned_nor_replaced_nor_resumed(
 def test_a_run_without_a_seed_goes_on_with_the_one_it_drew(tmp_path: Path) -> None:
     run_ranks(_pass_over, 1, tmp_path)
     assert tiny.CONFIG["seed"] == 0
-    assert saved_seed(tmp_path, "tiny", "auto") == 0
-    assert saved_seed(tmp_path, "tiny", str(tmp_path / "checkpoints" / "step_00000001")) == 0
-    assert saved_seed(tmp_path / "none", "tiny", "auto") is None
-    assert saved_seed(tmp_path, "tiny", str(tmp_path / "none")) is None
+    assert saved_settings_of(tmp_path, "tiny", "auto")["seed"] == 0
+    assert saved_settings_of(tmp_path, "tiny", str(tmp_path / "checkpoints" / "step_00000001"))["seed"] == 0
+    assert saved_settings_of(tmp_path / "none", "tiny", "auto") == {}
+    assert saved_settings_of(tmp_path, "tiny", str(tmp_path / "none")) == {}

@@ -80,12 +80,13 @@ def test_the_newest_is_copied_and_as_many_kept_as_here(tmp_path: Path) -> None:
 
 
 def test_a_step_saved_again_takes_the_place_of_the_former(tmp_path: Path) -> None:
-    store, remote = _run(tmp_path, retention=Retention(last=1))
-    for _ in range(2):
-        _save(store, 10)
-        remote.follow(10)
+    """Else two of keep_last=2 might be of step 20, the former damaged: its run was resumed from step 10."""
+    store, remote = _run(tmp_path, retention=Retention(last=2))
+    for step in (10, 20, 20):
+        _save(store, step)
+        remote.follow(step)
         remote.finish(10)
-    assert _steps_there(tmp_path) == ["step_00000010-2"]
+    assert _steps_there(tmp_path) == ["step_00000010", "step_00000020-2"]
 
 
 def test_a_store_that_fails_is_told_once_tried_again_and_never_waited_for(
@@ -172,7 +173,7 @@ def test_one_that_was_taken_for_dead_stops_when_another_goes_on_with_its_run(
     assert _steps_there(tmp_path) == ["step_00000010"]
     second.follow(20)
     second.finish(10)
-    assert _steps_there(tmp_path) == ["step_00000010", "step_00000020"]
+    assert _steps_there(tmp_path) == ["step_00000010", "step_00000020-2"]
 
 
 def test_a_restart_copies_what_the_process_before_did_not(
@@ -231,6 +232,19 @@ def test_a_new_run_dir_goes_on_with_the_run_that_is_there(
     with pytest.raises(UserError, match=r"nosuch://b/run\.json cannot be reached: ValueError"):
         _claimed(tmp_path / "fifth", "auto", "nosuch://b")
     assert _claimed(tmp_path / "third", "auto", "nosuch://b").run_id == "three", "it has a checkpoint here"
+
+
+@pytest.mark.parametrize("inside", ["", "/checkpoints", "/checkpoints/there"])
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_the_address_is_no_place_of_the_run_dirs_own_checkpoints(
+    tmp_path: Path, scheme: str, inside: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    for run_dir in (tmp_path / "run", tmp_path / "link" / "run"):
+        with pytest.raises(UserError, match=r"checkpoint\.remote=.* is in run_dir="):
+            _claimed(run_dir, "auto", f"{scheme}://{tmp_path}/run{inside}")
+    assert not (tmp_path / "run").exists()
+    assert _claimed(tmp_path / "run", "auto", f"{scheme}://{tmp_path}/run/there").run_id
 
 
 def test_of_two_copies_the_one_here_comes_first(tmp_path: Path) -> None:

@@ -209,6 +209,59 @@ def test_a_checkpoint_that_goes_while_it_is_listed_is_left_out(
     assert [path.name for path in Listing(tmp_path, "one").newest_first()] == ["step_00000020"]
 
 
+def test_what_a_failure_leaves_there_is_deleted_with_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, remote = _copied(tmp_path, 10)
+    put, failed = Address.put, threading.Event()
+
+    def failing(address: Address, file: Path) -> None:
+        if address.name == "b.txt" and "_00000020" in str(address):
+            failed.set()
+            raise UnreachableError("503")
+        put(address, file)
+
+    monkeypatch.setattr(Address, "put", failing)
+    _save(here, 20)
+    remote.follow(20)
+    assert failed.wait(10)
+    _save(here, 30)
+    remote.follow(30)
+    remote.finish(10)
+    there = tmp_path / "there" / "checkpoints"
+    assert sorted(path.name for path in there.iterdir()) == ["step_00000010", "step_00000030"]
+
+
+def test_a_file_that_arrives_hours_late_is_mixed_with_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process was stopped in mid-upload, and woken after another had gone on, and saved the same step."""
+    here, first = _copied(tmp_path, 10)
+    put, stopped, gate = Address.put, threading.Event(), threading.Event()
+
+    def stop(address: Address, file: Path) -> None:
+        if threading.current_thread() is first._thread and address.name == "b.txt":
+            stopped.set()
+            assert gate.wait(20)
+        put(address, file)
+
+    monkeypatch.setattr(Address, "put", stop)
+    _save(here, 20)
+    first.follow(20)
+    assert stopped.wait(10)
+    elsewhere, second = _run(tmp_path, "elsewhere")
+    directory = elsewhere.new_directory(20)
+    files = {name: store.write_text(directory / name, f"{name} 02") for name in ("a.txt", "b.txt")}
+    elsewhere.commit(20, "full", files, {})  # of the same sizes
+    second.follow(20)
+    second.finish(10)
+    gate.set()
+    first.finish(10)
+    assert _steps_there(tmp_path) == ["step_00000010", "step_00000020-2"]
+    for step in _steps_there(tmp_path):
+        verify(_address(tmp_path) / "checkpoints" / step)
+
+
 def _save_thrice(root: Path, name: str) -> None:
     state, checkpointer = (
         tiny.train_state(),
@@ -237,4 +290,4 @@ def _go_on_with_a_slow_clock(root: Path) -> list[int]:
 
 def test_a_clock_behind_the_lost_machines_makes_no_old_checkpoint_the_newest(tmp_path: Path) -> None:
     assert run_ranks(_go_on_with_a_slow_clock, 1, tmp_path) == [[6, 6]]
-    assert _steps_there(tmp_path) == ["step_00000005", "step_00000006"]
+    assert _steps_there(tmp_path) == ["step_00000005-2", "step_00000006-2"]

@@ -47,7 +47,15 @@ def _resumed(root: Path, worlds: list[tuple[str, tuple[str, ...]]]) -> dict[str,
 
 
 SEVERAL, WORKERS = "train.micro_batch_size=3", "data.num_workers=2"
+MIXTURE = (
+    "data.dataset._target_=trainer.data.Mixture",
+    "+data.dataset.datasets=[{_target_: tests.data.streams.Stateful, _partial_: true, num_samples: 7},"
+    "{_target_: tests.data.streams.Stateful, _partial_: true, num_samples: 20}]",
+    *("+data.dataset.weights=[1, 2]", f"+data.dataset.num_samples={NUM_SAMPLES}"),
+)
 KINDS = {
+    "mixture": (*MIXTURE, SEVERAL),
+    "mixture-sharded-workers": (*MIXTURE, "data.sharded=true", WORKERS),
     "stateful": (*on("Stateful"), SEVERAL),
     "without-state-workers": (*on("Numbers"), SEVERAL, WORKERS),
     "sharded-workers": (*on("Stateful"), "data.sharded=true", WORKERS),
@@ -56,7 +64,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     ("world", "strategy", "kinds"),
-    [(1, SINGLE, tuple(KINDS)), (2, DDP, tuple(KINDS)[:2]), (2, FSDP, tuple(KINDS)[2:])],
+    [(1, SINGLE, tuple(KINDS)), (2, DDP, tuple(KINDS)[::2]), (2, FSDP, tuple(KINDS)[1::2])],
     ids=["single", "ddp-2", "fsdp-2"],
 )
 @pytest.mark.slow

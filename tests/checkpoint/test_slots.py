@@ -36,7 +36,7 @@ def test_copies_are_read_after_their_writer_was_killed() -> None:
             slots.write(step % 2, step, files(torch.full((7,), step)), f'{{"of": {step}}}')
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    found = copies_in(slots.fd)
+    found = copies_in(slots.memory.fd)
     assert {step: copy.facts for step, copy in found.items()} == {5: {"of": 5}, 6: {"of": 6}}
     assert bytes(found[5].files["some.safetensors"]).endswith(torch.full((7,), 5).numpy().tobytes())
 
@@ -45,18 +45,18 @@ def test_a_copy_that_is_replaced_is_gone_at_once_and_the_other_stays() -> None:
     slots = CopySlots(CPU)
     for step in (5, 6):
         slots.write(step % 2, step, files(torch.full((7,), step)), "{}")
-    before = copies_in(slots.fd)
+    before = copies_in(slots.memory.fd)
     seen = []
 
     def interrupted() -> Iterator[Tensor]:
-        seen.append(sorted(copies_in(slots.fd)))
+        seen.append(sorted(copies_in(slots.memory.fd)))
         raise KeyboardInterrupt
         yield
 
     with pytest.raises(KeyboardInterrupt):
         slots.write(1, 7, {**files(torch.zeros(7, dtype=torch.int64)), "one.safetensors": [
             ToStore("one", torch.float32, (1,), interrupted())]}, "{}")  # fmt: skip
-    assert seen == [[6]] and sorted(copies_in(slots.fd)) == [6]
+    assert seen == [[6]] and sorted(copies_in(slots.memory.fd)) == [6]
     assert not before[5].is_there and before[6].is_there
 
 
@@ -71,7 +71,7 @@ def test_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
     )
     slots = CopySlots(CPU)
     slots.write(1, 1, files(*tensors), "{}")
-    (tmp_path / "file").write_bytes(copies_in(slots.fd)[1].files["some.safetensors"])
+    (tmp_path / "file").write_bytes(copies_in(slots.memory.fd)[1].files["some.safetensors"])
     with PlainFile(tmp_path / "file") as file:
         found = tensors_in(file)
         assert torch.equal(found["0"].view(torch.complex64).view(4, 3), tensors[0])
@@ -86,7 +86,7 @@ def test_a_copy_may_become_another_or_larger() -> None:
         if step == 3:
             facts = f'{{"of": "{"1" * 10_000}"}}'
         slots.write(step % 2, step, files(torch.full((size,), step)), facts)
-        found = copies_in(slots.fd)
+        found = copies_in(slots.memory.fd)
         assert sorted(found) == ([step] if step in (1, 3, 5) else [step - 1, step])
         data = bytes(found[step].files["some.safetensors"])
         assert data.endswith(torch.full((size,), step).numpy().tobytes())

@@ -6,7 +6,7 @@ from trainer.checkpoint.manifest import is_run_id, read_manifest
 from trainer.checkpoint.model import read_averages, read_model
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import fetch_history, run_at
-from trainer.checkpoint.resuming import saved_seed
+from trainer.checkpoint.resuming import saved_settings_of
 from trainer.checkpoint.weights import load_weights, weights_for
 
 __all__ = [
@@ -20,6 +20,6 @@ __all__ = [
     "read_manifest",
     "read_model",
     "run_at",
-    "saved_seed",
+    "saved_settings_of",
     "weights_for",
 ]

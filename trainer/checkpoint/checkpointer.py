@@ -24,7 +24,7 @@ from trainer.checkpoint.slots import Copy
 from trainer.checkpoint.state_file import DATA_STATES, MODEL_CONFIG
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.tree import take_apart
-from trainer.checkpoint.writing import Contents, write_checkpoint
+from trainer.checkpoint.writing import Contents, SaveLayout, write_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
@@ -84,6 +84,7 @@ class Checkpointer:
         self._expected: Expected  # from `expect` on
         self._checked = False
         self._last_saved: int | None = None
+        self._layout: SaveLayout | None = None
         self.restored_metrics: dict[str, float] = {}
         self.restored_data_states: list[dict[str, Any]] = []
         self._in_flight: InBackground | None = None
@@ -172,8 +173,10 @@ class Checkpointer:
         of_modules = {name for name in tensors if is_extra_state(name) or name.startswith(f"{DATA_STATES}.")}
         only_rank_0 = buffer_names(state.model) | of_modules
         contents = Contents.planned(
-            step, self._settings.format, tensors, facts, metrics, self._agreement, only_rank_0
+            *(step, self._settings.format, tensors, facts, metrics),
+            *(self._agreement, only_rank_0, self._layout),
         )
+        self._layout = contents.layout
         self._refuse_not_finite(contents)
         self._last_saved = step
         if self._settings.async_:
@@ -227,8 +230,11 @@ class Checkpointer:
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         with store.turn():
-            if self.newest_step() == contents.step:
+            newest, step = self.newest_step(), contents.step
+            if newest == step:
                 return False
+            if newest == step + 1:  # behind a cut link
+                raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
             write_checkpoint(store, contents, Alone())
         return True
 

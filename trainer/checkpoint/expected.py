@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import DTYPES
@@ -15,7 +14,13 @@ from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
 from trainer.local_shard import same_bits, to_local
-from trainer.optim.train_state import TrainState, every_parameter, load_model_state, named_buffers
+from trainer.optim.train_state import (
+    TrainState,
+    every_parameter,
+    load_model_state,
+    model_state,
+    named_buffers,
+)
 
 
 class Expected:
@@ -147,7 +152,7 @@ def _check_model(model: nn.Module) -> None:
                 "would be saved and could not be resumed"
             )
     try:
-        saved = get_model_state_dict(model)
+        saved = model_state(model)
     except Exception as error:  # of a user's hook
         words = f"{type(error).__name__}: {reason(error)}"
         raise UserError(f"the model's state_dict() cannot be saved: {words}; look at its hooks") from error

@@ -187,7 +187,7 @@ def plan_writers(
     plain_on = range(agreement.world_size if are_alike and not gathered else 1)
 
     def decide() -> Plan:
-        aliases = _aliases(tensors)
+        aliases = aliases_in(tensors)
         writers: dict[str, list[int]] = {}
         load = [0] * agreement.world_size
         for name in _in_order(tensors, aliases):
@@ -208,7 +208,7 @@ def plan_of_shards(
 
     What is not sharded is of the first of them, except what is `rank`'s `own`, such as where its data stands.
     """
-    aliases = _aliases(tensors)
+    aliases = aliases_in(tensors)
     writers = {
         name: [rank] if name in own else list(holders if is_sharded(tensors[name]) else holders[:1])
         for name in _in_order(tensors, aliases)
@@ -227,7 +227,7 @@ def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[s
     return sorted(tensors.keys() - aliases, key=order.__getitem__)
 
 
-def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def aliases_in(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """By the name of a tensor, the name of an earlier one with the same memory."""
     first: dict[Any, str] = {}
     aliases = {}

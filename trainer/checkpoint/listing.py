@@ -99,15 +99,20 @@ class Listing(Generic[P]):
         return found
 
     def beyond(self, retention: Retention) -> list[P]:
-        """Those of this run that ``retention`` does not keep."""
-        manifests = self.own()
+        """Those of this run that ``retention`` does not keep.
+
+        Of a step that was saved twice the later counts: the former may be one that a resume found damaged.
+        """
+        own = self.own()
+        newest = {manifest.step: path for path, manifest in reversed(own.items())}
+        manifests = {path: manifest for path, manifest in own.items() if newest[manifest.step] == path}
         keep = set(list(manifests)[: retention.last])
         if retention.every is not None:
             keep |= {path for path, m in manifests.items() if m.step % retention.every == 0}
         if retention.best is not None:
             best = _best(manifests, *retention.best)
             keep |= set() if best is None else {best}
-        return [path for path in manifests if path not in keep]
+        return [path for path in own if path not in keep]
 
 
 def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[Location]:

@@ -10,7 +10,7 @@ from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
-from trainer.local_shard import same_bits
+from trainer.local_shard import same_bits, spanned_bytes
 from trainer.optim.train_state import every_parameter, named_buffers, named_modules
 
 
@@ -53,11 +53,11 @@ def make_buffers(model: nn.Module, source: OpenCheckpoint, device: torch.device)
             module.register_buffer(leaf, value.to(_device_of(module, device), copy=True), persistent=False)
         except KeyError:  # of `modules`, or since the module has something else of this name
             left.append(name)
-    _part(model, modules, saved, source)
+    _separate(model, modules, saved, source)
     return left
 
 
-def _part(
+def _separate(
     model: nn.Module, modules: Mapping[str, nn.Module], saved: Mapping[str, str], source: OpenCheckpoint
 ) -> None:
     """Give buffers memory of their own if their saved values do not fit into that which they share."""
@@ -88,8 +88,8 @@ def _sharing_memory(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     spans = []
     for name, tensor in tensors.items():
         if tensor.numel():
-            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize, name))
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + spanned_bytes(tensor), name))
     group: list[str] = []
     reach = 0
     for begin, end, name in sorted(spans):

@@ -3,13 +3,16 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch.distributed as torch_dist
 from torch import Tensor
 
+from trainer.checkpoint.exchange import CopyExchange
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, HashingFile
 from trainer.checkpoint.layout import (
@@ -26,7 +29,7 @@ from trainer.checkpoint.safetensors_files import tensors_in
 from trainer.checkpoint.slots import Copy, CopySlots, copies_in
 from trainer.checkpoint.state_file import DATA_STATES
 from trainer.checkpoint.tree import take_apart
-from trainer.checkpoint.writing import Contents, files_of
+from trainer.checkpoint.writing import Contents, SaveLayout, files_of
 from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
@@ -40,50 +43,93 @@ OWN_BUFFERS = "the model's running statistics, or other buffers, are those of ra
 class Mirror:
     """Keeps copies of this rank's part of the state, and opens those of the ranks that hold it together.
 
-    Where the model is sharded in several groups, the first of each host keeps copies. Creating this is a
-    collective; nothing else is.
+    Each host keeps copies of one model, all shards of it: where the model is sharded in several groups, those
+    of the first group that is all on the host, else of the first that is partly there. A group may be on two
+    hosts: they exchange their copies. Creating this is a collective; of the rest only exchanges are.
 
     Args:
         every: of how many steps one is copied.
         own_buffers: whether ranks have different buffers, of which those of rank 0 are the model's.
+        timeout_s: how long a rank of the other host may keep this one waiting.
 
     Raises:
-        UserError: no such group is on this host, in one container; on every rank.
+        UserError: a group is on more hosts, or a host's ranks are in several containers; on every rank.
     """
 
-    def __init__(self, dist: Dist, state: TrainState, every: int, own_buffers: bool) -> None:
+    def __init__(
+        self, dist: Dist, state: TrainState, every: int, own_buffers: bool, timeout_s: float
+    ) -> None:
         self._dist, self._state, self._every = dist, state, every
         self._slots = CopySlots(dist.device)
         self._plan: Plan | None = None
         self._layout: list[Any] = []
         self._index = ""
         tensors, _ = take_apart(state.state_dict())
-        self._holders = self._holders_here(copies_of_shards(tensors))
+        groups = copies_of_shards(tensors)
+        kept_on = {host: _kept_on(host, groups, dist.hosts) for host in dict.fromkeys(dist.hosts)}
+        self._holders = next(group for group in groups if dist.rank in group)
+        self._takes_part = self._holders in kept_on.values()
         is_other_first = own_buffers and dist.rank == self._holders[0] != 0
         names = buffer_names(state.model) & tensors.keys() if is_other_first else ()
         self._buffers = {name: tensors[name].clone() for name in names}
-        at = os.fstat(self._slots.fd)
-        told = gather_objects((os.getpid(), self._slots.fd, at.st_dev, at.st_ino))
-        here = [rank for rank in self._holders if dist.hosts[rank] == dist.hosts[dist.rank]]
-        self._fds = {rank: fd for rank in here if (fd := _opened(*told[rank])) is not None}
-        for rank, missing in enumerate(gather_objects(sorted(set(self._holders) - self._fds.keys()))):
+        kept = [group for group in groups if group in kept_on.values()]
+        self._exchange = self._exchange_within(kept, timeout_s)
+        self._fds = self._opened(kept_on[dist.hosts[dist.rank]])
+
+    def _exchange_within(self, kept: list[list[int]], timeout_s: float) -> CopyExchange | None:
+        """This rank's, if its group is on two hosts (a collective)."""
+        dist, found = self._dist, None
+        for holders in kept:
+            num_hosts = len({dist.hosts[rank] for rank in holders})
+            if num_hosts > 2:
+                raise UserError(
+                    f"checkpoint.mirror_every={self._every}, but a copy of the model is sharded over "
+                    f"{num_hosts} hosts, and shards are copied between two at most; set strategy.shard_group "
+                    "to host, or to as many ranks as one or two hosts have; or checkpoint.mirror_every=0"
+                )
+            if num_hosts == 2:
+                made = torch_dist.new_group(holders, timedelta(seconds=timeout_s), "gloo")
+                if dist.rank in holders:
+                    group = cast(torch_dist.ProcessGroup, made)
+                    found = CopyExchange(dist, self._slots.memory, holders, group, timeout_s)
+        return found
+
+    def _opened(self, holders: list[int]) -> dict[int, int]:
+        """The memory with the copies of each of `holders` on this host (a collective)."""
+        received = self._exchange.received if self._exchange is not None else {}
+        memories = {self._dist.rank: self._slots.memory, **received}
+        places = {rank: (memory.fd, *_identity(memory.fd)) for rank, memory in memories.items()}
+        told = gather_objects((os.getpid(), places))
+        own_host = self._dist.hosts[self._dist.rank]
+        here = [each for each, host in zip(told, self._dist.hosts, strict=True) if host == own_host]
+        wanted = {of: (pid, *at) for pid, kept in here for of, at in kept.items() if of in holders}
+        fds = {of: fd for of, at in wanted.items() if (fd := _opened(*at)) is not None}
+        for rank, missing in enumerate(gather_objects(sorted(set(holders) - fds.keys()))):
             if missing:
                 raise UserError(
-                    f"checkpoint.mirror_every={every}, but {dist.describe(rank)} cannot read the memory of "
-                    f"{dist.describe(missing[0])}, which holds a part of the same copy of the model: all of "
-                    "them must be on one host, in one container; set strategy.shard_group=host, or "
-                    "checkpoint.mirror_every=0"
+                    f"checkpoint.mirror_every={self._every}, but {self._dist.describe(rank)} cannot read the "
+                    f"copies of {self._dist.describe(missing[0])} in the memory of its host: all ranks of a "
+                    "host must be in one container; or set checkpoint.mirror_every=0"
                 )
-
-    def _holders_here(self, groups: list[list[int]]) -> list[int]:
-        """The group whose copies this host keeps; this rank's own if none is on one host."""
-        hosts, rank = self._dist.hosts, self._dist.rank
-        here = (group for group in groups if all(hosts[each] == hosts[rank] for each in group))
-        return next(here, None) or next(group for group in groups if rank in group)
+        return fds
 
     def __del__(self) -> None:
         for fd in getattr(self, "_fds", {}).values():
             os.close(fd)
+
+    def wait(self) -> None:
+        """Called before each update: wait until the last copies are on both hosts, if the next replace some.
+
+        Raises:
+            PeerError: a rank is gone or silent.
+            UserError: this host has no memory left for the copies of the other.
+        """
+        if self._exchange is not None and (self._state.progress.step + 1) % self._every == 0:
+            self._exchange.wait()
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
 
     def keep(self, data_state: Mapping[str, Any]) -> None:
         """Copy the state after one of the steps to copy. ``data_state`` is where this rank's data stands.
@@ -92,7 +138,7 @@ class Mirror:
             UserError: the state cannot be saved, or this host has no memory left for it.
         """
         step, rank = self._state.progress.step, self._dist.rank
-        if step % self._every or rank not in self._holders:
+        if step % self._every or not self._takes_part:
             return
         tensors, plain = take_apart(self._state.state_dict())
         everyones = [data_state if each == rank else {} for each in range(self._dist.world_size)]
@@ -106,7 +152,10 @@ class Mirror:
             "own_buffers": not all(same_bits(tensors[name], first) for name, first in self._buffers.items()),
         }
         text = f'{json.dumps(facts)[:-1]}, "index": {self._index}}}'
-        self._slots.write(step // self._every % 2, step, files, text)
+        number = step // self._every % 2
+        self._slots.write(number, step, files, text)
+        if self._exchange is not None:
+            self._exchange.begin(number, step)
 
     def _planned(self, tensors: Mapping[str, Tensor], of_data: Mapping[str, Tensor]) -> Plan:
         """Which rank keeps what; made again only where the names or shapes are other ones."""
@@ -141,12 +190,24 @@ class Mirror:
         return newest
 
 
+def _kept_on(host: int, groups: list[list[int]], hosts: Sequence[int]) -> list[int]:
+    """The group whose copies a host keeps: the first that is all there, else that has a rank there."""
+    there = [[rank for rank in group if hosts[rank] == host] for group in groups]
+    whole = (group for group, ranks in zip(groups, there, strict=True) if ranks == group)
+    partly = (group for group, ranks in zip(groups, there, strict=True) if ranks)
+    return next(whole, None) or next(partly)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    at = os.fstat(fd)
+    return at.st_dev, at.st_ino
+
+
 def _opened(pid: int, fd: int, device: int, inode: int) -> int | None:
     """The memory of another process, if that is of this host and container."""
     with contextlib.suppress(OSError):
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
-        at = os.fstat(opened)
-        if (at.st_dev, at.st_ino) == (device, inode):
+        if _identity(opened) == (device, inode):
             return opened
         os.close(opened)
     return None
@@ -164,13 +225,12 @@ def contents_of(copies: Mapping[int, Copy], facts: Mapping[str, Any], expected: 
     return CopiedContents(
         step=next(copy.step for copy in copies.values()),
         format="sharded",
-        plan=Plan(world_size, False, {}, {}),
+        layout=SaveLayout(Plan(world_size, False, {}, {}), json.dumps(index)),
         tensors={},
         facts={
             **facts,
             "state": next(copy.facts["state"] for copy in copies.values() if copy.facts["state"]),
             DATA_STATES: [copies[rank].facts["data"] if rank in copies else {} for rank in range(world_size)],
-            "tensors": index,
         },
         metrics={},  # an evaluation is made again on resume: it may have changed the schedule since
         copies=copies,

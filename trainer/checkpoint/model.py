@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from trainer.checkpoint.listing import Listing, best_checkpoint
 from trainer.checkpoint.made_buffers import make_buffers
@@ -17,7 +16,7 @@ from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.address import Location, location
-from trainer.optim.train_state import buffers_outside, load_model_state
+from trainer.optim.train_state import buffers_outside, load_model_state, model_state
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement
         raise UserError(f"{source.directory} holds no averages: its run had ema.decay=null")
     targets = {
         f"{_AVERAGE}{name}": value
-        for name, value in get_model_state_dict(model).items()
+        for name, value in model_state(model).items()
         if f"{_AVERAGE}{name}" in source.shapes and isinstance(value, Tensor)
     }
     with torch.no_grad():
@@ -112,7 +111,7 @@ def read_averages(model: nn.Module, source: OpenCheckpoint, agreement: Agreement
 def _read(model: nn.Module, source: OpenCheckpoint, device: torch.device) -> None:
     """Load the model's state, and those of its other buffers that were saved in the same size."""
     make_buffers(model, source, device)
-    held = get_model_state_dict(model)
+    held = model_state(model)
     targets = model_targets(held, source.shapes)
     others = {f"buffers.{name}": buffer for name, buffer in buffers_outside(model, set(held)).items()}
     targets |= {

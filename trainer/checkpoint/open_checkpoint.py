@@ -58,13 +58,8 @@ class OpenCheckpoint:
             UserError: ``directory`` cannot be read, or is not a checkpoint; a file or a tensor is missing; or
                 its contents contradict each other.
         """
-        manifest = read_manifest(directory)
-        if STATE not in manifest.files:
-            raise UserError(f"{printable(directory)} is incomplete: its manifest lacks {STATE}")
-        facts, tensors = read_facts(directory, manifest)
+        manifest, facts, tensors = read_all_but_places(directory)
         index = index_from_json(tensors)
-        path = directory / STATE
-        compare_names(path, [*tensor_names(facts["state"]), *tensor_names(facts[DATA_STATES])], index)
         return cls(directory, manifest, facts, index, _stored_chunks(directory, manifest, index))
 
     @property
@@ -77,9 +72,11 @@ class OpenCheckpoint:
         }
 
     @property
-    def seed(self) -> int:
-        """The seed of the run that saved this. UserError if it names none."""
-        return Fields(f"{self.directory / STATE}: config", self.facts["config"]).count("seed")
+    def config(self) -> dict[str, Any]:
+        """The settings of the run that saved this, by their dotted names. UserError if it names no seed."""
+        config: dict[str, Any] = self.facts["config"]
+        Fields(f"{self.directory / STATE}: config", config).count("seed")
+        return config
 
     @property
     def progress(self) -> Progress:
@@ -184,6 +181,17 @@ class OpenCheckpoint:
             raise UserError(f"{printable(self.directory)} holds no averages: its run had ema.decay=null")
         weights = self.read("model.")
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
+
+
+def read_all_but_places(directory: Location) -> tuple[Manifest, dict[str, Any], Fields]:
+    """The manifest, the facts, and the index, of which only the names are checked. Raises as `open`."""
+    manifest = read_manifest(directory)
+    if STATE not in manifest.files:
+        raise UserError(f"{printable(directory)} is incomplete: its manifest lacks {STATE}")
+    facts, tensors = read_facts(directory, manifest)
+    named = [*tensor_names(facts["state"]), *tensor_names(facts[DATA_STATES])]
+    compare_names(directory / STATE, named, tensors.values)
+    return manifest, facts, tensors
 
 
 class _Numbers(NamedTuple):

@@ -3,7 +3,9 @@
 The address has the files of a run directory: config.yaml, metrics.jsonl, result.json, run.json, and
 checkpoints/step_N. The manifest of a checkpoint is put last: without it there is no checkpoint. run.json has
 the id of the run and the process that puts files there, which is the one that started last. A process reads
-it before each manifest, so that one that was wrongly taken for dead stops when another has resumed its run.
+it before each file, so that one that was wrongly taken for dead stops when another has resumed its run. The
+file that it is putting may still arrive, hours later: so each process puts checkpoints in folders of its own,
+the second in step_N-2.
 """
 
 import contextlib
@@ -67,11 +69,13 @@ class Remote(NoRemote):
         self._there = Listing(address / "checkpoints", here.run_id)
         self.listings = (self._there,)
         self._session = secrets.token_hex(8)  # tells this process from others of the run
+        self._number = 0  # of this process among those of the run, from 1 on; 0 before it is known
         self._changed = threading.Condition()
         self._asked = self._done = 0  # how often `follow` was called, and up to which call all is there
         self._newest_step = self._safe_step = 0  # of the newest checkpoint here, and of the newest there
         self._longest_pause_s = _LONGEST_PAUSE_S
         self._copied: dict[str, tuple[int, int]] = {}  # address: its file's mtime_ns and size
+        self._unfinished: set[Address] = set()  # folders of checkpoints that this process began to copy
         self._problem: str | None = None  # why the last attempt failed
         self._thread: threading.Thread | None = None
         self._is_taken = False  # by another run or process: this one has stopped copying
@@ -157,11 +161,15 @@ class Remote(NoRemote):
     def _begin(self) -> None:
         """Become the process that puts files at the address, and remove incomplete checkpoints there."""
         assert self._there.run_id is not None
-        run_id = _run_at(self._address)
+        before = _owner_if_readable(self._address)
+        run_id = before["run_id"] if before is not None else newest_run_id(self._address)
         if run_id not in (None, self._there.run_id):
             raise TakenError(f"{self._address} belongs to another run, {run_id}")
+        number = before["number"][:9] if before is not None else ""
+        self._number = self._number or 1 + (int(number) if number.isdecimal() else 0)
         own = {
             "run_id": self._there.run_id,
+            "number": str(self._number),
             "session": self._session,
             "process": f"{os.getpid()} on {socket.gethostname()} since {datetime.now():%F %T}",
         }
@@ -189,9 +197,10 @@ class Remote(NoRemote):
     def _put_checkpoint(self, path: Path) -> None:
         manifest = read_manifest(path)
         self._newest_step = self._newest_step or manifest.step  # saved before this process started
-        there = self._free_place(path.name, manifest)
+        there = self._free_place(manifest)
         if there is None:
             return
+        self._unfinished.add(there)
         there.make()
         for name in sorted(manifest.files):
             self._check_owner()  # before each: this process may have been stopped for hours
@@ -208,26 +217,27 @@ class Remote(NoRemote):
         (there / MANIFEST).write(manifest_text(manifest).encode(), create=True)
         self._safe_step = manifest.step
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
+        self._unfinished.discard(there)
+        while self._unfinished:  # a newer one came while the store failed
+            left = next(iter(self._unfinished))
+            left.remove()
+            self._unfinished.discard(left)
         for old in self._there.beyond(self._retention):
             if old != there:
                 (old / MANIFEST).remove()  # first: without it, this is not a checkpoint
                 old.remove()
 
-    def _free_place(self, name: str, manifest: Manifest) -> Address | None:
-        """The place for the checkpoint, beside an older one of the same step; None if it is there already."""
-        number, there = 1, self._there.root / name
-        while (there / MANIFEST).exists():
-            try:
-                if read_manifest(there) == manifest:
-                    self._safe_step = manifest.step
-                    return None
-            except UnreachableError:
-                raise
-            except UserError as error:
-                log.debug("%s", error)
+    def _free_place(self, manifest: Manifest) -> Address | None:
+        """The place for a checkpoint, beside others of the same step; None if it is there already."""
+        if manifest in self._there.own().values():
+            self._safe_step = manifest.step
+            return None
+        number, name = self._number, f"step_{manifest.step:08d}"
+        while True:
+            there = self._there.root / (f"{name}-{number}" if number > 1 else name)
+            if not (there / MANIFEST).exists():
+                return there
             number += 1
-            there = self._there.root / f"{name}-{number}"
-        return there
 
     def _put_file(self, file: Path, there: Address) -> None:
         """Copy `file` unless it was copied as it is now: a failed attempt continues where it stopped."""
@@ -239,7 +249,7 @@ class Remote(NoRemote):
 
 
 def _owner(address: Address) -> dict[str, str] | None:
-    """Which run and process put files at `address`: run_id, session and process; None if nobody does."""
+    """Which run and process put files at `address`: run_id, number, session, process; None if nobody does."""
     file = address / OWNER
     try:
         fields = Fields(str(file), read_json(file, file.read(0, 1 << 16)))
@@ -247,7 +257,7 @@ def _owner(address: Address) -> dict[str, str] | None:
         return None
     if not is_run_id(fields.text("run_id")):
         raise UserError(f"{printable(file)} is damaged: its run_id is {printable(fields.text('run_id'))}")
-    names = ("run_id", "session", "process")
+    names = ("run_id", "number", "session", "process")
     return {name: printable(fields.text(name)) if name in fields.values else "" for name in names}
 
 
@@ -265,14 +275,19 @@ def run_at(address: str) -> str | None:
 
 def _run_at(address: Address) -> str | None:
     """As `run_at`: by its owner's file, or else by the newest checkpoint there."""
-    owner = None
+    owner = _owner_if_readable(address)
+    return owner["run_id"] if owner is not None else newest_run_id(address)
+
+
+def _owner_if_readable(address: Address) -> dict[str, str] | None:
+    """As `_owner`, and None if the file is damaged."""
     try:
-        owner = _owner(address)
+        return _owner(address)
     except UnreachableError:
         raise
     except UserError as error:  # a store may have been full, or lost its power, while it was written
         log.warning("%s; going by the checkpoints there", error)
-    return owner["run_id"] if owner is not None else newest_run_id(address)
+        return None
 
 
 def fetch_history(address: str, run_dir: Path) -> None:

@@ -127,11 +127,11 @@ class Resuming:
         if resume != "auto":
             return read(self._agreement.on_main(lambda: _existing(resume)))
         found = self._agreement.on_main(lambda: newest_of(self._store, self._others))
-        more = (
-            f"; `python -m trainer.checkpoint verify {self._store.root}` shows all, "
-            "another run_dir starts a new run"
-        )
-        return first_intact(found, read, self._agreement.rank == 0, more) if found else None
+        if not found:
+            return None
+        where = printable(found[0].parent)
+        more = f"; `python -m trainer.checkpoint verify {where}` shows all, another run_dir starts a new run"
+        return first_intact(found, read, self._agreement.rank == 0, more)
 
     def _report(self, source: OpenCheckpoint, progress: Progress) -> None:
         """Log the step, and which settings have changed."""
@@ -156,8 +156,10 @@ def _shown(key: str, value: Any) -> tuple[str, str]:
     return printable(key), printable(repr(value))
 
 
-def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | None = None) -> int | None:
-    """The seed of the run that ``resume`` continues; None if there is none.
+def saved_settings_of(
+    run_dir: Path, run_id: str, resume: str | None, remote: str | None = None
+) -> Mapping[str, Any]:
+    """The settings of the run that ``resume`` continues, by their dotted names; {} if there is none.
 
     Called on rank 0, before anything is built. Of a checkpoint only the facts are read, and not verified.
 
@@ -170,8 +172,8 @@ def saved_seed(run_dir: Path, run_id: str, resume: str | None, remote: str | Non
         candidates = newest_of(Listing(run_dir / "checkpoints", run_id), others)
     for directory in candidates:
         with contextlib.suppress(UserError):
-            return OpenCheckpoint.open(directory).seed
-    return None
+            return OpenCheckpoint.open(directory).config
+    return {}
 
 
 def _existing(resume: str) -> Path:

@@ -20,8 +20,47 @@ from torch import Tensor
 from trainer.checkpoint.safetensors_files import ToStore, header_of
 from trainer.errors import UserError
 
-_HEAD_BYTES = _ALIGNED = 64
+HEAD_BYTES = _ALIGNED = 64
 Files = Mapping[str, Sequence[ToStore]]
+
+
+class SlotMemory:
+    """The memory of two equal slots; another process opens it as /proc/PID/fd/FD."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("ringmaster-slots")
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    def slot(self, number: int) -> Tensor:
+        half = len(self.bytes) // 2
+        return self.bytes[number * half : (number + 1) * half]
+
+    def make_room(self, size: int) -> None:
+        """Let each slot have at least `size` bytes; if that is more than before, the copies there are lost.
+
+        Raises:
+            UserError: this host has no memory left for it.
+        """
+        if 2 * size <= len(self.bytes):
+            return
+        self.bytes.zero_()  # the second head moves: a reader must not take old bytes for one
+        try:
+            os.posix_fallocate(self.fd, 0, 2 * size)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.mirror_every needs {2 * size / 1e9:.3g} GB of this host's memory for the copies "
+                f"of each rank, also of those on another host: {error.strerror}; set it to 0, or shard over "
+                "more ranks"
+            ) from error
+        self.bytes = torch.frombuffer(mmap.mmap(self.fd, 2 * size), dtype=torch.uint8)
+
+
+def head_of(slot: Tensor) -> Tensor:
+    """The step of its copy, 0 while that is not whole; where the copy's text begins, and how long it is."""
+    return slot[:HEAD_BYTES].view(torch.int64)[:3]
 
 
 class CopySlots:
@@ -29,19 +68,14 @@ class CopySlots:
 
     Args:
         device: of the tensors. From a GPU they are copied in the order of its stream, the step last.
-
-    Attributes:
-        fd: the memory; another process opens it as /proc/PID/fd/FD.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.fd = os.memfd_create("ringmaster-slots")
-        self._device, self._memory = device, torch.empty(0, dtype=torch.uint8)
+        self.memory, self._device = SlotMemory(), device
         self._slots: dict[int, _Slot] = {}
 
     def __del__(self) -> None:
         self._unpin()
-        os.close(self.fd)
 
     def write(self, number: int, step: int, files: Files, facts: str) -> None:
         """Replace the copy in slot `number`, 0 or 1, by `files`, and by `facts`, JSON; `step` is above 0.
@@ -51,36 +85,25 @@ class CopySlots:
         """
         slot = self._slots.get(number)
         if slot is None or not slot.fits(files, facts):
-            size = _Slot(files, facts).size
-            if 2 * size > len(self._memory):
-                self._grow(2 * size)
-            half = len(self._memory) // 2
-            slot = self._slots[number] = _Slot(files, facts)
-            slot.lie_in(self._memory[number * half : (number + 1) * half], files)
+            slot = _Slot(files, facts)
+            if 2 * slot.size > len(self.memory.bytes):
+                self._grow(slot.size)
+            self._slots[number] = slot
+            slot.lie_in(self.memory.slot(number), files)
         slot.write(step, files, facts, self._device)
 
     def _grow(self, size: int) -> None:
-        """Make room; the copies that were there are lost."""
         self._slots.clear()
         self._unpin()
-        os.ftruncate(self.fd, 0)
-        try:
-            os.posix_fallocate(self.fd, 0, size)
-        except OSError as error:
-            raise UserError(
-                f"checkpoint.mirror_every needs {size / 1e9:.3g} GB of this host's memory for each rank like "
-                f"this one: {error.strerror}; set it to 0, or shard over more ranks"
-            ) from error
-        self._memory = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
+        self.memory.make_room(size)
         if self._device.type == "cuda":  # else copies would wait for the device
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), len(self._memory), 0)
-            )
+            memory = self.memory.bytes
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), len(memory), 0))
 
     def _unpin(self) -> None:
-        if self._device.type == "cuda" and len(self._memory):
+        if self._device.type == "cuda" and len(self.memory.bytes):
             torch.cuda.synchronize(self._device)
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self.memory.bytes.data_ptr())
 
 
 class _Slot:
@@ -90,7 +113,7 @@ class _Slot:
         self._kinds = _kinds(files)
         self._headers = {name: header_of(tensors) for name, tensors in files.items()}
         self._places: dict[str, tuple[int, int]] = {}
-        end = _HEAD_BYTES
+        end = HEAD_BYTES
         for name, (header, places) in self._headers.items():
             begin = _up(end + len(header)) - len(header)  # aligns the first tensor
             end = begin + len(header) + places[-1][1]
@@ -103,7 +126,7 @@ class _Slot:
         return end <= len(self._memory) and self._kinds == _kinds(files)
 
     def lie_in(self, memory: Tensor, files: Files) -> None:
-        self._words = memory[:_HEAD_BYTES].view(torch.int64)
+        self._words = memory[:HEAD_BYTES].view(torch.int64)
         self._words[0] = 0
         self._memory, self._targets = memory, list[Tensor]()
         for name, (header, places) in self._headers.items():
@@ -157,7 +180,7 @@ def copies_in(fd: int) -> dict[int, Copy]:
     memory = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
     found = {}
     for slot in (memory[: size // 2], memory[size // 2 :]):
-        step, begin, length = _words(slot[:_HEAD_BYTES])[:3]
+        step, begin, length = _words(slot[:HEAD_BYTES])[:3]
         if not step:
             continue
         try:
@@ -166,7 +189,7 @@ def copies_in(fd: int) -> dict[int, Copy]:
             continue
         if text["step"] == step:
             files = {name: slot[first:end] for name, (first, end) in text["files"].items()}
-            found[step] = Copy(step, text["facts"], files, slot[:_HEAD_BYTES])
+            found[step] = Copy(step, text["facts"], files, slot[:HEAD_BYTES])
     return found
 
 

@@ -1,10 +1,10 @@
 """state.json of a checkpoint: its contents with checked types, and what they name."""
 
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
 from trainer.checkpoint.hashing import check_blocks
-from trainer.checkpoint.layout import Index
 from trainer.checkpoint.manifest import Manifest, open_listed, step_in_name
 from trainer.checkpoint.matching import first_five
 from trainer.errors import UserError
@@ -84,7 +84,7 @@ def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any],
     return values, facts.mapping("tensors")
 
 
-def compare_names(path: Location, named: list[str], index: Index) -> None:
+def compare_names(path: Location, named: list[str], index: Collection[str]) -> None:
     """Raise UserError unless ``index`` has every tensor in ``named``, by the state, once, and no others."""
     if missing := sorted(set(named) - set(index)):
         raise UserError(f"{printable(path)} names tensors that are not there: {first_five(missing)}")
