@@ -211,6 +211,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[""], help="what names begin with")
+    parser.add_argument("--timeout-s", type=float, default=600, help="the time for one model")
     parser.add_argument("--out", type=Path, help="where answers are added: FILE.0 and so on, by rank")
     arguments = parser.parse_args()
     names = [name for name in zoo_models.names() if name.startswith(tuple(arguments.only))]
@@ -218,9 +219,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         out = (arguments.out or Path(folder) / "answers").resolve()
         known = read(out)
-        for name in visit_each(
-            partial(visit, out), RANKS, [each for each in names if each not in known], out
-        ):
+        left = [each for each in names if each not in known]
+        for name in visit_each(partial(visit, out), RANKS, left, out, arguments.timeout_s):
             row = {key: value for key, value in read(out)[name].items() if key != "ended"}
             print(f"{name:34}", "  ".join(f"{key}: {value}" for key, value in row.items()), flush=True)
         given = [pair for name in names for pair in read(out)[name].items() if pair[0] != "ended"]

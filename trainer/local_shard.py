@@ -25,6 +25,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(first, second)
 
 
+def spanned_bytes(tensor: Tensor) -> int:
+    """From the first to the last byte of its elements, with gaps, if any; it must have elements."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.itemsize
+
+
 def num_rows(shape: Sequence[int]) -> int:
     """The size of the first dimension; 1 for a scalar."""
     return shape[0] if shape else 1

@@ -87,3 +87,22 @@ def test_a_buffer_that_the_first_step_made_is_refused() -> None:
     buffers.end_leaf()
     with pytest.raises(UserError, match="a step made the buffer made"):
         buffers.finish()
+
+
+def test_large_whole_numbers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.exact.buffers.sum_over_ranks", lambda values: values)
+    model = nn.Module()
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("seen", torch.tensor([2**60]))
+    buffers = LeafBuffers(model, num_leaves=2, first=0)
+    for steps in (1, 2):
+        for leaf in range(2):
+            buffers.begin_leaf()
+            model.mean += leaf
+            model.seen += 1 + (steps == 2) * leaf
+            buffers.end_leaf()
+        if steps == 1:
+            buffers.finish()
+            assert model.seen.tolist() == [2**60 + 1] and model.mean.tolist() == [0.5, 0.5]
+    with pytest.raises(UserError, match=r"leaves leave seen, a buffer of torch\.int64, with"):
+        buffers.finish()

@@ -43,6 +43,13 @@ def test_what_decays_of_a_gpt() -> None:
     assert found["base"] | found["undecayed"] == every.keys()
 
 
+def test_a_group_is_named_after_a_word_and_otherwise_by_its_pattern() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"match": r"^0\.", "lr_scale": 1}, {"match": "^(?!2)", "lr_scale": 1}]
+    sets = parameter_sets(model, {**ADAMW, "groups": groups})["optim"]
+    assert set(_names(model, sets)) == {"0", "^(?!2)", "base"}
+
+
 def test_the_first_match_wins_and_the_rest_stays_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
     groups = [

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from tests.checkpoint import tiny
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
-from trainer.optim.train_state import Progress, TrainState, load_model_state, parameter_names
+from trainer.optim.train_state import Progress, TrainState, load_model_state, model_state, parameter_names
 
 
 def test_progress_counts_steps_epochs_and_samples() -> None:
@@ -79,6 +80,15 @@ def test_names_are_those_of_the_plain_module() -> None:
     assert [name for name, _ in parameter_names(net)] == plain
 
 
+def test_the_state_of_a_wrapped_model_is_what_torch_gives() -> None:
+    net = tiny.Net()
+    net.first = checkpoint_wrapper(net.first)  # type: ignore[assignment]
+    net = torch.compile(net)  # type: ignore[assignment]
+    ours, torchs = model_state(net), get_model_state_dict(net)
+    assert ours.keys() == torchs.keys() == tiny.Net().state_dict().keys()
+    assert all(ours[name].data_ptr() == torchs[name].data_ptr() for name in ours)
+
+
 def test_a_module_that_asks_for_its_version_is_told_it() -> None:
     class Versioned(nn.Linear):
         _version = 2
@@ -88,7 +98,7 @@ def test_a_module_that_asks_for_its_version_is_told_it() -> None:
             super()._load_from_state_dict(state, prefix, metadata, *rest)
 
     model, other = nn.Sequential(Versioned(2, 2)), nn.Sequential(Versioned(2, 2))
-    load_model_state(model, get_model_state_dict(other))
+    load_model_state(model, model_state(other))
     assert torch.equal(model[0].weight, other[0].weight)
 
 
@@ -152,3 +162,35 @@ def test_a_step_that_fp16_skips_moves_no_weight_momentum_or_average(fused: bool)
     for name, value in alone.named_parameters():
         torch.testing.assert_close(layer.get_parameter(name), value)
     assert state.average.state_dict()["num_updates"] == state.skipped_updates == 2
+
+
+class Lookahead(torch.optim.SGD):
+    """Has a state dict of its own, with two keys more."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.calls, self.slow = 0, torch.zeros(3)
+
+    def step(self, closure: Any = None) -> None:
+        self.calls, self.slow = self.calls + 1, self.slow + 0.5
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"lookahead": {"calls": self.calls, "slow": self.slow}}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self.calls, self.slow = saved["lookahead"]["calls"], saved["lookahead"]["slow"]
+
+
+def test_what_an_optimizer_adds_to_its_state_dict_is_kept() -> None:
+    state, fresh = tiny.train_state(), tiny.train_state()
+    for of in (state, fresh):
+        of.optimizer = Lookahead(of.model.parameters())
+    for _ in range(3):
+        state.optimizer.step()
+    tensors, plain = take_apart(state.state_dict())
+    fresh.load_state_dict(put_together(plain, {name: tensor.clone() for name, tensor in tensors.items()}))
+    assert isinstance(fresh.optimizer, Lookahead)
+    assert fresh.optimizer.calls == 3
+    assert fresh.optimizer.slow.tolist() == [1.5, 1.5, 1.5]

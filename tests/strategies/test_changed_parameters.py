@@ -1,4 +1,4 @@
-"""What a forward pass or a loss changes in a parameter counts, or is refused by name, under every strategy."""
+"""What a pass or a loss changes in a parameter counts, or is refused by name, under every strategy."""
 
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Block(nn.Module):
         self.how, self.since, self.passes = how, since, 0
         self.layer = nn.Linear(6, 6)
         self.start = nn.Parameter(torch.zeros(6), requires_grad=False)
+        if how.startswith("backward"):
+            (self.layer if "layer" in how else self).register_full_backward_hook(self.clip)
 
     def forward(self, rows: Tensor) -> Tensor:
         self.passes += self.training
@@ -39,6 +41,10 @@ class Block(nn.Module):
         if not self.training and self.how == "in evaluation":
             self.layer.weight.data.clamp_(-0.1, 0.1)
         return self.layer(rows + self.start).tanh()
+
+    def clip(self, *_: Any) -> None:
+        if self.passes >= self.since:
+            self.layer.weight.data.clamp_(-0.1, 0.1)
 
     def change(self, rows: Tensor) -> None:
         at_times = self.how == "clips at times" and self.passes % 4 == self.since % 4
@@ -60,10 +66,11 @@ class Changing(nn.Module):
     def __init__(self, how: str = "", since: int = 1) -> None:
         super().__init__()
         self.how, self.since, self.block, self.head = how, since, Block(how, since), nn.Linear(6, 2)
+        self.stem = nn.Linear(6, 6) if "inner" in how else nn.Identity()
         self.fsdp_units = [self.block]
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.head(self.block(rows))
+        return self.head(self.block(self.stem(rows)))
 
 
 class AfterThePass(Classification):
@@ -85,6 +92,9 @@ CASES = {
     ("starts", 1): "block.start",
     ("replaces", 1): "block.layer.weight",
     ("in the loss", 1): "head.weight",
+    ("backward of the first layer", 6): "block.layer.weight",
+    ("backward of an inner unit", 6): "block.layer.weight",
+    ("backward of an inner layer", 1): "block.layer.weight",
     ("", 1): None,
 }
 

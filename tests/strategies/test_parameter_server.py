@@ -340,11 +340,11 @@ def counted(root: str, *overrides: str) -> tuple[list[set[float]], list[str]]:
 @pytest.mark.slow
 def test_what_a_forward_pass_keeps_comes_to_the_servers_or_is_refused(tmp_path: Path) -> None:
     buffer = "differs from rank 0 in the buffer made: 'torch.float32 of (2,)' against None"
-    layer = "the forward pass or the loss makes or changes layer.bias, layer.weight: no server"
+    layer = "a forward or backward pass or the loss makes or changes layer.bias, layer.weight: no server"
     words = [
         buffer,
         layer,
-        "the forward pass or the loss makes or changes teacher.weight: no server",
+        "a forward or backward pass or the loss makes or changes teacher.weight: no server",
         buffer,
         layer,
     ]

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import job_as, settings, train, trained
 from tests.strategies.test_ddp import QUICK
 from trainer.loop import fit
+from trainer.strategies.whole_scalars import whole_scalars
 
 OWN = (*QUICK, f"model._target_={__name__}.Late", "train.max_steps=4", "checkpoint.every_steps=2")
 STRATEGIES = {
@@ -126,6 +129,21 @@ class ByNumbers(torch.optim.SGD):
             for parameter in held:
                 scale = parameter.grad.abs().max().item() if parameter.mean() > 0 else 1.0
                 parameter.sub_(group["lr"] * scale * parameter.grad / norm)
+
+
+def _reads() -> list[Any]:
+    mesh = init_device_mesh("cpu", (2,))
+    rows = DTensor.from_local(torch.full((2,), float(torch.distributed.get_rank())), mesh, [Shard(0)])
+    ours = ByNumbers([nn.Parameter(torch.ones(1))], lr=0.1)
+    with whole_scalars(ours):
+        total = rows.sum()
+        numbers = [total.item(), rows.tolist(), float(total), int(total), complex(total), 1.0 in rows]
+        return [*numbers, bool(total), torch.is_nonzero(total), total.is_nonzero()]
+
+
+def test_every_way_to_read_a_number_reads_that_of_the_whole() -> None:
+    for read in run_ranks(_reads, 2):
+        assert read == [2.0, [0.0, 0.0, 1.0, 1.0], 2.0, 2, 2 + 0j, True, True, True, True]
 
 
 NUMBERS = (

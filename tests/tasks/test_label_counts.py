@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from models.gpt import GPT
 from tests.data.streams import Numbers
@@ -283,13 +284,13 @@ def test_a_weight_that_is_no_number_of_labels_is_refused(weight: Any, shown: str
             return torch.tensor(weight, dtype=torch.float64)
 
     with pytest.raises(UserError, match=f"Mine.weight gives {shown}, but must give how many labels"):
-        label_count(Mine(), None)
+        label_count(Mine(), None, 1)
     Mine.weight = lambda self, batch: None  # type: ignore[assignment,return-value]
     with pytest.raises(UserError, match=r"Mine\.weight gives a NoneType, but"):
-        label_count(Mine(), None)
+        label_count(Mine(), None, 1)
     Mine.weight = lambda self, batch: 10**400  # type: ignore[assignment,return-value]
     with pytest.raises(UserError, match=r"Mine\.weight gives a number above 1e308, but"):
-        label_count(Mine(), None)
+        label_count(Mine(), None, 1)
 
 
 @pytest.mark.parametrize(
@@ -482,9 +483,53 @@ def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
 def test_the_weight_is_of_what_the_task_sees() -> None:
     """The flags for mirroring are outside the batch."""
     batch = (torch.zeros(3, 1, 8, 8), torch.tensor([1, -100, 2]))
-    assert label_count(Classification(), batch) == 2
-    assert label_count(Classification(), Mirrored(batch, torch.zeros(3))) == 2
-    assert label_count(Regression(), batch) == 1
+    assert label_count(Classification(), batch, 3) == 2
+    assert label_count(Classification(), Mirrored(batch, torch.zeros(3)), 3) == 2
+    assert label_count(Regression(), batch, 3) == 3
+
+
+class Unweighted:
+    """A mean over the samples, and no `weight`."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def positive(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A batch without half of the samples."""
+    rows, labels = default_collate(samples)
+    return rows[rows[:, 0] > 0], labels[rows[:, 0] > 0]
+
+
+def test_a_collate_may_leave_samples_out(tmp_path: Path) -> None:
+    """A step is the mean over those that are left, however many each micro-batch has, even none."""
+    words = (
+        *PLAIN,
+        "data.dataset._target_=tests.user_parts.Stripes",
+        "model.input_shape=[6]",
+        "model.num_classes=2",
+        "model.hidden=[8]",
+        "data.task._target_=tests.tasks.test_label_counts.Unweighted",
+        "~data.task.label_smoothing",
+        "data.collate={_target_: tests.tasks.test_label_counts.positive, _partial_: true}",
+        "train.eval_every_epochs=0",
+        "strategy=single",
+        f"run_dir={tmp_path}",
+        "seed=0",
+    )
+    _, whole = fitted(*words)
+    for micro_batch_size in (4, 1):
+        _, made = fitted(*words, f"train.micro_batch_size={micro_batch_size}")
+        torch.testing.assert_close(made, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
+    task, rows = Unweighted(), torch.zeros(5, 2)
+    assert label_count(task, {"nodes": rows, "labels": rows[:4]}, 4) == 4  # as of 4 graphs
+    assert label_count(task, (rows, rows[:, 0], torch.tensor(0.1)), 4) == 5
+    assert label_count(task, object(), 4) == label_count(task, (rows, rows[:2]), 4, is_alone=True) == 4
+    with pytest.raises(UserError, match=r"batch of 4 samples whose tensors have 2 and 5 rows.* give Unw"):
+        label_count(task, (rows, rows[:2]), 4)
 
 
 def test_labels_of_text_are_refused() -> None:

@@ -178,13 +178,20 @@ def _native(
         work = dist.all_reduce(sent.div_(divisor) if divisor != 1 else sent, group=group, async_op=True)
 
         def take(done: Future[list[torch.Tensor]]) -> torch.Tensor:
-            mean = done.value()[0]
-            if mean is not gradients:
-                gradients.copy_(mean)
+            received = done.value()[0]
+            if received is not gradients:
+                gradients.copy_(received)
             finish()
             return gradients
 
-        return work.get_future().then(take)
+        sum_ = work.get_future()
+        if gpu_clock is not None or not bucket.is_last():
+            return sum_.then(take)
+        # DDP would wait next. A callback would run on gloo's thread, which has to get the interpreter first.
+        sum_.wait()
+        mean: Future[torch.Tensor] = Future()
+        mean.set_result(take(sum_))
+        return mean
 
     return reduce
 

@@ -189,7 +189,7 @@ class LeafSums:
                 message[-1:] += group.count
             begin = end
         self._encoder.add(message[:-1], message[-1:], row)
-        return Message(message, index, row)
+        return Message(message, index, bucket.is_last(), row)
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,7 @@ class Message:
 
     _sums: Tensor
     _index: int
+    _is_last: bool
     _gradients: Tensor
 
     def buffer(self) -> Tensor:
@@ -205,6 +206,9 @@ class Message:
 
     def index(self) -> int:
         return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
 
     def decoded(self) -> Tensor:
         """The gradients, once the integers are those of all ranks."""

@@ -102,7 +102,7 @@ class LeafBuffers:
         mean, begin = reduce(torch.add, rows) / self._num_leaves, 0
         for place in self._changing:
             buffer = self._buffer(place)
-            end = begin + buffer.numel()
+            end = begin + len(_flat(buffer))
             if buffer.is_floating_point():
                 with torch.no_grad():
                     buffer.copy_(mean[begin:end].view(buffer.shape))
@@ -130,4 +130,6 @@ class LeafBuffers:
 
 
 def _flat(buffer: Tensor) -> Tensor:
-    return buffer.detach().reshape(-1).double()
+    """Its numbers as float64; of whole numbers their bytes, since 2**53 + 1 is no float64."""
+    row = buffer.detach().contiguous().reshape(-1)
+    return (row if row.is_floating_point() else row.view(torch.uint8)).double()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from trainer.errors import UserError
 from trainer.local_shard import to_local
 
 
@@ -35,6 +36,7 @@ class MovingAverage:
         warmup: bool,
     ) -> None:
         self._parameters, self._buffers, self._decay, self._warmup = parameters, buffers, decay, warmup
+        self._averages: dict[str, Tensor] = {}
         weights = self._weights()
         copies = {weight: weight.detach().clone() for weight in weights.values()}
         self._averages = {name: copies[weight] for name, weight in weights.items()}
@@ -85,7 +87,16 @@ class MovingAverage:
                 self._averages[name].copy_(value)
 
     def _weights(self) -> dict[str, Tensor]:
+        """The present tensors. Raises UserError if a buffer has another shape than its average."""
         buffers = {name: getattr(module, attribute) for name, (module, attribute) in self._buffers.items()}
+        for name in buffers.keys() & self._averages.keys():
+            was, now = self._averages[name].shape, getattr(buffers[name], "shape", None)
+            if now != was:
+                raise UserError(
+                    f"ema.decay: the buffer {name} is {'gone' if now is None else tuple(now)} and was "
+                    f"{tuple(was)} before the first step, so it has no average; make buffers in __init__, in "
+                    "their final size, or with persistent=False, which are not averaged"
+                )
         return {**self._parameters, **buffers}
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:

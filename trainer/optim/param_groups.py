@@ -224,8 +224,12 @@ def _halves(
 
 
 def _title(entry: ParameterGroup, decays: bool) -> str:
-    """The name of a group; empty for all other parameters."""
-    title = entry.name or re.sub(r"[^\w.-]+", "_", entry.match).strip("_.")
+    """The name of a group; empty for all other parameters.
+
+    A pattern that is a word but for anchors gives that word: `^blocks\\.` is blocks. `^(?!fc)` remains.
+    """
+    word = re.sub(r"[\^$\\]", "", entry.match).strip("_.")
+    title = entry.name or (word if re.fullmatch(r"[\w.-]*", word) else entry.match)
     if not title and entry.dims is not None:
         title = f"dims_{entry.dims}"
     return title if decays else f"{title}/undecayed".lstrip("/")

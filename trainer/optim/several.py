@@ -42,5 +42,5 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
 
 def has_user_part(optimizer: Optimizer) -> bool:
     """Whether a part is neither torch's nor this project's."""
-    kinds = {type(part).__module__.partition(".")[0] for part in parts_of(optimizer)}
-    return not kinds <= {"torch", "trainer"}
+    packages = {type(part).__module__.partition(".")[0] for part in parts_of(optimizer)}
+    return not packages <= {"torch", "trainer"}

@@ -217,7 +217,9 @@ class Strategy:
         """
         with whole_scalars(state.optimizer) if self.gradients_differ else nullcontext():
             state.update(finite)
-        state.optimizer.zero_grad(set_to_none=True)
+        for group in state.optimizer.param_groups:  # zero_grad() opens a range for the profiler: 20 us
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def finish_checks(self) -> None:
         """Look for what no checkpoint would hold, and finish the checks of the last step (a collective).

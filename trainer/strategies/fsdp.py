@@ -239,6 +239,8 @@ class Fsdp(Strategy):
         one_pass = self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext()
         with self.order.leaf(enabled), one_pass, backward_errors():
             yield
+            if self._gathered is not None:
+                self._gathered.end_backward()
 
     def _note_call(self, *_: object) -> None:
         self._may_hold_gathers = True

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError, first_few
+from trainer.local_shard import spanned_bytes
 from trainer.meta_init.module_tensors import has_gradient_hook, named_tensors
 from trainer.meta_init.operations import storage_of
 from trainer.optim.schedules import sparse_weights
@@ -130,10 +131,7 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.numel() and tensor.layout == torch.strided:
             begin = int(tensor.storage_offset()) * tensor.itemsize
-            steps = sum(
-                (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            place = (begin, begin + (steps + 1) * tensor.itemsize, name, tensor)
+            place = (begin, begin + spanned_bytes(tensor), name, tensor)
             by_storage[storage_of(tensor)].append(place)
     for there in by_storage.values():
         for (_, end, name, one), (begin, _, other, two) in itertools.pairwise(sorted(there)):

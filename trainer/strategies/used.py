@@ -70,12 +70,12 @@ class UsedParameters:
     def start(self) -> None:
         """Send a hash of which gradients exist. Called after each step's last backward pass."""
         used = bytes(parameter.grad is not None for parameter in self._parameters)
-        self._send(used, self._gathered.changed())
+        self._send(used, self._gathered.changed(step_is_over=False))
 
     def look_again(self) -> None:
         """Compare what later passes changed, such as those of an evaluation (a collective)."""
         self.finish()
-        self._send(b"", self._gathered.changed())
+        self._send(b"", self._gathered.changed(step_is_over=True))
         self.finish()
 
     def _send(self, used: bytes, changed: list[str]) -> None:
@@ -98,7 +98,7 @@ class UsedParameters:
         if any_changed:
             changed = sorted(set().union(*gather_objects(self._changed, self._group)))
             raise UserError(
-                f"strategy=fsdp: the forward pass or the loss changes {first_few(changed)} in a "
+                f"strategy=fsdp: a forward or backward pass or the loss changes {first_few(changed)} in a "
                 "gathered copy (its values or requires_grad), so that the change is lost; this "
                 "run's checkpoints may lack earlier ones. Compute with another tensor "
                 "(weight.clamp(-c, c)), or use strategy=ddp"

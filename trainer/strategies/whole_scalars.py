@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -10,7 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.optim.several import has_user_part
 
-_READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__}
+_READS = {
+    *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, torch.is_nonzero, Tensor.__contains__),
+    *(Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.__complex__),
+}
 
 
 def whole_scalars(optimizer: Optimizer, reads: bool = True) -> AbstractContextManager[Any]:

@@ -56,7 +56,9 @@ class Task(Protocol):
 
         Called once for each training batch, while it is still on the host. A step divides by the sum over
         all ranks and micro-batches: its loss is the mean over all counted labels, and 0 without any.
-        Without this method each micro-batch counts the same.
+        Without this method each sample counts the same: `data.collate` may leave samples out, or make several
+        of one. The first dimension of a batch's tensors tells how many there are; where they differ, this
+        method is required.
         """
 
     def compile(self) -> None:

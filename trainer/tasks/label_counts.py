@@ -23,17 +23,23 @@ micro-batch has no counted label, and adds nothing."""
 _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where others become 0 or infinite
 
 
-def label_count(task: Task, batch: Any) -> float:
-    """The number of counted labels of a micro-batch, by the task's `weight`; 1 if it has none.
+def label_count(task: Task, batch: Any, num_samples: int, *, is_alone: bool = False) -> float:
+    """The number of counted labels of a micro-batch, by the task's `weight`; of its samples without one.
 
     Called before the batch is moved to the device.
 
+    Args:
+        num_samples: of which the micro-batch was made; data.collate may leave some out.
+        is_alone: whether a step has no other micro-batch.
+
     Raises:
-        UserError: it is not a number, or is neither 0 nor from 1e-30 to 1e30.
+        UserError: it is not a number, or is neither 0 nor from 1e-30 to 1e30; or nothing tells how many
+            samples there are.
     """
+    batch = batch.batch if isinstance(batch, Mirrored) else batch
     if (weight := getattr(task, "weight", None)) is None:
-        return 1.0
-    given = weight(batch.batch if isinstance(batch, Mirrored) else batch)
+        return num_samples if is_alone else _samples_in(batch, num_samples, type(task).__name__)
+    given = weight(batch)
     try:
         value = float(given)
         shown = str(value)
@@ -47,6 +53,21 @@ def label_count(task: Task, batch: Any) -> float:
             f"{_LEAST:g} to {_MOST:g}"
         )
     return value
+
+
+def _samples_in(batch: Any, num_samples: int, task: str) -> int:
+    """The rows of a batch's tensors: `num_samples` if any has as many."""
+    rows = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+    if num_samples in rows or not rows:
+        return num_samples
+    if len(rows) > 1:
+        found = " and ".join(map(str, sorted(rows)))
+        raise UserError(
+            f"data.collate made a batch of {num_samples} samples whose tensors have {found} rows: its share "
+            f"of the loss of a step is not known; give {task} a method weight(batch) that returns how many "
+            "samples or labels the mean of its loss is over"
+        )
+    return rows.pop()
 
 
 def divisors(counts: Sequence[float], total: float | Tensor) -> list[Divisor]:

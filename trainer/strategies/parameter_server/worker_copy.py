@@ -171,8 +171,8 @@ class WorkerCopy:
 
 _NOTHING = torch.empty(0)
 CHANGES = (
-    "strategy=parameter_server: the forward pass or the loss makes or changes {}: no server would hold that, "
-    "nor a checkpoint; make parameters in __init__, and change none, or use strategy=ddp"
+    "strategy=parameter_server: a forward or backward pass or the loss makes or changes {}: no server would "
+    "hold that, nor a checkpoint; make parameters in __init__, and change none, or use strategy=ddp"
 )
 
 
