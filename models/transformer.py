@@ -27,7 +27,8 @@ class Past:
 class SelfAttention(nn.Module):
     """Multi-head self-attention, (B, T, width) -> (B, T, width), by torch's fused kernels if they apply.
 
-    With a ``past``, x continues it: first with all T tokens, then with one at a time.
+    With a ``past``, x continues it: first with all T tokens, then with one at a time. A ``mask`` takes the
+    place of ``causal``: (B, 1, T, T), true where a token attends to another.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:
@@ -40,19 +41,19 @@ class SelfAttention(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, past: Past | None = None, mask: Tensor | None = None) -> Tensor:
         batch, length, width = x.shape
         query, key, value = (
             part.view(batch, length, self.num_heads, -1).transpose(1, 2)
             for part in self.query_key_value(x).chunk(3, dim=-1)
         )
-        causal = self.causal
+        causal = self.causal and mask is None
         if past is not None:
             assert past.length == 0 or length == 1, "several tokens after cached ones would need a mask"
             causal = past.length == 0  # a single token attends to all before it
             key, value = past.extend(key, value)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=causal)
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal)
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -77,8 +78,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, past: Past | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), past))
+    def forward(self, x: Tensor, past: Past | None = None, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), past, mask))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 

@@ -98,8 +98,9 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
 
 def label_counts_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
     """Read this rank's micro-batches of the next step, and return how many labels of each count."""
-    begin = time.perf_counter()
-    counts = [label_count(context.task, batch) for batch in batches.ahead()]
+    begin, split = time.perf_counter(), context.batch
+    alone = split.num_micro_batches == 1
+    counts = [label_count(context.task, batch, split.micro_size, is_alone=alone) for batch in batches.ahead()]
     context.meter.data_s += time.perf_counter() - begin
     return counts
 

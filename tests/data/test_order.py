@@ -169,18 +169,34 @@ def test_what_cannot_be_ordered_is_refused() -> None:
     for order, words in ((last_first, "has the index -100"), (by_calls, "another one in a second call")):
         with pytest.raises(UserError, match=words):
             train_loader(Numbers(), 8, order=order).order_hash()
-    with pytest.raises(UserError, match="datasets\\[0\\] is a Mixture, which draws its own"):
+    with pytest.raises(UserError, match="datasets\\[0\\] is a IndexMixture, which draws its own"):
         Mixture("train", [partial(Mixture, datasets=[Numbers]), Numbers])
     with pytest.raises(UserError, match=r"data\.order is for data that is read by index"):
         train_loader(Forward(), 8, order=ByWeight())
     with pytest.raises(UserError, match="needs lengths of the dataset"):
         ByLength(8)(Digits("train"), torch.Generator())
-    with pytest.raises(UserError, match="datasets\\[1\\] is a stream"):
+    with pytest.raises(UserError, match=r"datasets\[0\] is a Numbers, but others are streams"):
         Mixture("train", [Numbers, Forward])
     with pytest.raises(UserError, match=r"weights is \(1, -1\)"):
         mixture(1, -1)
     with pytest.raises(UserError, match="both must be at least 1"):
         ByLength(0)
+
+
+@pytest.mark.parametrize("dataset", [mixture(3, 1), mixture(2, 1, num_samples=15)], ids=["more", "fewer"])
+def test_an_own_order_begins_with_that_of_a_mixture(dataset: Mixture) -> None:
+    def reversed_(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return shuffled(dataset, generator).flip(0)
+
+    def of_len(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return torch.randperm(len(dataset), generator=generator)
+
+    with pytest.raises(UserError, match="does not ask the mixture for the samples that it draws"):
+        train_loader(dataset, 8, order=of_len).order_hash()
+    assert train_loader(dataset, 8, order=reversed_).order_hash()
+    assert train_loader(mixture(), 8, order=of_len).order_hash()  # takes all of each dataset
+    last = shuffled(dataset, torch.Generator().manual_seed(0))[-8:]
+    assert batches(dataset, reversed_)[0] == sorted(dataset[index] for index in last.tolist())
 
 
 MIXED = (

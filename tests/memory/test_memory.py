@@ -56,9 +56,11 @@ def test_attention_with_dropout_is_counted_as_a_gpu_computes_it() -> None:
     )
 
 
-def _footprint(dry_run: DryRun, *choices: str, ranks: int = 4, accumulation: int = 1) -> Footprint:
+def _footprint(
+    dry_run: DryRun, *choices: str, ranks: int = 4, per_host: int | None = None, accumulation: int = 1
+) -> Footprint:
     config = settings(*MLP, *choices)
-    with dry_run.under(config, DryRunWorld(ranks, ranks)) as stage:
+    with dry_run.under(config, DryRunWorld(ranks, per_host or ranks)) as stage:
         return stage.footprint(8, accumulation)
 
 
@@ -102,6 +104,11 @@ def test_each_choice_of_fsdp_takes_its_own() -> None:
     assert offloaded.peak + offloaded.host == whole.peak and offloaded.parts["parameters"] == 0
     mirrored = _footprint(dry_run, *fsdp, "checkpoint.mirror_every=1")
     assert mirrored.host == 2 * offloaded.host and mirrored.peak == whole.peak
+    exchanged = _footprint(dry_run, *fsdp, "checkpoint.mirror_every=1", per_host=2)
+    within = _footprint(
+        dry_run, *fsdp, "checkpoint.mirror_every=1", "strategy.shard_group=host", ranks=8, per_host=4
+    )
+    assert exchanged.host == 4 * offloaded.host and within.host == mirrored.host
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch.nn.utils import weight_norm
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from tests.runs import train
+from trainer.optim.several import Several
 from trainer.tasks import Classification
 from trainer.training.unsaved_state import UnsavedState
 
@@ -188,6 +189,18 @@ class LongerSteps(torch.optim.SGD):
         super().step()
 
 
+class Deciding(LongerSteps):
+    """Has a state dict of its own, as one that saves its count."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"num_steps": self.num_steps}
+
+
+def _two(params: Any, lr: float) -> Several:
+    weight, bias = params
+    return Several([Deciding([weight], lr), torch.optim.SGD([bias], lr)])
+
+
 class Sharing(torch.optim.SGD):
     """Steps by another optimizer, which has its state."""
 
@@ -245,8 +258,8 @@ class Teaching(nn.Module):
 def warnings_of(model: nn.Module, caplog: pytest.LogCaptureFixture, kept: str = "") -> list[str]:
     task = Teaching(kept)
     caplog.clear()
-    kinds = {"optimizer": LongerSteps, "sharing": Sharing}
-    optimizer = kinds.get(kept, torch.optim.SGD)(model.parameters(), 0.1)
+    kinds = {"optimizer": LongerSteps, "sharing": Sharing, "deciding": Deciding, "two": _two}
+    optimizer: Any = kinds.get(kept, torch.optim.SGD)(model.parameters(), 0.1)
     unsaved = UnsavedState(model, task, optimizer, True)
     for _ in range(6):
         model.train()  # as after an evaluation
@@ -352,6 +365,9 @@ def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptu
     (message,) = warnings_of(nn.Linear(6, 2), caplog, "optimizer")
     assert message.startswith("optimizer.num_steps changes from step to step"), message
     assert not warnings_of(nn.Linear(6, 2), caplog, "sharing")
+    assert not warnings_of(nn.Linear(6, 2), caplog, "deciding")
+    (message,) = warnings_of(nn.Linear(6, 2), caplog, "two")  # Several makes no use of its state dict
+    assert message.startswith("optimizer.num_steps changes from step to step"), message
 
 
 def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,19 +10,30 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
 from trainer.data.loading.reader import sample_of
-from trainer.data.stream import is_stream
+from trainer.data.stream import has_state, is_stream
+from trainer.data.stream_mixture import StatefulStreamMixture, StreamMixture, common
 from trainer.errors import UserError
 
 
-class Mixture(Dataset[Any]):
-    """Datasets read by index, each with its share of every epoch.
+def Mixture(  # noqa: N802, to users it is a class, of either kind
+    split: str,
+    datasets: Sequence[Callable[..., Any]],
+    weights: Sequence[float] | None = None,
+    num_samples: int | None = None,
+) -> "IndexMixture | StreamMixture":
+    """Several datasets as one, each with its share of every epoch: all read by index, or all streams.
 
-    An epoch of training has `num_samples` samples, of which each dataset gives as many as its weight says,
-    to the nearest sample. One that gives more than it has is gone through several times, each sample with
-    its own augmentation each time; of one that gives fewer, another part is drawn in each epoch. Held-out
-    data is all of each dataset, one after the other.
+    An epoch of training has `num_samples` samples, of which each dataset gives as many as its weight says, to
+    the nearest sample; of streams, the part of each sample is drawn, so they do so on average. A dataset that
+    gives more than it has is gone through several times, with other augmentation, or as a stream with another
+    number for `set_epoch`. Of one that gives fewer, another part is drawn in each epoch; a stream, which is
+    only read forward, gives what it has first in that epoch. Held-out data is all of each, one after the
+    other.
 
     Attributes that all datasets have, with equal values, are those of the mixture, such as num_classes.
+
+    Attributes:
+        draws: whether an epoch leaves samples out, so that only `epoch_order` knows its indices.
 
     Args:
         split: train or eval, which `datasets` are called with.
@@ -31,20 +42,42 @@ class Mixture(Dataset[Any]):
         num_samples: None: as many as all datasets have.
 
     Raises:
-        UserError: a stream, another mixture, an empty dataset, or weights that are not proportions.
+        UserError: streams beside other datasets, another mixture, an empty dataset, weights that are not
+            proportions, or streams of unknown lengths without `weights` and `num_samples`.
     """
+    parts = [make(split=split) for make in datasets]
+    if not any(map(is_stream, parts)):
+        return IndexMixture(split, parts, weights, num_samples)
+    for number, part in enumerate(parts):
+        if not is_stream(part) or isinstance(part, StreamMixture):
+            raise UserError(
+                f"data.dataset.datasets[{number}] is a {type(part).__name__}, but others are streams: a "
+                "mixture is of streams alone, or of datasets read by index alone, and of no mixtures"
+            )
+    kind = StatefulStreamMixture if all(map(has_state, parts)) else StreamMixture
+    if split != "train":
+        return kind(parts, None, None)
+    if weights is None or num_samples is None:
+        try:
+            sizes = [len(part) for part in parts]
+        except TypeError as error:
+            raise UserError(
+                f"these streams do not know their lengths ({error}); set data.dataset.weights and "
+                "data.dataset.num_samples, the samples of an epoch"
+            ) from error
+        weights, num_samples = weights or sizes, num_samples or sum(sizes)
+    _check(weights, len(parts))
+    return kind(parts, weights, num_samples)
+
+
+class IndexMixture(Dataset[Any]):
+    """A mixture of datasets read by index: see `Mixture`."""
 
     def __init__(
-        self,
-        split: str,
-        datasets: Sequence[Callable[..., Any]],
-        weights: Sequence[float] | None = None,
-        num_samples: int | None = None,
+        self, split: str, datasets: Sequence[Any], weights: Sequence[float] | None, num_samples: int | None
     ) -> None:
-        self.datasets = [make(split=split) for make in datasets]
+        self.datasets = datasets
         for number, dataset in enumerate(self.datasets):
-            if is_stream(dataset):
-                raise UserError(f"data.dataset.datasets[{number}] is a stream; a mixture reads by index")
             if hasattr(dataset, "epoch_order"):
                 raise UserError(
                     f"data.dataset.datasets[{number}] is a {type(dataset).__name__}, which draws its own "
@@ -55,17 +88,14 @@ class Mixture(Dataset[Any]):
         if not all(sizes):
             raise UserError(f"the datasets of the mixture have {sizes} samples; leave out the empty ones")
         given = sizes if weights is None or split != "train" else weights
-        if len(given) != len(sizes) or not all(0 < weight < float("inf") for weight in given):
-            raise UserError(
-                f"data.dataset.weights is {weights}, but must have a number above 0 for each of the "
-                f"{len(sizes)} datasets"
-            )
+        _check(given, len(sizes))
         total = sum(sizes) if num_samples is None or split != "train" else num_samples
         self._counts = _shares(total, given)
         # Dataset k has indices for each of its passes, so that a sample is another one in another pass.
         passes = [-(-count // size) for count, size in zip(self._counts, sizes, strict=True)]
         spans = [number * size for number, size in zip(passes, sizes, strict=True)]
         self._begins = [0, *itertools.accumulate(spans)]
+        self.draws = spans != self._counts
 
     def __len__(self) -> int:
         return sum(self._counts)
@@ -88,10 +118,15 @@ class Mixture(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("datasets", "draw", "lengths", "sample_weights"):
             raise AttributeError(name)
-        values = [getattr(dataset, name) for dataset in self.datasets]
-        if any(value != values[0] for value in values):
-            raise AttributeError(f"{name} differs: {values}")
-        return values[0]
+        return common(self.datasets, name)
+
+
+def _check(weights: Sequence[float], number: int) -> None:
+    if len(weights) != number or not all(0 < weight < float("inf") for weight in weights):
+        raise UserError(
+            f"data.dataset.weights is {weights}, but must have a number above 0 for each of the {number} "
+            "datasets"
+        )
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:

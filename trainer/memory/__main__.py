@@ -168,7 +168,7 @@ def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSp
     if config.train.exact is not None:
         leaves = config.train.exact
         return BatchSplit(size, replicas, max(1, size // leaves), -(-leaves // replicas))
-    micro = config.train.micro_batch_size or max(1, size // among) * gpus
+    micro = config.train.micro_size or max(1, size // among) * gpus
     return BatchSplit(size, replicas, micro, max(1, size // replicas // micro))
 
 

@@ -24,7 +24,7 @@ from trainer.build import (
     wrap_model,
 )
 from trainer.comm.fsdp_collectives import own_parameters, units_of
-from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig, SplitConfig
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
@@ -38,6 +38,7 @@ from trainer.nested import mapped
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant, sparse_weights
 from trainer.optim.train_state import Progress, TrainState
+from trainer.strategies import build_strategy
 from trainer.strategies.base import parameter_count
 
 _STATE = ("parameters", "optimizer", "averages")
@@ -76,10 +77,19 @@ class DryRun:
         self.to_device = lambda device: build_to_device(config, device, train_set)
         data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
         share = Share(0, config.seed, CPU, collate=build_collate(data))
-        loader = train_loader(train_set, data, BatchSplit(1, 1, 1, 1), share)
-        self.sample = loader.epoch(0).ahead()[0]
+        self._loader = lambda size: train_loader(train_set, data, BatchSplit(size, 1, size, 1), share)
+        self.sample = self.batch(1)
         self._seed = config.seed
-        self.num_parameters = parameter_count(self._model(config).module.parameters())
+        model = self._model(config).module
+        self._kinds = {type(module) for module in model.modules()}
+        self.num_parameters = parameter_count(model.parameters())
+
+    def batch(self, size: int) -> Any:
+        """The first `size` samples of an epoch."""
+        return self._loader(size).epoch(0).ahead()[0]
+
+    def has(self, kind: type[nn.Module]) -> bool:
+        return any(issubclass(each, kind) for each in self._kinds)
 
     def _model(self, config: Config) -> Deferred:
         model = deferred(self._build, self._seed)
@@ -107,22 +117,38 @@ class DryRun:
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), MemoryLedger(staged_sends=True) as ledger:
                 module = wrap_model(config, numberless, simulated.strategy)
-                yield Stage(config, self, simulated, to_device, module, ledger)
+                yield Stage(config, world, self, simulated, to_device, module, ledger)
+
+    @contextmanager
+    def for_real(self, config: Config, world: DryRunWorld, device: torch.device) -> Iterator["Stage"]:
+        """As `under`, with tensors that have memory, on `device`; only the other ranks are missing."""
+        config = dataclasses.replace(config, comm=NativeCommConfig("native", "fp32", False))
+        model = self._model(config)
+        with as_rank_of(world, device) as dist:
+            if isinstance(config.strategy, FsdpConfig):
+                strategy = build_strategy(config, dist)
+            else:  # for ddp without its reducer: `Stage` has its buckets
+                alone = dataclasses.replace(config, strategy=SplitConfig("single"))
+                strategy = build_strategy(alone, dataclasses.replace(dist, world_size=1))
+            real = SimulatedStrategy(strategy, {"": device})
+            module = wrap_model(config, model, strategy)
+            yield Stage(config, world, self, real, self.to_device(device), module, MemoryLedger())
 
 
 class Stage:
-    """Simulates steps, one after another; the first is made twice, to create the optimizer's state."""
+    """Makes steps, one after another; the first is made twice, to create the optimizer's state."""
 
     def __init__(
         self,
         config: Config,
+        world: DryRunWorld,
         dry_run: DryRun,
         simulated: SimulatedStrategy,
         to_device: Any,
         module: nn.Module,
         ledger: MemoryLedger,
     ) -> None:
-        self._config, self._dry_run, self._ledger = config, dry_run, ledger
+        self._config, self._world, self._dry_run, self._ledger = config, world, dry_run, ledger
         self._strategy, self._devices = simulated.strategy, simulated.devices
         self._host = simulated.host
         self._module, self._to_device = module, to_device
@@ -160,11 +186,14 @@ class Stage:
             UserError: the model reads the data of tensors, which have none.
         """
         batch = mapped(self._dry_run.sample, lambda value: repeated(value, micro_size))
+        self.steps(batch, accumulation)
+        return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
+
+    def steps(self, batch: Any, accumulation: int) -> None:
         for _ in range(1 if self._has_state else 2):
             self._ledger.forget_peaks()
             self._step(batch, min(accumulation, 2))
             self._has_state = True
-        return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
     def _integers(self, device: torch.device, accumulation: int) -> int:
         """The bytes of train.exact: sums of leaves, where a rank has several, and messages."""
@@ -190,9 +219,14 @@ class Stage:
             parts |= dict.fromkeys(_STATE, 0)
         elif self._host is not None:
             host = self._ledger.accounts[self._host].peak_bytes
-        if self._config.checkpoint.mirror_every:
-            host += 2 * state
+        if isinstance(self._config.strategy, FsdpConfig) and self._config.checkpoint.mirror_every:
+            host += 2 * state * self._num_hosts(self._config.strategy.shard_group)
         return Footprint(self._starts[name], sum(parts.values()), parts, host)
+
+    def _num_hosts(self, shard_group: str) -> int:
+        """Over how many hosts a copy of the model is sharded: each keeps copies of the shards of all."""
+        sizes = {"world": self._world.size, "host": self._world.per_host}
+        return -(-(sizes.get(shard_group) or int(shard_group)) // self._world.per_host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
         """The step of trainer/step.py, without communication outside the strategy and without logs."""

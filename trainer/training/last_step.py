@@ -35,6 +35,8 @@ class KeptStep(Gate):
         own_buffers: whether ranks have different buffers, of which those of rank 0 are the model's.
     """
 
+    any_side = False
+
     def __init__(
         self,
         dist: Dist,
@@ -141,7 +143,8 @@ def build_gate(
         return NoGate(dist.heartbeat)
     own_buffers = config.train.exact is None
     if config.checkpoint.mirror_every:
-        mirror = Mirror(dist, state, config.checkpoint.mirror_every, own_buffers)
+        settings, timeout_s = config.checkpoint, config.distributed.timeout_s
+        mirror = Mirror(dist, state, settings.mirror_every, own_buffers, timeout_s)
         mirrored = MirroredStep(dist, mirror, checkpointer, loader)
         dist.watch.ending.saves(mirrored)
         return mirrored

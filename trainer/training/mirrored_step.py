@@ -18,12 +18,17 @@ class MirroredStep(Gate):
     """
 
     why_not: str | None = None
+    any_side = True  # all hold copies of the same shards
 
     def __init__(self, dist: Dist, mirror: Mirror, checkpointer: Checkpointer, loader: TrainLoader) -> None:
         super().__init__(dist.heartbeat)
         self._mirror, self._checkpointer, self._loader = mirror, checkpointer, loader
         self._is_taken = False
         self._copies: Mapping[int, Copy] = {}
+
+    def begin_update(self) -> None:
+        self._mirror.wait()  # without the lock, which a save at a fault would wait for
+        super().begin_update()
 
     def keep(self) -> None:
         self._mirror.keep(self._loader.state_dict())
@@ -44,6 +49,9 @@ class MirroredStep(Gate):
 
     def fingerprint(self) -> int | None:
         return None
+
+    def close(self) -> None:
+        self._mirror.close()
 
     def save(self) -> bool:
         self._heartbeat.enter("rescue")

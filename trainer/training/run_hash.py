@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.distributed.gather_shards import as_bytes, gather_shards_to_rank0
 from trainer.faults.disk_progress import progress
+from trainer.optim.train_state import model_state
 
 
 def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:
@@ -42,9 +42,7 @@ def parameters_sha256(model: nn.Module) -> str:
     Args:
         model: unwrapped; its state dict carries no prefix.
     """
-    tensors = {
-        name: value for name, value in get_model_state_dict(model).items() if isinstance(value, Tensor)
-    }
+    tensors = {name: value for name, value in model_state(model).items() if isinstance(value, Tensor)}
     rank = dist.get_rank()
     digest = hashlib.sha256()
     for name in sorted(tensors):

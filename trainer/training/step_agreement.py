@@ -43,6 +43,7 @@ class StepAgreement:
         # MAX over ranks of (rank + 1 if its loss is not finite else 0), what it asks for, no data left, and
         # the extremes of the label counts of its next micro-batches.
         self._flags = torch.zeros(5, device=dist_.device)
+        self._values: list[float] = []  # on CPUs, what this rank sends
         self._not_finite, self._asked, self._ended, *self._count_extremes = self._flags.unbind()
         self._bad = torch.tensor(float(dist_.rank + 1), device=dist_.device)
         self._good = torch.tensor(0.0, device=dist_.device)
@@ -74,8 +75,10 @@ class StepAgreement:
             loss.record_stream(self._stream)
         else:
             bad = 0.0 if math.isfinite(loss) else self._dist.rank + 1.0
-            self._flags = torch.tensor([bad, asked, not data_left, *extremes(label_counts)])
-            self._send()
+            self._values = [bad, asked, not data_left, *extremes(label_counts)]
+            if self._dist.world_size > 1:
+                self._flags = torch.tensor(self._values)
+                self._send()
 
     def finish(self, where: str, then: str = "no rank applied that step") -> Agreed:
         """Wait for the values of all ranks.
@@ -87,10 +90,11 @@ class StepAgreement:
         if self._on_cuda:
             self._done.synchronize()
             bad, asked, ended, most, minus_least = self._on_host.tolist()
-        else:
-            if self._work is not None:
-                self._work.wait()
+        elif self._work is not None:
+            self._work.wait()
             bad, asked, ended, most, minus_least = self._flags.tolist()
+        else:
+            bad, asked, ended, most, minus_least = self._values
         error = self._not_finite_on(int(bad) - 1, where, then) if bad else None
         self._even = most == -minus_least
         return Agreed(Asked(int(asked)), not ended, error)

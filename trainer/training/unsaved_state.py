@@ -24,8 +24,8 @@ class UnsavedState:
     Warns of what changed. A pair is 1 and 2, 3 and 4, 7 and 8, 15 and 16, and so on, since state may begin
     late. What is new in a pair's first step or at a save, or of another size there, does not count, so that
     a cache is not state. A module with `get_extra_state`, and an optimizer with its own `state_dict`, decide
-    themselves what is saved. The `training` flags of modules are compared after each step, since the next
-    evaluation resets them.
+    themselves what is saved; not one of several, which are saved as one. The `training` flags of modules are
+    compared after each step, since the next evaluation resets them.
 
     Args:
         model: unwrapped.
@@ -105,7 +105,8 @@ class UnsavedState:
                 found[f"task.{name}"] = value
         optimizers = {id(part): part for part in parts_of(self._optimizer)}.values()
         known |= {id(self._optimizer), *map(id, optimizers)}  # torch binds methods to them
-        for part in (each for each in optimizers if type(each).state_dict is Optimizer.state_dict):
+        decides = len(optimizers) == 1 and type(self._optimizer).state_dict is not Optimizer.state_dict
+        for part in () if decides else optimizers:
             held = {name: v for name, v in vars(part).items() if name not in _OF_EVERY_OPTIMIZER}
             known |= {id(v) for v in leaves(held) if isinstance(v, Optimizer)}  # they share its state
             for name, value in (class_data(type(part)) | held).items():

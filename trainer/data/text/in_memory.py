@@ -21,6 +21,7 @@ class Text(Windows):
     Args:
         path: a file, or a folder whose files are all read, sorted by name, sub-folders too.
             None: ``pydoc_data.topics`` of the running Python, about half a megabyte.
+        border: the byte that ends each document (see `trainer.data.text.windows.kept_apart`).
 
     Raises:
         UserError: ``path`` does not exist, an argument is out of range, or the text is too short for one
@@ -31,7 +32,12 @@ class Text(Windows):
     vocab_size = tokenizer.vocab_size
 
     def __init__(
-        self, split: str, path: str | None = None, block_size: int = 128, eval_fraction: float = 0.1
+        self,
+        split: str,
+        path: str | None = None,
+        block_size: int = 128,
+        eval_fraction: float = 0.1,
+        border: int | None = None,
     ) -> None:
         check_split(split)
         if block_size < 1:
@@ -49,7 +55,7 @@ class Text(Windows):
             )
         held_out = num_windows - num_eval
         numbers = range(held_out, num_windows) if split == "eval" else range(held_out)
-        super().__init__(texts, block_size, vocab_size=256, numbers=numbers)
+        super().__init__(texts, block_size, vocab_size=256, numbers=numbers, border=border)
 
 
 def python_reference() -> np.ndarray:

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from trainer.data.images import check_split
 from trainer.data.text.files import TextChunk, TextFiles
 from trainer.data.text.tokenizers import tokenizer as tokenizer_named
+from trainer.data.text.windows import kept_apart
 from trainer.errors import UserError
 
 
@@ -24,6 +25,8 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
 
     Args:
         path: a file or folder of text or JSON lines, as for ``TextFiles``.
+        border: the token that ends each document, 10 of bytes and 50256 of gpt2 (see
+            `trainer.data.text.windows.kept_apart`).
         tokenizer: bytes | gpt2; ``vocabulary`` as for ``trainer.data.text.tokenizers.tokenizer``.
 
     Raises:
@@ -41,6 +44,7 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
         eval_fraction: float = 0.01,
         eval_windows: int = 1000,
         num_shards: int = 16,
+        border: int | None = None,
     ) -> None:
         check_split(split)
         for name, value in (
@@ -52,7 +56,7 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
                 raise UserError(f"data.dataset.{name}={value} is not at least 1")
         if not 0 < eval_fraction < 1:
             raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
-        self.block_size, self.num_shards = block_size, num_shards
+        self.block_size, self.num_shards, self.border = block_size, num_shards, border
         self._texts, self.tokenizer = TextFiles(path, field), tokenizer_named(tokenizer, vocabulary)
         self.vocab_size = self.tokenizer.vocab_size
         num_train = self._texts.num_bytes - round(self._texts.num_bytes * eval_fraction)
@@ -94,7 +98,7 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
             while buffer.num_left > size:
                 window = torch.from_numpy(buffer.take(size + 1, size).astype(np.int64))
                 num_windows += 1
-                yield window[:-1], window[1:]
+                yield kept_apart(window[:-1], window[1:], self.border)
                 if num_windows == self._max_windows:
                     return
 

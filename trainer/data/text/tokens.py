@@ -23,6 +23,8 @@ class Tokens(Windows):
         path: a folder with train.bin and val.bin, of uint16 or of the dtype in its tokens.json.
         vocab_size: None takes that of tokens.json.
         eval_windows: the number of windows of val.bin to evaluate on; None: all.
+        border: the token that ends each document (see `trainer.data.text.windows.kept_apart`): 50256 of gpt2,
+            10 of bytes. None: documents are one long text.
         vocabulary: of the tokenizer, if it cannot be downloaded; only sampling needs it.
 
     Raises:
@@ -37,6 +39,7 @@ class Tokens(Windows):
         vocab_size: int | None = None,
         eval_windows: int | None = None,
         vocabulary: str | None = None,
+        border: int | None = None,
     ) -> None:
         check_split(split)
         for name, value in (("block_size", block_size), ("eval_windows", eval_windows)):
@@ -61,7 +64,7 @@ class Tokens(Windows):
                 f"{file} has {num_bytes} bytes, but must be a row of more than data.dataset.block_size="
                 f"{block_size} tokens of {dtype.itemsize} bytes"
             )
-        super().__init__([np.memmap(file, dtype, mode="r")], block_size, size)
+        super().__init__([np.memmap(file, dtype, mode="r")], block_size, size, border=border)
         self._tokenizer_name, self._vocabulary = facts.get("tokenizer"), vocabulary
         if split == "eval" and eval_windows is not None:
             self.numbers = self.numbers[:eval_windows]

@@ -22,12 +22,18 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         texts: arrays of an integer dtype, mapped files or not; no window spans two texts.
         vocab_size: tokens are 0 to ``vocab_size - 1``.
         numbers: of the windows; None: all.
+        border: the token that ends each document (see `kept_apart`).
     """
 
     def __init__(
-        self, texts: Sequence[np.ndarray], block_size: int, vocab_size: int, numbers: range | None = None
+        self,
+        texts: Sequence[np.ndarray],
+        block_size: int,
+        vocab_size: int,
+        numbers: range | None = None,
+        border: int | None = None,
     ) -> None:
-        self.block_size, self.vocab_size = block_size, vocab_size
+        self.block_size, self.vocab_size, self.border = block_size, vocab_size, border
         # Overlapping views, a row for each position: a token is read only when it is fetched.
         self._views = [sliding_window_view(text, block_size + 1) for text in texts if len(text) > block_size]
         num_windows = [-(-len(view) // block_size) for view in self._views]
@@ -72,4 +78,13 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
                 f"0 to {self.vocab_size - 1}; set the size of the vocabulary that the data was made with"
             )
         batch = torch.from_numpy(rows)
-        return batch[:, :-1], batch[:, 1:]
+        return kept_apart(batch[:, :-1], batch[:, 1:], self.border)
+
+
+def kept_apart(tokens: Tensor, targets: Tensor, border: int | None) -> tuple[Tensor, Tensor]:
+    """Tokens and targets; the last token of a document, ``border``, predicts none: its target is -100.
+
+    A window's first document may have begun before it, and its last may go on after it: each part is trained
+    as a document of its own. A model that keeps them apart in its attention has an argument ``border``, too.
+    """
+    return (tokens, targets) if border is None else (tokens, targets.masked_fill(tokens == border, -100))

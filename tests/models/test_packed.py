@@ -1,0 +1,116 @@
+"""Packed documents whose borders are kept: each is computed as if it were alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from models.gpt import GPT
+from tests.ranks import run_ranks
+from tests.runs import settings
+from trainer.build import build_model
+from trainer.data.text.stream import TextStream
+from trainer.data.text.tokens import Tokens
+from trainer.data.text.windows import Windows
+from trainer.errors import UserError
+from trainer.run import run
+from trainer.tasks import LanguageModelling
+
+END = 0
+DOCUMENTS = ([5, 9, 3, END], [END], [7, 7, 2, 8, 4, END], [6, 1])  # 13 tokens; the last goes on elsewhere
+
+
+def gpt(**kwargs: int) -> GPT:
+    torch.manual_seed(0)
+    return GPT(11, 16, **kwargs).eval()
+
+
+def packed() -> torch.Tensor:
+    return torch.tensor([[token for document in DOCUMENTS for token in document]])
+
+
+def test_logits_of_a_packed_document_are_those_of_the_document_alone() -> None:
+    model, plain = gpt(border=END), gpt()
+    logits = torch.cat([plain(torch.tensor([document])) for document in DOCUMENTS], dim=1)
+    torch.testing.assert_close(model(packed()), logits, rtol=0, atol=1e-5)
+    assert (plain(packed()) - logits).abs().max() > 1e-2, "without borders they see each other"
+    two = torch.cat([packed(), packed().flip(1)])
+    torch.testing.assert_close(model(two)[:1], logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["logits", "loss"])
+def test_the_loss_is_that_of_the_documents_one_by_one(head: str) -> None:
+    task, plain = LanguageModelling(None, head=head), gpt()
+    [tokens] = packed()
+    windows = Windows([tokens.numpy()], len(tokens) - 1, 11, border=END)
+    batch = windows.__getitems__([0])
+    losses = [
+        F.cross_entropy(plain(torch.tensor([document]))[0, :-1], torch.tensor(document[1:]), reduction="sum")
+        for document in DOCUMENTS
+        if len(document) > 1
+    ]
+    assert task.weight(batch) == sum(len(document) - 1 for document in DOCUMENTS) == 9
+    torch.testing.assert_close(task.loss(gpt(border=END), batch), sum(losses) / 9)
+
+
+def test_every_source_of_tokens_keeps_borders(tmp_path: Path) -> None:
+    tokens = np.tile(np.array([5, 9, 3, 10], np.uint16), 10)
+    tokens.tofile(tmp_path / "train.bin")
+    (tmp_path / "text").write_bytes(bytes(tokens.astype(np.uint8)))
+    sources = (
+        Tokens("train", str(tmp_path), 8, vocab_size=11, border=10)[0],
+        next(iter(TextStream("train", str(tmp_path / "text"), 8, border=10))),
+    )
+    for given, targets in sources:
+        assert targets.tolist() == [9, 3, 10, -100, 9, 3, 10, -100], given
+
+
+def test_borders_that_the_model_does_not_keep_are_refused(tmp_path: Path) -> None:
+    config = settings("experiment=text_gpt", "data.dataset.border=10")
+    assert config.model["border"] == 10 and settings("experiment=text_gpt").model["border"] is None
+    windows = Windows([np.arange(9)], 4, 11, border=10)
+    with pytest.raises(UserError, match=r"border is 10, but model.border is None"):
+        build_model({"_target_": "models.gpt.GPT", "vocab_size": 11, "block_size": 4}, windows)
+    with pytest.raises(ValueError, match="border=11 is not one of the 11 tokens"):
+        gpt(border=11)
+    with pytest.raises(ValueError, match="without a cache"):
+        gpt(border=END)(packed(), gpt().empty_cache())
+
+
+RUN = (
+    *("experiment=text_gpt", "data.dataset.border=10", "data.dataset.block_size=32", "model.depth=2"),
+    *("model.width=32", "train.global_batch_size=8", "train.max_steps=4", "schedule.warmup_steps=0"),
+    *("train.eval_every_epochs=0", "logger=jsonl", "checkpoint.every_steps=2", "checkpoint.keep_last=9"),
+    *("distributed.timeout_s=60", "strategy.unit_min_params=1000"),
+)
+
+
+def results(folder: Path, *overrides: str) -> list[str]:
+    """The losses and hashes of a run, and of one that resumes it in the middle."""
+    whole = run(settings(*RUN, *overrides, f"run_dir={folder}/whole"))
+    resumed = run(
+        settings(
+            *RUN, *overrides, f"run_dir={folder}/again", f"resume={folder}/whole/checkpoints/step_00000002"
+        )
+    )
+    assert resumed["param_sha256"] == whole["param_sha256"]
+    return [whole["train/loss"], whole["param_sha256"]]
+
+
+@pytest.mark.slow
+def test_strategies_agree_and_resume_exactly(tmp_path: Path) -> None:
+    found = {
+        name: run_ranks(results, ranks, tmp_path / name, f"strategy={name}", *more, init=False)[0]
+        for name, ranks, *more in (("single", 1), ("ddp", 2), ("fsdp", 2))
+    }
+    exact = {
+        name: run_ranks(
+            results, ranks, tmp_path / f"x{name}", f"strategy={name}", "train.exact=4", init=False
+        )[0]
+        for name, ranks in (("single", 1), ("ddp", 2), ("fsdp", 2))
+    }
+    for loss, _ in found.values():
+        assert loss == pytest.approx(found["single"][0], rel=1e-5)
+    assert len({hashed for _, hashed in exact.values()}) == 1
