@@ -6,11 +6,11 @@ seconds until the next step) and for each run whether its hash is that of the un
 TensorBoard and metrics.jsonl have every step once. With --hosts 2, hosts are network namespaces, which needs
 root; --lose removes one of the hosts for good under --nnodes=1:2. With --elastic 5, that many runs with
 train.exact=8 are killed whole and started again, on other ranks and with another strategy each time. With
---rescue there is no checkpoint but those that survivors make: two and four ranks in turn, --pairs kills two
-ranks of four at once, and the steps that were made twice are counted.
+--rescue there is no checkpoint but those that survivors make, and steps that are lost are counted: it is
+benchmarks/rescues.py, which knows many more faults.
 
     python -m benchmarks.restarts [--kills 10] [--hosts 2] [--lose kill|cut] [--elastic 5]
-    python -m benchmarks.restarts --rescue [--kills 10] [--pairs]
+    python -m benchmarks.restarts --rescue [--kills 10]
 """
 
 import argparse
@@ -37,7 +37,6 @@ from trainer.faults.injection import drilled_run
 
 STEPS, SAVED, RESTARTS = 240, 20, 3
 _DEADLINE_S = 300.0  # for a run as a whole
-_NO_CHECKPOINT = ("checkpoint.every_steps=null", "checkpoint.every_epochs=null")
 
 
 def overrides(run_dir: Path, steps: int, timeout_s: float, *more: str) -> list[str]:
@@ -173,42 +172,6 @@ def many(start: drilled_run.Start, folder: Path, num_kills: int, seed: int) -> b
     return right
 
 
-def rescued(
-    start_on: Callable[[int], drilled_run.Start], folder: Path, num_kills: int, pairs: bool, seed: int
-) -> bool:
-    """Kill ranks of runs without periodic checkpoints; does each lose one step at most, and end equal?"""
-    draw, expected, right = random.Random(seed), dict[int, str](), 0
-    for number in range(num_kills):
-        world = 4 if pairs or number % 2 else 2
-        if world not in expected:
-            result, _ = run(start_on(world), folder / f"undisturbed{world}", [], draw, more=_NO_CHECKPOINT)
-            expected[world] = result["param_sha256"]
-        here = folder / f"kill{number}"
-        mark = f"{os.getpid()}-{folder.name}-{here.name}"
-        step, lost = draw.randrange(5, STEPS - 40), -1
-
-        def kill(mark: str = mark) -> str:
-            pids = draw.sample(sorted(drilled_run.ranks_of(mark)), 2 if pairs else 1)
-            words = f"ranks {sorted(map(_rank, pids))} killed"
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            return words
-
-        result, rows = run(start_on(world), here, [step], draw, more=_NO_CHECKPOINT, kill=kill)
-        text = _messages(here / "run")
-        if at := re.search(r"resumed from .* at step (\d+)", text):
-            logged = [int(each) for each in re.findall(r"step (\d+)/", text[: at.start()])]
-            lost = max(0, max(logged) - int(at[1]))  # a survivor may be a step ahead of the log
-        equal = result["param_sha256"] == expected[world]
-        right += equal and 0 <= lost <= 1
-        print(
-            f"  {world} ranks, {rows[0]}; {lost} steps lost, hash {'equal' if equal else 'NOT EQUAL'}",
-            flush=True,
-        )
-    print(f"{right} of {num_kills} lost one step at most and ended equal")
-    return right == num_kills
-
-
 def lose(
     pair: Sequence[Host], folder: Path, how: str, steps: int = STEPS
 ) -> tuple[dict[str, Any], list[str]]:
@@ -267,10 +230,14 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--lose", choices=("kill", "cut"), help="how the second host is lost")
     parser.add_argument("--elastic", type=int, default=0, metavar="N", help="runs, each with --kills kills")
-    parser.add_argument("--rescue", action="store_true")
-    parser.add_argument("--pairs", action="store_true", help="with --rescue, two of four ranks at once")
+    parser.add_argument("--rescue", action="store_true", help="runs without periodic checkpoints")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.rescue:
+        from benchmarks import rescues  # which uses this file
+
+        told = ("--tries", str(arguments.kills), "--seed", str(arguments.seed), "--launch", "torchrun")
+        sys.exit(0 if rescues.main(told) else 1)
     with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="restarts-")))
         pair = stack.enter_context(hosts(2)) if arguments.hosts == 2 or arguments.lose else None
@@ -280,9 +247,7 @@ def main() -> None:
                 return drilled_run.torchrun(world, f"--max-restarts={restarts}")
             return on(pair, world // 2, f"--max-restarts={restarts}")
 
-        if arguments.rescue:
-            done = rescued(start_on, folder, arguments.kills, arguments.pairs, arguments.seed)
-        elif arguments.elastic:
+        if arguments.elastic:
             whole = partial(start_on, restarts=0)
             done = elastic(whole, folder, arguments.elastic, arguments.kills, arguments.seed)
         elif pair is None or arguments.lose is None:

@@ -1,12 +1,14 @@
 """The cost of the watch: milliseconds per step with heartbeats and watch, and without, alternating.
 
+With --of gate it is that of `checkpoint.at_fault`: the gate around each update and what it copies, and not.
+
 One run of the MLP on the digits, the setting of harness_cost.py, in which both are switched off and on every
 60 steps, on all ranks at once, so that other load on the machine affects both alike. Prints medians over
 the blocks, and over the ratios of neighbours: of a block's mean step; of its median step, which a busy
 machine disturbs less, but which does not show the watch's own checks, five a second; and of the processor
 time of all threads of rank 0, which others disturb least.
 
-    python -m benchmarks.watch_cost [--processes 2] [--epochs 60]
+    python -m benchmarks.watch_cost [--processes 2] [--epochs 60] [--of gate]
 """
 
 import argparse
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,20 +30,32 @@ from benchmarks.harness_cost import BATCH, ROOT, launch
 BLOCK = 60
 
 
-def train(out: Path, overrides: list[str]) -> None:
+def train(out: Path, of: str, overrides: list[str]) -> None:
     """Run train.py, with the switch; rank 0 writes the median step of each block, in ms, to `out`."""
     from ringmaster import main
     from trainer.faults.heartbeat import Heartbeat
-    from trainer.faults.watch import Watch
 
-    enter, step, look, stop = Heartbeat.enter, Heartbeat.step, Watch._look, Watch._stop_looking
-    is_on, begins = threading.Event(), []
+    step, is_on, begins = Heartbeat.step, threading.Event(), []
     is_on.set()
 
     def set_step(self: Heartbeat, value: int) -> None:
         begins.append((time.perf_counter(), time.process_time()))
         is_on.set() if len(begins) // BLOCK % 2 == 0 else is_on.clear()
         step.fset(self, value)  # type: ignore[attr-defined]
+
+    Heartbeat.step = property(step.fget, set_step)  # type: ignore[attr-defined, assignment]
+    (switch_watch if of == "watch" else switch_gate)(is_on)
+    if os.environ.get("RANK", "0") == "0":
+        atexit.register(lambda: out.write_text(json.dumps(blocks(begins))))
+    sys.argv = ["train.py", *overrides]
+    main()
+
+
+def switch_watch(is_on: threading.Event) -> None:
+    from trainer.faults.heartbeat import Heartbeat
+    from trainer.faults.watch import Watch
+
+    enter, look, stop = Heartbeat.enter, Watch._look, Watch._stop_looking
 
     def enter_if_on(self: Heartbeat, *phase: Any) -> None:
         if is_on.is_set():
@@ -55,19 +70,42 @@ def train(out: Path, overrides: list[str]) -> None:
         stop(self)
 
     Heartbeat.enter, Watch._look, Watch._stop_looking = enter_if_on, look_if_on, stop_awake  # type: ignore[method-assign]
-    Heartbeat.step = property(step.fget, set_step)  # type: ignore[attr-defined, assignment]
-    if os.environ.get("RANK", "0") == "0":
-        atexit.register(lambda: out.write_text(json.dumps(blocks(begins))))
-    sys.argv = ["train.py", *overrides]
-    main()
 
 
-def blocks(begins: list[tuple[float, float]]) -> list[tuple[float, ...]]:
+def switch_gate(is_on: threading.Event) -> None:
+    from trainer.faults.gate import NoGate
+    from trainer.training.last_step import KeptStep
+    from trainer.training.mirrored_step import MirroredStep
+
+    for gate in (KeptStep, MirroredStep):
+        for name in ("begin_update", "end_update", "buffers_are_shared"):
+            setattr(gate, name, _one_of(is_on, getattr(gate, name), getattr(NoGate, name)))
+
+
+def _one_of(is_on: threading.Event, on: Callable[..., None], off: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, *arguments: (on if is_on.is_set() else off)(self, *arguments)
+
+
+def blocks(begins: list[tuple[float, float]], size: int = BLOCK) -> list[tuple[float, ...]]:
     """Mean and median step of each block, without those around the switch, and its processor time; in ms."""
     ms = [[1e3 * (b - a) for a, b in zip(*step, strict=True)] for step in pairwise(begins)]
-    whole = [ms[at + 1 : at + BLOCK - 1] for at in range(0, len(ms) - BLOCK, BLOCK)]
+    whole = [ms[at + 1 : at + size - 1] for at in range(0, len(ms) - size, size)]
     columns = [list(zip(*block, strict=True)) for block in whole]
     return [(statistics.fmean(wall), statistics.median(wall), statistics.fmean(cpu)) for wall, cpu in columns]
+
+
+def ratios(of: str, found: list[tuple[float, ...]]) -> list[str]:
+    """Lines of medians, over blocks that are on and off in turn."""
+    lines = []
+    for name, values in zip(("mean", "median", "processor's"), zip(*found, strict=True), strict=True):
+        on, off = values[0::2], values[1::2]
+        pairs = [*zip(on, off, strict=False), *zip(on[1:], off, strict=False)]
+        lines.append(
+            f"{of}, {name} step of {len(values)} blocks: "
+            f"on {statistics.median(on):.3f} ms, off {statistics.median(off):.3f} ms, "
+            f"ratio {statistics.median(a / b for a, b in pairs):.3f}"
+        )
+    return lines
 
 
 def main() -> None:
@@ -77,9 +115,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--train", type=Path, metavar="OUT", help="be one rank, and write to OUT")
+    parser.add_argument("--of", choices=("watch", "gate"), default="watch")
     arguments, overrides = parser.parse_known_args()
     if arguments.train:
-        train(arguments.train, overrides)
+        train(arguments.train, arguments.of, overrides)
         return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "blocks.json"
@@ -87,16 +126,10 @@ def main() -> None:
         settings += [f"train.global_batch_size={BATCH * arguments.processes}", "checkpoint.every_epochs=null"]
         settings += ["train.eval_every_epochs=0", f"train.epochs={arguments.epochs}", f"run_dir={folder}/run"]
         os.environ["PYTHONPATH"] = str(ROOT)
-        launch(arguments.processes, str(Path(__file__)), "--train", str(out), *settings)
+        told = ["--train", str(out), "--of", arguments.of]
+        launch(arguments.processes, str(Path(__file__)), *told, *settings, *overrides)
         found = json.loads(out.read_text())[2:]  # the first two are warm-up
-    for name, values in zip(("mean", "median", "processor's"), zip(*found, strict=True), strict=True):
-        on, off = values[0::2], values[1::2]
-        pairs = [*zip(on, off, strict=False), *zip(on[1:], off, strict=False)]
-        print(
-            f"{arguments.processes} process(es), {name} step of {len(values)} blocks: "
-            f"on {statistics.median(on):.3f} ms, off {statistics.median(off):.3f} ms, "
-            f"ratio {statistics.median(a / b for a, b in pairs):.3f}"
-        )
+    print("\n".join(ratios(f"{arguments.processes} process(es)", found)))
 
 
 if __name__ == "__main__":

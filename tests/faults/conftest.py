@@ -1,97 +1,15 @@
-"""Launches by torchrun as in a drill, but forked: neither torchrun nor its ranks import anything."""
+"""Launches by torchrun, forked, in place of real ones."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
-import subprocess
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from benchmarks import restarts
-from tests import hosts
-from tests.hosts import Host
-from tests.programs import Program, started, torchrun
+from tests.forked import Forked
 from trainer.faults.injection import drilled_run
-
-
-def _command(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-class Launcher:
-    """A program with the part of Popen that a drill uses."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self.pid, self.poll, self.send_signal = program.pid, program.poll, program.send_signal
-
-    def wait(self, timeout_s: float | None = None) -> int:
-        if (code := self._program.join(timeout_s)) is None:
-            raise subprocess.TimeoutExpired("torchrun", timeout_s or 0.0)
-        return code
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-    def children(self) -> list[int]:
-        """The ranks: forked children only, not executed programs."""
-        found = []
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{self.pid}/task").iterdir():
-                found += [int(pid) for pid in (task / "children").read_text().split()]
-        return [pid for pid in found if _command(pid) == _command(self.pid)]
-
-
-class Forked:
-    """In place of `drilled_run.torchrun` and `drill_two_hosts.on`, with the same signatures."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self._launchers: list[Launcher] = []
-
-    def torchrun(self, processes: int, *options: str) -> drilled_run.Start:
-        def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
-            command = [*torchrun(processes, "--max-restarts=1", *options), *overrides]
-            return [self._start(command, environment, folder / "output")]
-
-        return start
-
-    def on(self, members: Sequence[Host], per_host: int, *options: str, conf: str = "") -> drilled_run.Start:
-        def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
-            for host in members:
-                host.link_up()
-            launchers = []
-            for index, host in enumerate(members):
-                command = hosts.torchrun(members, index, per_host, conf)[1:]
-                command += [
-                    *options,
-                    "--run-path",
-                    "--start-method=fork",
-                    str(drilled_run.PROGRAM),
-                    *overrides,
-                ]
-                told = {**environment, "GLOO_SOCKET_IFNAME": host.interface}
-                launchers.append(self._start(command, told, folder / f"output{index}", host))
-            return launchers
-
-        return start
-
-    def _start(
-        self, command: Sequence[str], environment: dict[str, str], output: Path, host: int | Host = 0
-    ) -> Launcher:
-        program = self._stack.enter_context(started(*command, env=environment, host=host, output=output))
-        self._launchers.append(Launcher(program))
-        return self._launchers[-1]
-
-    def ranks(self, mark: str) -> dict[int, int]:
-        """As `drilled_run.ranks_of`, which looks for an environment that forked processes do not show."""
-        return {pid: 0 for launcher in self._launchers for pid in launcher.children()}
 
 
 @pytest.fixture

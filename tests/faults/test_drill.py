@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.drill_two_hosts import cutting
-from tests.faults.conftest import Forked
+from tests.forked import Forked
 from tests.hosts import hosts
 from tests.programs import finish_ranks, started
 from trainer.faults import processes

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.faults.test_rescue import RUN, checkpoints, fault, hash_of, message, start, undisturbed
-from tests.programs import finish_ranks
+from tests.faults.test_rescue import checkpoints, fault, hash_of, message, start, undisturbed
 from trainer.api import composed
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.layout import Chunk, IndexEntry, index_to_json
@@ -107,13 +106,6 @@ def test_what_has_no_copies_is_refused(overrides: tuple[str, ...], words: str) -
         composed([*overrides, "checkpoint.mirror_every=1"])
 
 
-@pytest.mark.slow
-def test_a_model_over_two_hosts_is_refused(tmp_path: Path) -> None:
-    ended = finish_ranks([0, 1], "train.py", *RUN, f"run_dir={tmp_path}", *MIRRORED)
-    words = "checkpoint.mirror_every=1, but rank 0 (host 0) cannot read the memory of rank 1 (host 1)"
-    assert [rank.code for rank in ended] == [2, 2] and words in ended[0].output, ended
-
-
 class NotFinite:
     """An `Expected` that finds this tensor not finite."""
 
@@ -127,7 +119,7 @@ FILE = "model-00000-of-00001.safetensors"
 def copy_of(slots: CopySlots, step: int, value: float, facts: dict[str, Any]) -> Copy:
     rows = ToStore("layer.weight", torch.float32, (2,), (torch.full((2,), value),))
     slots.write(step % 2, step, {FILE: [rows]}, json.dumps(facts))
-    return copies_in(slots.fd)[step]
+    return copies_in(slots.memory.fd)[step]
 
 
 @pytest.mark.parametrize(

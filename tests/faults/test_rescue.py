@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.runs import train
 from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.rescue import Rescue, choose
-from trainer.faults.verdict import Observed
+from trainer.faults.verdict import Observed, Verdict
 from trainer.training.last_step import KeptBuffers
 
 RUN = (*TINY, "train.epochs=3", "checkpoint.every_epochs=null", "resume=auto", "distributed.timeout_s=20")
@@ -200,13 +200,42 @@ class Here:
     """A neighbour that said `said`."""
 
     def __init__(self, **said: Any) -> None:
-        self.records, self.died_at_ns, self._said = self, None, said
+        self.records: Any = self
+        self.died_at_ns: int | None = None
+        self._said = said
 
     def look_for_death(self) -> None:
         pass
 
     def rescue(self) -> dict[str, Any]:
         return self._said
+
+
+class Kept:
+    """A last step, 8, that can be saved at once."""
+
+    why_not = None
+
+    def freeze(self, failed: bool) -> int:
+        return 8
+
+    def fingerprint(self) -> int | None:
+        return None
+
+    def save(self) -> bool:
+        return True
+
+
+def test_if_a_saver_that_does_not_lead_dies_the_leader_saves() -> None:
+    heartbeat, own, dying = Heartbeat(), Here(), Here()
+    own.records = heartbeat.records()
+    dying.died_at_ns = 1
+    dying.records.main = lambda: Heartbeat().records().main()
+    heartbeat.step, heartbeat.finished = 9, 8
+    rescue = Rescue(heartbeat, 0, {0: own, 1: dying})  # type: ignore[dict-item]
+    rescue.last_step = Kept()
+    words = rescue.lead(Verdict((2,), "died", 1, "", saver=1), lambda seconds: None)
+    assert words.startswith("step 8 is saved, by rank 0")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import restarts
 from benchmarks.restarts import lose, overrides, problems_of_logs, run
-from tests.faults.conftest import Forked
+from tests.forked import Forked
 from tests.hosts import hosts
 from tests.programs import finish_ranks
 

@@ -110,10 +110,20 @@ class Ending:
         self.end(self._agreed(replace(verdict, saver=choose(everyone, verdict.ranks))))
 
     def _agreed(self, verdict: Verdict) -> Verdict:
-        """The first verdict that a host has given; if the store does not answer, this one, and no save."""
-        if (reports := self.reports_of_other_hosts()) is not None:
-            return reports.agree(verdict, timeout_s=1.0)
-        return verdict if len(self._here) == len(self._members) else replace(verdict, saver=None)
+        """The first verdict that a host has given; if the store does not answer, this one.
+
+        Behind a cut link another rank may save then. Only what has the same bits there is saved here, too.
+        """
+        reports = self.reports_of_other_hosts()
+        if reports is None and len(self._here) == len(self._members):
+            return verdict
+        if reports is not None and (agreed := reports.agree(verdict, timeout_s=1.0)) is not None:
+            return agreed
+        last_step = self.rescue.last_step
+        if last_step is None or not last_step.any_side:
+            return replace(verdict, saver=None)
+        here = [neighbour.observe() for neighbour in self._here.values()]
+        return replace(verdict, saver=choose(here, verdict.ranks))
 
     def prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""

@@ -51,7 +51,7 @@ class MemoryKills:
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
-        of_groups = [file for pid in pids for file in _of_cgroup(pid)]
+        of_groups = [file for pid in pids for file in groups_of(pid)]
         self._sources = [Path("/proc/vmstat"), *dict.fromkeys(of_groups)]
         self._before = {path: _oom_kills(path) for path in self._sources}
 
@@ -64,7 +64,7 @@ class MemoryKills:
         return None
 
 
-def _of_cgroup(pid: int) -> list[Path]:
+def groups_of(pid: int | str) -> list[Path]:
     """memory.events of a process's control group (version 2) or memory.oom_control (1)."""
     files = []
     with contextlib.suppress(OSError):

@@ -101,15 +101,12 @@ class Reports:
             observed += [dataclasses.replace(rank, heard_s=age) for rank in self._known[host]]
         return observed
 
-    def agree(self, verdict: Verdict, timeout_s: float) -> Verdict:
-        """Agree on the first verdict that a host gives.
-
-        Without an answer in time, on this one, but nothing is saved: behind a cut link another may save.
-        """
+    def agree(self, verdict: Verdict, timeout_s: float) -> Verdict | None:
+        """The first verdict that a host gives, perhaps this one; None without an answer in time."""
         self._proposed = verdict
         self._asked.set()
         self._agreed.wait(timeout_s)
-        return self.verdict or dataclasses.replace(verdict, saver=None)
+        return self.verdict
 
     def close(self, last_report: Sequence[Observed] = (), lost: Container[int] = ()) -> None:
         """Stop reporting; a `last_report` stays in the store, if the store accepts it in time.

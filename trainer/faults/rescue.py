@@ -39,6 +39,8 @@ class LastStep(Protocol):
 
     why_not: str | None
     """Why no rank of this run can save it alone."""
+    any_side: bool
+    """Whether hosts that cannot reach each other may all save: of one step they write the same bits."""
 
 
 def choose(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:
@@ -106,19 +108,30 @@ class Rescue:
             return f"{_NOTHING}: {_NOBODY}" if self._heartbeat.finished else ""
         if verdict.saver not in self._here:
             return f"rank {verdict.saver} saves the last step"
-        saver, began = self._here[verdict.saver], time.monotonic()
-        left = [rank for rank, neighbour in self._here.items() if not _is_dead(neighbour)]
-        among = [rank for rank in left if rank not in verdict.ranks]
-        self._tell(ask={"saver": verdict.saver, "among": among})
-        while time.monotonic() < began + SAVE_S:
+        until = time.monotonic() + SAVE_S
+        among = [rank for rank in self._here if rank not in verdict.ranks]
+        # Those on the saver's host hold the state, too: should it die, the next one saves.
+        behind = sorted(among, key=lambda rank: -self._here[rank].records.main().finished)
+        for saver in dict.fromkeys([verdict.saver, *behind]):
+            if (words := self._have_saved(saver, among, until, wait)) is not None:
+                return words
+        return f"{_NOTHING}: rank {verdict.saver} died while it saved"
+
+    def _have_saved(
+        self, saver: int, among: Sequence[int], until: float, wait: Callable[[float], None]
+    ) -> str | None:
+        """Have `saver` save; return what became of it, in a phrase, or None if it died."""
+        left = [rank for rank in among if not _is_dead(self._here[rank])]
+        self._tell(ask={"saver": saver, "among": left})
+        while time.monotonic() < until:
             self.serve()
-            said = saver.records.rescue()
-            if said.get("for") == verdict.saver and "words" in said:
+            said = self._here[saver].records.rescue()
+            if said.get("for") == saver and "words" in said:
                 return str(said["words"])
-            if _is_dead(saver):
-                return f"{_NOTHING}: rank {verdict.saver} died while it saved"
+            if _is_dead(self._here[saver]):
+                return None
             wait(_LOOK_S)
-        return f"{_NOTHING}: rank {verdict.saver} was not done in {SAVE_S:.0f} s"
+        return f"{_NOTHING}: rank {saver} was not done in {SAVE_S:.0f} s"
 
     def alone(self) -> str:
         """Save as the last rank of this host, in its main thread; return what became of it, in a phrase."""

@@ -45,9 +45,8 @@ def start(
     if module is not None:  # -P: no folder of the user hides one of this project's packages
         command = [sys.executable, "-P", "-m", module]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.Popen(
-        [*command, *argv], env=variables, stdin=subprocess.DEVNULL, start_new_session=True, **popen
-    )
+    popen = {"stdin": subprocess.DEVNULL, **popen}
+    return subprocess.Popen([*command, *argv], env=variables, start_new_session=True, **popen)
 
 
 def told_to_ranks(launcher: str | None) -> dict[str, str]:

@@ -1,34 +1,36 @@
 """launch=local: starts the processes of a run here and watches them until the last one has ended.
 
+On several hosts a job starts it on each (host.py): its processes are then a part of the run's.
+
 This file does not import torch: the launcher starts fast, and each rank is a fresh interpreter, so a program
 that has used CUDA can launch too.
 """
 
 import contextlib
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json, printable
-from trainer.launch import fresh
-from trainer.launch.place import LISTENING, place
+from trainer.launch.host import HostPlace, host_place
+from trainer.launch.local_ranks import LocalRanks
+from trainer.launch.place import place
 from trainer.launch.signals import stop_signals_to
 
 # How long the other ranks may take to report, or to finish a save, after one has failed.
 _GRACE_S = 30.0
-_POLL_S = 0.05
+_POLL_S, _LOOK_S = 0.05, 1.0
 _OF_A_FAULT = ("status", "kind", "rank", "phase", "step", "where")
 _MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteError, StoppedBySignal))
 
@@ -42,28 +44,71 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     Raises:
         UserError: this process is one of several itself.
     """
-    settings, processes = config.launch, _processes(config)
+    settings, host = config.launch, host_place()
+    processes = _processes(config, host)
     assert isinstance(settings, LocalLaunchConfig)
+    if host.count > 1:
+        if settings.max_restarts:
+            raise UserError(
+                f"launch.max_restarts={settings.max_restarts}, but PET_NNODES={host.count}: one host alone "
+                "cannot start the run again; set it to 0, and have the job restart all hosts"
+            )
+        return _attempt(LocalRanks(processes, host), argv)[0]
     run_dir = config.run_dir or str(new_run_dir())
     argv = [*argv, set_to("run_dir", run_dir)]
+    standbys = processes if settings.standby == "auto" else min(processes, int(settings.standby))
     seen: list[dict[str, Any]] = []
-    for attempt in range(settings.max_restarts + 1):
-        # The given resume holds until the run has saved.
-        is_told = config.resume is not None and not any(Path(run_dir, "checkpoints").glob("step_*"))
-        # resume=auto also before the first save, since the directory is used now.
-        again = ["resume=auto"] if attempt and not is_told else []
-        status, stopped = _attempt([*argv, *again], processes)
-        if status in (0, _MISTAKE, _NOT_FINITE, _STOPPED) or stopped or attempt == settings.max_restarts:
-            break
-        message, fault = _fault(Path(run_dir))
-        if fault and fault in seen:
-            _say(f"no restart: the same fault at the same step again ({message})")
-            break
-        seen.append(fault)
-        with contextlib.suppress(OSError):
-            Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed writes none
-        _say(f"restart {attempt + 1} of {settings.max_restarts}, from the newest checkpoint")
+    following = LocalRanks(processes, host)
+    try:
+        for attempt in range(settings.max_restarts + 1):
+            ranks, following = following, LocalRanks(processes, host)
+            # The given resume holds until the run has saved.
+            is_told = config.resume is not None and not any(Path(run_dir, "checkpoints").glob("step_*"))
+            # resume=auto also before the first save, since the directory is used now.
+            again = ["resume=auto"] if attempt and not is_told else []
+            is_last = attempt == settings.max_restarts
+            prepared = _Prepared(following, 0 if is_last else standbys, Path(run_dir, "train.log"))
+            status, stopped = _attempt(ranks, [*argv, *again], prepared.look)
+            if status in (0, _MISTAKE, _NOT_FINITE, _STOPPED) or stopped or is_last:
+                break
+            message, fault = _fault(Path(run_dir))
+            if fault and fault in seen:
+                _say(f"no restart: the same fault at the same step again ({message})")
+                break
+            seen.append(fault)
+            with contextlib.suppress(OSError):
+                Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed writes none
+            _say(f"restart {attempt + 1} of {settings.max_restarts}, from the newest checkpoint")
+    finally:
+        following.end()
     return status
+
+
+class _Prepared:
+    """Starts the standbys of the following attempt once this one has logged a step.
+
+    Their imports would delay its own, and they are of no use to a run that never makes a step.
+    """
+
+    def __init__(self, following: LocalRanks, standbys: int, log: Path) -> None:
+        self._following, self._standbys, self._log = following, standbys, log
+        self._begin = log.stat().st_size if log.exists() else 0
+        self._is_done, self._has_logged, self._looked_at = standbys == 0, False, 0.0
+
+    def look(self) -> None:
+        """Start the next standby if it is time; called often, and looks each second."""
+        if self._is_done or time.monotonic() < self._looked_at + _LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        self._has_logged = self._has_logged or self._logged_a_step()
+        if self._has_logged and self._following.stand_by(self._standbys):
+            self._is_done = True
+
+    def _logged_a_step(self) -> bool:
+        with contextlib.suppress(OSError), self._log.open("rb") as file:
+            file.seek(self._begin)
+            return re.search(rb" step \d+/\d+ ", file.read()) is not None
+        return False
 
 
 def launch_module(config: Config, module: str, argv: Sequence[str]) -> int:
@@ -72,84 +117,59 @@ def launch_module(config: Config, module: str, argv: Sequence[str]) -> int:
     Raises:
         UserError: this process is one of several itself.
     """
-    return _attempt(argv, _processes(config), module)[0]
+    host = host_place()
+    return _attempt(LocalRanks(_processes(config, host), host, module), argv)[0]
 
 
-def _processes(config: Config) -> int:
+def _processes(config: Config, host: HostPlace) -> int:
     assert isinstance(config.launch, LocalLaunchConfig)
     if place().among_ranks:
         raise UserError(
             f"launch=local inside {place().launcher or 'ranks'} would start {place().world_size} runs; "
             "use only one of the two"
         )
-    return config.launch.processes or _gpus(config) or 1
+    return config.launch.processes or host.processes or _gpus(config) or 1
 
 
-def _attempt(argv: Sequence[str], processes: int, module: str | None = None) -> tuple[int, bool]:
-    """Start the ranks and wait for them; return their status, and whether a signal stopped them."""
-    ranks: list[subprocess.Popen[bytes]] = []
-    printers: list[threading.Thread] = []
+def _attempt(
+    ranks: LocalRanks, argv: Sequence[str], meanwhile: Callable[[], object] = lambda: None
+) -> tuple[int, bool]:
+    """Begin the attempt and wait for its end; return its status, and whether a signal stopped it.
+
+    Args:
+        meanwhile: called now and then.
+    """
     received: list[int] = []
     try:
-        with stop_signals_to(partial(_forward_to, ranks, received)):
-            # A socket that already listens avoids a race for a free port: rank 0 inherits it.
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                for rank in range(processes):
-                    ranks.append(_start(argv, rank, processes, server, module))
-                    printers += _printers(ranks[rank], rank)
-            _wait(ranks)
+        with stop_signals_to(partial(_forward_to, ranks.started, received)):
+            if stood_by := ranks.begin(argv):
+                _say(f"{stood_by} of its ranks stood by, with all imported")
+            _wait(ranks.started, meanwhile)
     finally:
-        codes = [process.poll() for process in ranks]
-        for process in ranks:
-            process.kill()
-            process.wait()
-        for printer in printers:
-            printer.join(1)
-    return _status(codes, received), bool(received)
+        codes = [process.poll() for process in ranks.started]
+        ranks.end()
+    return _status(codes, received, ranks.first), bool(received)
 
 
-def _start(
-    argv: Sequence[str], rank: int, processes: int, server: socket.socket, module: str | None
-) -> subprocess.Popen[bytes]:
-    told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
-    told |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.getsockname()[1]}
-    told |= {LISTENING: server.fileno()} if rank == 0 else {}
-    pipe = None if rank == 0 and _is_inherited() else subprocess.PIPE
-    return fresh.start(
-        argv,
-        module=module,
-        launcher="local",
-        environment={name: str(value) for name, value in told.items()},
-        pass_fds=[server.fileno()] if rank == 0 else [],
-        stdout=pipe,
-        stderr=pipe,
-    )
-
-
-def _printers(process: subprocess.Popen[bytes], rank: int) -> list[threading.Thread]:
-    streams = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-    printers = [
-        threading.Thread(target=_print, args=(pipe, out, rank), daemon=True) for pipe, out in streams if pipe
-    ]
-    for printer in printers:
-        printer.start()
-    return printers
-
-
-def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], meanwhile: Callable[[], object]) -> None:
     """Return when all have ended, or after the grace period that follows the first failure."""
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
         if deadline == float("inf") and any(codes):
             has_told = codes[0] in (_MISTAKE, _NOT_FINITE)  # the others would report the same
             deadline = time.monotonic() + (0 if has_told else _GRACE_S)
+        if deadline == float("inf"):
+            meanwhile()
         time.sleep(_POLL_S)
 
 
-def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
-    """The launcher's exit status. Names the ranks that could not report their end themselves."""
-    for rank, code in enumerate(codes):
+def _status(codes: Sequence[int | None], received: Sequence[int], first: int = 0) -> int:
+    """The launcher's exit status. Names the ranks that could not report their end themselves.
+
+    Args:
+        codes: those of the ranks from `first` on; None if one had to be killed.
+    """
+    for rank, code in enumerate(codes, first):
         if code is None and codes[0] not in (_MISTAKE, _NOT_FINITE):
             _say(f"rank {rank} was still running {_GRACE_S:.0f} s after the others had ended, and was killed")
         elif code is not None and code < 0:
@@ -173,22 +193,6 @@ def _forward_to(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], n
     for process in ranks:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-
-
-def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:
-    prefix = f"[rank {rank}] " if rank else ""
-    for line in pipe:
-        text = line.decode(errors="replace")
-        out.write(text if text.startswith(prefix) else prefix + text)
-        out.flush()
-
-
-def _is_inherited() -> bool:
-    """Whether a child's standard streams are the same as this process's; not so in a notebook."""
-    try:
-        return (sys.stdout.fileno(), sys.stderr.fileno()) == (1, 2)
-    except (OSError, ValueError):
-        return False
 
 
 def _fault(run_dir: Path) -> tuple[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ ENV = "env://"
 # Variables that tell a process its rank; they do not apply to a process that this one starts.
 TELLING = re.compile(
     r"(RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|OMPI_.*"
-    r"|PMIX?_.*|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_.*)|RINGMASTER_(STORE_FD|LAUNCHER))$"
+    r"|PMIX?_.*|MPI_LOCAL.*|SLURM_(PROCID|LOCALID|NODEID|NTASKS|STEP_.*)|PET_.*|RINGMASTER_(STORE_FD|LAUNCHER))$"
 )
 LISTENING = "RINGMASTER_STORE_FD"  # a socket that rank 0 has inherited, for the store at MASTER_PORT
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun only
@@ -94,6 +94,8 @@ def place(settings: DistributedConfig | None = None) -> Place:
     source = _source(told)
     if source is None:
         _refuse_tasks_without_srun(told)
+        if settings is not None:  # the launchers themselves ask without
+            _refuse_one_process_a_host(told)
         if init_method != ENV:
             raise UserError(
                 f"distributed.init_method={init_method} does not say which process this is; add "
@@ -208,6 +210,14 @@ def _refuse_tasks_without_srun(told: Mapping[str, str]) -> None:
         raise UserError(
             f"{_shown(told, 'SLURM_NTASKS')}, but this process was not started by srun, and would train "
             "alone; write `srun python train.py ...`, or ask for --ntasks=1"
+        )
+
+
+def _refuse_one_process_a_host(told: Mapping[str, str]) -> None:
+    if told.get("PET_NNODES", "1") != "1":
+        raise UserError(
+            f"{_shown(told, 'PET_NNODES')}, but this process was not started by torchrun, and would train "
+            "alone; add launch=local, which starts this host's processes, or start it with torchrun"
         )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainer.checkpoint import fetch_history, is_run_id, newest_run_id, read_manifest, run_at
 from trainer.errors import UserError, writing
-from trainer.files.address import Location
+from trainer.files.address import Address, Location
 from trainer.files.atomic_file import atomic_file
 from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import Fields, load_json, printable
@@ -56,8 +56,10 @@ def claim(
 
     Raises:
         UserError: another run lives in it, or left files that this one does not resume; or it is not
-            writable. Or `remote` holds another run, or cannot be reached.
+            writable. Or `remote` holds another run, cannot be reached, or is no place of its own.
     """
+    if wanted is not None and remote is not None:
+        _refuse_own(Path(wanted), remote)
     with writing(wanted or "null"):
         path = new_run_dir() if wanted is None else Path(wanted)
         path.mkdir(parents=True, exist_ok=True)
@@ -100,6 +102,18 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
         log.info("going on with run %s of checkpoint.remote=%s", run_id, remote)
         fetch_history(remote, path)
     return RunDir(path, run_id, bool(used))
+
+
+def _refuse_own(path: Path, remote: str) -> None:
+    """Raise UserError if copies at `remote` would replace or delete the checkpoints in `path`."""
+    if (there := Address(remote).local_path) is None:
+        return
+    there, own = Path(os.path.realpath(there)), Path(os.path.realpath(path))
+    if there == own or there.is_relative_to(os.path.realpath(own / "checkpoints")):
+        raise UserError(
+            f"checkpoint.remote={remote} is in run_dir={path}, among the checkpoints to be copied; take an "
+            "address outside, best on another machine"
+        )
 
 
 def _run_at(remote: str, may_fail: bool) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainer.faults import processes
 from trainer.faults.injection.injector import MARKER
+from trainer.launch.local_ranks import stands_by
 from trainer.launch.signals import stop_signals_to
 
 PROGRAM = Path(__file__).parents[3] / "train.py"
@@ -228,7 +229,8 @@ def ranks_of(mark: str) -> dict[int, int]:
             with contextlib.suppress(OSError):  # it may end at any moment
                 entries = (folder / "environ").read_bytes().split(b"\0")
                 variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
-                if variables.get(MARK.encode()) == mark.encode() and b"RANK" in variables:
+                is_marked = variables.get(MARK.encode()) == mark.encode() and b"RANK" in variables
+                if is_marked and not stands_by(int(folder.name)):
                     found[int(folder.name)] = int(variables.get(b"TORCHELASTIC_RESTART_COUNT", b"0"))
     return found
 

@@ -1,0 +1,351 @@
+"""One run with faults from outside or injected, observed through its ranks' memory: what each fault cost."""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.restarts import problems_of_logs
+from tests.hosts import Host
+from trainer.checkpoint.open_checkpoint import verified
+from trainer.errors import UserError
+from trainer.faults import processes
+from trainer.faults.heartbeat import Records
+from trainer.faults.injection import drilled_run
+from trainer.faults.injection.injector import MARKER
+
+STEPS, TIMEOUT_S = 140, 8.0
+OUTSIDE = ("kill", "pair", "stop", "saver", "again", "cut")
+INJECTED = ("update", "raise", "hang", "exit", "slow", "nan")
+STRATEGIES = {
+    "single": ("strategy=single",),
+    "dp": ("strategy=dp",),
+    "ddp": ("strategy=ddp",),
+    "ddp-ring": ("strategy=ddp", "comm=ring"),
+    "ddp-hierarchical": ("strategy=ddp", "comm=hierarchical"),
+    "fsdp": ("strategy=fsdp", "checkpoint.mirror_every=1"),
+    "exact": ("strategy=ddp", "train.exact=4"),
+    "servers": ("strategy=parameter_server", "strategy.servers=all", "checkpoint.every_steps=20"),
+}
+_DEADLINE_S = 200.0  # for one fault and the restart after it, on a busy machine
+_LATE_S = 10.0  # a verdict so long after its deadline is late
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    step: int
+    phase: str = "update"
+    rank: int = 0  # of an injected one
+
+    def command_line(self) -> list[str]:
+        """Overrides; none if it comes from outside."""
+        if self.kind not in INJECTED:
+            return []
+        kind = "kill" if self.kind == "update" else self.kind
+        return [
+            f"fault={kind}",
+            *(f"fault.{name}={getattr(self, name)}" for name in ("rank", "step", "phase")),
+        ]
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    world: int
+    faults: tuple[Fault, ...]  # by step; the first one may be injected
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy} x{self.world}"
+
+
+@dataclass
+class Row:
+    """What became of one fault; seconds are since then."""
+
+    case: Case
+    kind: str
+    lost: int = 0
+    verdict: str = ""
+    verdict_s: float | None = None
+    next_step_s: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        seconds = "-" if self.next_step_s is None else f"{self.next_step_s:.1f}"
+        right = "; ".join(self.problems) or "right"
+        facts = f"{self.case.seed:>6} {self.case.name:<20} {self.kind:<7} {self.lost:>3} lost {seconds:>6} s"
+        return f"  {facts}  {right}  [{self.verdict}]"
+
+
+@dataclass
+class Rank:
+    """A process of the run, whose memory stays readable after its death."""
+
+    pid: int
+    records: Records
+
+    @property
+    def step(self) -> int:
+        """The last step that it has finished."""
+        beat = self.records.main()
+        return max(beat.finished, beat.step - 1)
+
+    @property
+    def lives(self) -> bool:
+        return processes.state(self.pid) != "dead"
+
+
+def overrides(case: Case, run_dir: Path) -> list[str]:
+    found = [f"train.max_steps={STEPS}", "train.log_every_steps=1", f"distributed.timeout_s={TIMEOUT_S}"]
+    found += ["checkpoint.every_steps=null", "checkpoint.every_epochs=null", "train.global_batch_size=60"]
+    found += ["train.eval_every_epochs=2"]
+    return [*found, "resume=auto", f"run_dir={run_dir}", *STRATEGIES[case.strategy]]
+
+
+class FaultyRun:
+    """A run under faults, watched from outside."""
+
+    def __init__(self, case: Case, start: drilled_run.Start, folder: Path, pair: Sequence[Host] = ()) -> None:
+        self.world, self.pair = case.world, pair
+        self.case, self.draw, self.start, self.folder = case, random.Random(case.seed), start, folder
+        self.run_dir, self.scratch = folder / "run", folder / "tmp"
+        self.scratch.mkdir(parents=True)
+        self.ranks: list[Rank] = []
+        self.pids = set[int]()  # of all attempts
+        self.launchers: list[subprocess.Popen[bytes]] = []
+        self.stack = contextlib.ExitStack()
+        self.manifests: dict[str, dict[str, Any]] = {}
+
+    def finish(self) -> tuple[str | None, list[Row]]:
+        """The hash at the end, and a row for each fault."""
+        rows = []
+        with self.stack:
+            self._launch()
+            for fault in self.case.faults:
+                rows.append(self._struck(fault))
+            row = rows[-1] if rows else Row(self.case, "none")
+            self._until(self._is_over, "the end of the run")
+            for _ in range(3):
+                if (self.run_dir / "result.json").exists():
+                    break
+                self._launch()
+                self._until(self._is_over, "the end of the run by hand")
+        row.problems += self._problems_at_end()
+        with contextlib.suppress(OSError):
+            return json.loads((self.run_dir / "result.json").read_text())["param_sha256"], rows
+        return None, rows
+
+    @property
+    def has_ended(self) -> bool:
+        return all(launcher.poll() is not None for launcher in self.launchers)
+
+    def _is_over(self) -> bool:
+        """The launcher of a host that is cut off waits for the others."""
+        has_result = (self.run_dir / "result.json").exists()
+        is_cut = self.world < self.case.world
+        return self.has_ended or (has_result and is_cut and not any(rank.lives for rank in self.ranks))
+
+    def _launch(self) -> None:
+        mark = {drilled_run.MARK: f"{os.getpid()}-{self.folder.name}", "TMPDIR": str(self.scratch)}
+        environment = {**mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        injected = [word for fault in self.case.faults for word in fault.command_line()]
+        self.launchers = self.start(
+            [*overrides(self.case, self.run_dir), *injected], environment, self.folder
+        )
+        self.stack.enter_context(drilled_run.ended(self.launchers))
+
+    def _until(self, done: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + _DEADLINE_S
+        while not done():
+            if time.monotonic() > deadline:
+                at = [(rank.pid, rank.lives, rank.records.main()) for rank in self.ranks]
+                raise TimeoutError(f"waited {_DEADLINE_S:.0f} s for {what}; ranks {at}")
+            time.sleep(0.003)
+
+    # ---- one fault
+
+    def _struck(self, fault: Fault) -> Row:
+        """Let it happen, and wait until the run has made the next step."""
+        row = Row(self.case, fault.kind)
+        begun, resumed = self._resumed()
+        self._until(lambda: self._all_are_there() or self.has_ended, "the ranks")
+        if self.has_ended:
+            row.problems += ["it ended before"]
+            return row
+        if fault.kind not in INJECTED:
+            self._until(lambda: max(r.step for r in self.ranks) >= fault.step or self.has_ended, "the step")
+            time.sleep(self.draw.random() * 0.03)
+        else:
+            self._until(lambda: (self.run_dir / MARKER).exists() or self.has_ended, "the injected fault")
+        if (self.run_dir / "result.json").exists():
+            row.kind += " missed"
+            return row
+        struck_at, victims = time.time(), self._strike(fault)
+        if fault.kind == "slow":
+            return row
+        old = self.ranks
+        self._until(lambda: self._went_on(old, fault, row, struck_at, victims), "the restart")
+        row.next_step_s = time.time() - struck_at
+        again, at = self._resumed()
+        had = max(*(rank.step for rank in old), resumed if begun else 0)
+        row.lost = had - (at if again > begun else 0)
+        self._judge(row, fault, victims, old)
+        return row
+
+    def _strike(self, fault: Fault) -> list[int]:
+        """Make a fault from outside; return the pids of those that it is about."""
+        if fault.kind in INJECTED:
+            return []
+        if fault.kind == "cut":
+            self.pair[1].link_down()
+            self.world = self.case.world // 2
+            return [rank.pid for rank in self.ranks if rank.pid in set(self.pair[1].pids())]
+        count = 2 if fault.kind == "pair" else 1
+        number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
+        victims = [rank.pid for rank in self.draw.sample(self.ranks, count)]
+        for pid in victims:
+            os.kill(pid, number)
+        return victims
+
+    def _went_on(self, old: list[Rank], fault: Fault, row: Row, struck_at: float, victims: list[int]) -> bool:
+        """Whether a new attempt has made a step, or the run is over; may strike again."""
+        self._note_verdict(row, struck_at)
+        if fault.kind == "saver" and len(victims) == 1:
+            for rank in old:
+                if rank.pid not in victims and rank.records.main().phase == "rescue":
+                    time.sleep(self.draw.random() * 0.08)
+                    self._kill(rank.pid)
+                    victims.append(rank.pid)
+        if self.has_ended:
+            if (self.run_dir / "result.json").exists():
+                return True
+            self._launch()  # by hand: after a NaN torchrun does not start again
+        if any(rank.lives for rank in old) or not self._all_are_there(old):
+            return False
+        if fault.kind == "again" and len(victims) == 1:
+            time.sleep(self.draw.random() * 1.5)
+            self._kill(again := self.draw.choice(self.ranks).pid)
+            victims.append(again)
+            old += self.ranks
+            return False
+        steps = [rank.records.main().step for rank in self.ranks]
+        return min(steps) > self._resumed()[1] + 1 or all(not rank.lives for rank in self.ranks)
+
+    @staticmethod
+    def _kill(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def _note_verdict(self, row: Row, struck_at: float) -> None:
+        path = self.run_dir / "failure.json"
+        with contextlib.suppress(OSError, ValueError):
+            if (written := path.stat().st_mtime) > struck_at - 1 and row.verdict_s is None:
+                row.verdict, row.verdict_s = json.loads(path.read_text())["message"], written - struck_at
+
+    def _resumed(self) -> tuple[int, int]:
+        """How often the run has resumed, and at which step last."""
+        with contextlib.suppress(OSError):
+            text = (self.run_dir / "train.log").read_text()
+            if found := re.findall(r"resumed from .* at step (\d+)", text):
+                return len(found), int(found[-1])
+        return 0, 0
+
+    def _all_are_there(self, but: Sequence[Rank] = ()) -> bool:
+        """Look for the ranks of the present attempt, other processes than `but`."""
+        known = {rank.pid for rank in but}
+        found = [rank for rank in ranks_under(self.launchers) if rank.pid not in known]
+        self.pids |= {rank.pid for rank in found}
+        if len(found) == self.world and any(rank.lives for rank in found):
+            self.ranks = found
+            return True
+        return False
+
+    # ---- what is wrong
+
+    def _judge(self, row: Row, fault: Fault, victims: list[int], old: list[Rank]) -> None:
+        reason = "no step is saved" in row.verdict or fault.kind == "nan"
+        dies_alone = self.case.world == 1 and fault.kind in ("kill", "update", "exit", "again")
+        if row.lost > 1 and not reason and not dies_alone:
+            row.problems.append(f"{row.lost} steps lost without a reason")
+        if row.lost < 0:
+            row.problems.append("resumed at a step that no rank had finished")
+        blamed = re.match(r"rank (\d+) \(host \d+, [^,]*, pid (\d+)\)", row.verdict)
+        if dies_alone:
+            pass
+        elif fault.kind == "cut":
+            said = "".join(path.read_text(errors="replace") for path in self.folder.glob("output*"))
+            row.problems += [f"host {n} is not named" for n in (0, 1) if f"host {n} (" not in said]
+            savers = set(re.findall(r"step \d+ is saved, by rank \d+", said))
+            row.problems += [f"saved twice: {savers}"] if len(savers) > 1 else []
+        elif fault.kind == "nan":
+            is_named = f"rank {fault.rank} (" in row.verdict or self.case.world == 1
+            row.problems += [] if is_named else [f"it does not name rank {fault.rank}"]
+        elif blamed is None:
+            row.problems.append("no verdict" if row.verdict_s is None else "it blames nobody")
+        elif int(blamed[2]) not in victims if victims else int(blamed[1]) != fault.rank:
+            row.problems.append(f"it blames rank {blamed[1]}, not {victims or fault.rank}")
+        if row.verdict_s is not None and row.verdict_s > TIMEOUT_S + _LATE_S:
+            row.problems.append(f"the verdict came after {row.verdict_s:.1f} s")
+        row.problems += self._bad_checkpoints()
+
+    def _bad_checkpoints(self) -> list[str]:
+        found = []
+        for path in sorted((self.run_dir / "checkpoints").glob("step_*")):
+            try:
+                manifest = verified(path).manifest
+            except UserError as error:
+                found.append(f"{path.name}: {error}")
+                continue
+            files = {name: vars(file) for name, file in manifest.files.items() if name.startswith("model-")}
+            before = self.manifests.setdefault(path.name, files)
+            if files.keys() == before.keys() and files != before:
+                found.append(f"{path.name} was saved twice, with other weights")
+        return found
+
+    def _problems_at_end(self) -> list[str]:
+        found = self._bad_checkpoints()
+        if (self.run_dir / "result.json").exists():
+            found += problems_of_logs(self.run_dir, STEPS)
+        found += [f"process {pid} is left" for pid in self.pids if processes.state(pid) != "dead"]
+        names = [path.name for path in self.scratch.iterdir()]
+        found += [
+            f"{name} is left" for name in names if not name.startswith(("torchelastic_", "torchinductor_"))
+        ]
+        shared = [path.name for path in Path("/dev/shm").iterdir()]
+        found += [f"{name} is left" for name in shared if any(f"_{pid}_" in name for pid in self.pids)]
+        kept = (self.run_dir / "checkpoints").glob("*")
+        return found + [
+            f"{p.name} is left" for p in kept if not re.fullmatch(r"step_\d+|latest|best", p.name)
+        ]
+
+
+def ranks_under(launchers: Sequence[Any]) -> list[Rank]:
+    """The processes below the launchers that have a heartbeat of their own."""
+    found = []
+    for pid in [below for launcher in launchers for below in _below(launcher.pid)]:
+        with contextlib.suppress(OSError):
+            for handle in Path(f"/proc/{pid}/fd").iterdir():
+                if "ringmaster-heartbeat" in str(handle.readlink()):
+                    with contextlib.suppress(OSError):  # a neighbour's
+                        found.append(Rank(pid, Records.of(pid, int(handle.name))))
+                        break
+    return found
+
+
+def _below(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield int(child)
+                yield from _below(int(child))

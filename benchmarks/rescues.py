@@ -1,0 +1,203 @@
+"""Faults at random moments: how many steps are lost, and does the run end like an undisturbed one?
+
+Trains the MLP on the digits. Each run gets up to three faults, one after another. From outside, at a random
+moment: kill, pair (two ranks at once), stop, saver (a kill, and another of the rank that saves), again (a
+kill, and another while the run starts again), cut (the link between two hosts; the first goes on alone).
+Injected: update (a kill within the update), and the faults of `fault=`. After each fault it looks whom the
+verdict blames, which step is on disk against the last one that any rank had finished, and verifies each
+checkpoint; at the end, hash, logs, and what is left behind. Prints a row for each fault, and a table. Exit
+status 1 if anything is wrong.
+
+    python -m benchmarks.rescues --kinds kill,stop,update --tries 10 --worlds 2,4
+    python -m benchmarks.rescues --kinds kill --strategies fsdp --worlds 4
+    python -m benchmarks.rescues --kinds cut --strategies exact --worlds 4 --hosts 2
+    python -m benchmarks.rescues --soak 20 --seed 7     minutes of random strategies, worlds and faults
+    python -m benchmarks.rescues --case 7012            a case of a soak again, by its seed
+
+Hosts are network namespaces, which needs root. Launchers and ranks are forked from a process that has
+imported everything, which takes a fifth of the processor's time; for the seconds that a restart takes use
+--launch torchrun or --launch local.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faulty_run import INJECTED, OUTSIDE, STEPS, STRATEGIES, Case, Fault, FaultyRun, Row
+from tests.forked import Forked
+from tests.hosts import Host, hosts
+from trainer.faults.injection import drilled_run
+
+RESTARTS = 6
+PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "evaluate")
+_ALONE = ("single", "dp")
+_QUICK = "last_call_timeout=45,keep_alive_interval=1,keep_alive_max_attempt=5"
+
+
+class Laboratory:
+    """Runs cases, knows the hashes of undisturbed runs, and prints."""
+
+    def __init__(
+        self,
+        start_on: Callable[[int], drilled_run.Start],
+        folder: Path,
+        pair: Sequence[Host],
+        known: Path | None,
+    ) -> None:
+        self.start_on, self.folder, self.pair = start_on, folder, pair
+        self.rows = list[Row]()
+        self._hashes: dict[str, str | None] = {}
+        if known is not None and known.exists():
+            self._hashes = json.loads(known.read_text())
+        self._known = known
+        self._number = 0
+
+    def try_(self, case: Case) -> None:
+        if case.name not in self._hashes:
+            self._hashes[case.name], _ = self._run(Case(case.strategy, case.world, (), 0))
+            if self._known is not None:
+                self._known.write_text(json.dumps(self._hashes))
+        try:
+            sha256, rows = self._run(case)
+        except (TimeoutError, OSError) as error:
+            row = Row(case, "+".join(fault.kind for fault in case.faults), problems=[repr(error)])
+            sha256, rows = self._hashes[case.name], [row]
+        if sha256 is None or sha256 != self._hashes[case.name]:
+            rows[-1].problems.append(f"hash {sha256} is not {self._hashes[case.name]}")
+        self.rows += rows
+        print("\n".join(map(str, rows)), flush=True)
+        if any(row.problems for row in rows):
+            print(f"    see {self.folder / str(self._number)}", flush=True)
+
+    def _run(self, case: Case) -> tuple[str | None, list[Row]]:
+        self._number += 1
+        return FaultyRun(case, self.start_on(case.world), self.folder / str(self._number), self.pair).finish()
+
+    def table(self) -> bool:
+        """Print the table; whether all is right."""
+        rows = [row for row in self.rows if "missed" not in row.kind]
+        heads = ("tried", "0 lost", "1 lost", "more", "right", "s", "p90")
+        print(f"{'':<20} {'kind':<7} " + " ".join(f"{head:>6}" for head in heads))
+        for name, kind in sorted({(row.case.name, row.kind) for row in rows}):
+            these = [row for row in rows if (row.case.name, row.kind) == (name, kind)]
+            lost = [sum(row.lost == n for row in these) for n in (0, 1)]
+            right = sum(not row.problems for row in these)
+            times = sorted(row.next_step_s for row in these if row.next_step_s is not None) or [float("nan")]
+            p90 = times[max(0, -(-9 * len(times) // 10) - 1)]
+            counts = (len(these), *lost, len(these) - sum(lost), right)
+            seconds = f"{statistics.median(times):>6.1f} {p90:>6.1f}"
+            print(f"{name:<20} {kind:<7} " + " ".join(f"{count:>6}" for count in counts), seconds)
+        right = sum(not row.problems for row in rows)
+        print(
+            f"{right} of {len(rows)} are right; {sum(row.lost for row in rows)} steps lost in all", flush=True
+        )
+        return right == len(rows)
+
+
+def of_kind(kind: str, strategy: str, world: int, count: int, seed: int) -> Case:
+    """A run with up to three faults of a kind; an injected one comes once."""
+    draw = random.Random(seed)
+    once = kind == "cut" or kind in INJECTED
+    steps = sorted(draw.sample(range(5, STEPS - 40), 1 if once else count))
+    return Case(strategy, world, tuple(Fault(kind, step, rank=draw.randrange(world)) for step in steps), seed)
+
+
+def at_random(seed: int) -> Case:
+    """A case of a soak."""
+    draw = random.Random(seed)
+    strategy = draw.choice([*STRATEGIES, "ddp", "fsdp"])
+    world = 1 if strategy in _ALONE else draw.choice((2, 3, 4))
+    steps = sorted(draw.sample(range(3, STEPS - 40), draw.choice((1, 2, 3))))
+    faults = []
+    for number, step in enumerate(steps):
+        kinds = [*OUTSIDE[:-1], *([] if number else INJECTED * 2)]
+        if world == 1:
+            kinds = [kind for kind in kinds if kind not in ("pair", "stop", "saver", "hang")]
+        kind = draw.choice([kind for kind in kinds if world > 2 or kind not in ("pair", "saver")])
+        phases = [phase for phase in PHASES if world > 1 or phase != "all_reduce"]
+        phase = "update" if kind == "update" else draw.choice(phases)
+        if strategy == "servers" and phase in ("update", "all_reduce"):
+            kind, phase = "raise" if kind == "update" else kind, "forward"
+        faults.append(Fault(kind, step, phase, draw.randrange(world)))
+    return Case(strategy, world, tuple(faults), seed)
+
+
+def main(argv: Sequence[str] | None = None) -> bool:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", default="kill", help=f"of {','.join([*OUTSIDE, *INJECTED])}")
+    parser.add_argument("--strategies", default="ddp", help=f"of {','.join(STRATEGIES)}")
+    parser.add_argument("--worlds", default="2,4")
+    parser.add_argument("--tries", type=int, default=10, help="of each kind, over all strategies and worlds")
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
+    parser.add_argument("--case", type=int, metavar="SEED")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--launch", choices=("forked", "torchrun", "local"), default="forked")
+    parser.add_argument("--known", type=Path, help="a file that keeps the hashes of undisturbed runs")
+    parser.add_argument("--out", type=Path, help="where the runs are kept")
+    arguments = parser.parse_args(argv)
+    with drilled_run.by_the_door(), contextlib.ExitStack() as stack:
+        folder = arguments.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rescues-")))
+        forked = Forked(stack)
+        pair = stack.enter_context(hosts(2)) if arguments.hosts == 2 else []
+
+        def start_on(world: int) -> drilled_run.Start:
+            restarts = f"--max-restarts={RESTARTS}"
+            if pair:
+                return forked.on(pair, world // 2, restarts, "--nnodes=1:2", conf=_QUICK)
+            if arguments.launch == "forked":
+                return forked.torchrun(world, restarts)
+            return drilled_run.torchrun(world, restarts) if arguments.launch == "torchrun" else local(world)
+
+        laboratory = Laboratory(start_on, folder, pair, arguments.known)
+        if arguments.case is not None:
+            laboratory.try_(at_random(arguments.case))
+        elif arguments.soak:
+            end, seed = time.monotonic() + 60 * arguments.soak, 1000 * arguments.seed
+            while time.monotonic() < end:
+                laboratory.try_(at_random(seed := seed + 1))
+        else:
+            places = [
+                (s, int(w)) for s in arguments.strategies.split(",") for w in arguments.worlds.split(",")
+            ]
+            for kind in arguments.kinds.split(","):
+                left, seed = arguments.tries, 1000 * arguments.seed
+                while left > 0:
+                    strategy, world = places[seed % len(places)]
+                    case = of_kind(kind, strategy, world, min(left, 3), seed := seed + 1)
+                    laboratory.try_(case)
+                    left -= sum("missed" not in row.kind for row in laboratory.rows[-len(case.faults) :])
+        return laboratory.table()
+
+
+def local(world: int) -> drilled_run.Start:
+    """Start by launch=local."""
+
+    def start(words: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
+        told = ["launch=local", f"launch.processes={world}", f"launch.max_restarts={RESTARTS}"]
+        with (folder / "output").open("ab") as file:
+            command = [sys.executable, str(drilled_run.PROGRAM), *words, *told]
+            variables = {**os.environ, **environment}
+            return [
+                subprocess.Popen(
+                    command, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            ]
+
+    return start
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main() else 1)

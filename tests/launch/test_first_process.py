@@ -1,0 +1,68 @@
+"""As the first process of a container, which the kernel spares signals and gives orphans: torchrun, launch=local."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.pods import children
+from tests.ranks import ROOT
+from trainer.checkpoint.manifest import verify
+
+LONG = ("train.epochs=1000000", "train.log_every_steps=1", "train.eval_every_epochs=0", "data.num_workers=1")
+LONG += ("checkpoint.every_epochs=null", "distributed.device=cpu")
+
+
+def _entrypoint() -> list[str]:
+    """That of the Dockerfile, with this interpreter's torchrun."""
+    lines = re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
+    (program, *options), module = json.loads(lines[-1]), [sys.executable, "-m", "torch.distributed.run"]
+    assert program == "torchrun"
+    return [*module, *options, "--standalone", "--nproc-per-node=2", "-m", "trainer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "local"])
+def test_it_saves_at_sigterm_and_leaves_no_process(launcher: str, tmp_path: Path) -> None:
+    if os.geteuid() or shutil.which("unshare") is None:
+        pytest.skip("a PID namespace needs root and util-linux (unshare)")
+    local = [sys.executable, "-m", "trainer", "launch=local", "launch.processes=2"]
+    command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command += [*(local if launcher == "local" else _entrypoint()), *LONG, f"run_dir={tmp_path}/run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "output").open("w") as output:
+        outside = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=output, stderr=output)
+        try:
+            log, deadline = tmp_path / "run" / "train.log", time.monotonic() + 250
+            while not (log.exists() and re.search(r"step 1\d/", log.read_text())):
+                assert outside.poll() is None and time.monotonic() < deadline, (
+                    tmp_path / "output"
+                ).read_text()
+                time.sleep(0.1)
+            (first,) = children(outside.pid)
+            os.kill(first, signal.SIGTERM)
+            status = outside.wait(200)
+        finally:
+            outside.kill()
+            outside.wait()
+    said = (tmp_path / "output").read_text()
+    assert status == (75 if launcher == "local" else 1), said  # torchrun has one status for all
+    assert said.count("stopped by a signal after step") == 1, said
+    verify(tmp_path / "run" / "checkpoints" / "latest")
+    assert not any(str(tmp_path).encode() in _command(pid) for pid in Path("/proc").glob("[0-9]*"))
+
+
+def _command(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,41 @@
+"""What a run's processes load before their first step."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT
+
+# Only some runs need these; each costs processor time in every process of every start.
+NOT_AT_THE_START = (
+    *("matplotlib", "optuna", "torchvision", "transformers", "datasets", "submitit", "wandb", "pandas"),
+    *("torch.distributed.checkpoint", "torch.distributed.elastic", "torch._inductor.compile_fx"),
+)
+
+
+DDP = ("strategy=ddp", "launch=local", "launch.processes=2", "comm.timeline=false")  # it is drawn at the end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [("strategy=single",), DDP], ids=["single", "ddp"])
+def test_a_run_loads_nothing_that_only_others_need(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """The interpreters print each module that they import; those of the other tests have loaded all before."""
+    done = subprocess.run(
+        [sys.executable, "train.py", *overrides, "train.max_steps=1", f"run_dir={tmp_path}/run"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPROFILEIMPORTTIME": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    loaded = set(re.findall(r"import time:.*\| +(\S+)", done.stderr))
+    assert {"torch", "trainer.run"} <= loaded
+    unwanted = [name for name in loaded for root in NOT_AT_THE_START if f"{name}.".startswith(f"{root}.")]
+    assert not unwanted, sorted(unwanted)
