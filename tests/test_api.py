@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,81 @@ def test_in_the_kernel_of_a_notebook(tmp_path: Path) -> None:
     assert "1 x 2 processes on cpu" in said[4]  # rank 0's log reaches the cell
     assert said[4].rstrip().splitlines()[-1].startswith("sha ")
     assert said[5].strip() == "MLP"
+
+
+def beside_each_other(run_dir: str) -> dict[str, Any]:
+    """What runs in threads return or raise, at the same time as one in the main thread."""
+    os.environ.clear()
+    asked: dict[str, tuple[list[str], int | None]] = {
+        "single": (["strategy=single"], None),
+        "ddp": (["strategy=ddp"], 2),
+        "fsdp": (["strategy=fsdp"], 2),
+        "wrong": (["train.epoch=1"], None),
+        "late": (["train.global_batch_size=2001"], None),
+        "nan": (["optim.lr=1e30", "train.max_steps=40"], 2),
+    }
+
+    def train(name: str) -> Any:
+        words, processes = asked[name]
+        try:
+            return trainer.train([*TINY, *words, f"run_dir={run_dir}/{name}"], processes)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = dict(zip(asked, pool.map(train, asked), strict=False))
+        return found | {"main": trainer.train([*TINY, "strategy=single", f"run_dir={run_dir}/main"])}
+
+
+@pytest.mark.slow
+def test_runs_in_threads_train_beside_each_other(tmp_path: Path) -> None:
+    found = run_ranks(beside_each_other, 1, str(tmp_path), init=False)[0]
+    ended = [found[name] for name in ("main", "single", "ddp", "fsdp")]
+    assert all(isinstance(result, dict) for result in ended), found
+    assert [result["world_size"] for result in ended] == [1, 1, 2, 2]
+    assert [result["strategy"] for result in ended] == ["single", "single", "ddp", "fsdp"]
+    assert found["single"]["param_sha256"] == found["main"]["param_sha256"]
+    for name in ("main", "single", "ddp", "fsdp"):
+        assert json.loads((tmp_path / name / "result.json").read_text()) == found[name]
+    assert found["wrong"] == "UserError: train.epoch is not a setting; did you mean train.epochs?"
+    assert found["late"].startswith("UserError: ") and "2001" in found["late"]
+    assert found["nan"].startswith("NonFiniteError: ")
+
+
+class Broken:
+    def __init__(self, **_: Any) -> None:
+        raise ValueError("not today")
+
+
+MISTAKES = {
+    "strategy is dpp, but must be one of": ["strategy=dpp"],
+    "train.epochs: Value 'x'": ["train.epochs=x"],
+    "torch.optim.Nope cannot be built": ["optim._target_=torch.optim.Nope"],
+    "Broken cannot be built": ["data.dataset._target_=tests.test_api.Broken"],
+}
+
+
+def shown(run_dir: str) -> list[str]:
+    """What Python prints of each mistake, and of a run that is not there."""
+    os.environ.clear()
+    printed = []
+    for words in MISTAKES.values():
+        with pytest.raises(UserError) as refused:
+            trainer.train([*TINY, *words, f"run_dir={run_dir}/run"])
+        printed.append("".join(traceback.format_exception(refused.value)))
+    with pytest.raises(UserError) as refused:
+        trainer.load_model(run_dir)
+    return [*printed, "".join(traceback.format_exception(refused.value))]
+
+
+def test_a_mistake_is_one_exception_with_one_line(tmp_path: Path) -> None:
+    printed = run_ranks(shown, 1, str(tmp_path), init=False)[0]
+    for text, said in zip(printed, (*MISTAKES, "is not a run"), strict=True):
+        assert said in text.splitlines()[-1]
+        if "Broken" in said:
+            assert 'raise ValueError("not today")' in text, "the line of a user's own class"
+        else:
+            assert text.count("Traceback") == 1 and len(text.splitlines()) < 10, text
 
 
 MINE = "dataset: {_target_: trainer.data.digits.Digits}\ntask: {_target_: trainer.tasks.Classification}\n"

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.errors import RunEndError, without_internals
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -22,19 +24,25 @@ def train(
     Args:
         overrides: as on the command line, `["strategy=ddp", "optim.lr=0.01"]`.
         processes: how many to start on this host; None or 1 trains in this one, unless `overrides` name a
-            launcher.
+            launcher. A thread other than the main one always starts its own, since Python handles signals in
+            the main thread only: so runs can train beside each other.
         config_dirs: folders like conf/, with your own `data/mine.yaml` and so on. They add options; of two
             with one name that of conf/ is taken.
 
     Raises:
-        UserError: the settings are wrong.
-        NonFiniteError: the loss or a gradient was NaN or Inf.
+        UserError: the settings are wrong, or a file cannot be read or written; a ValueError.
+        NonFiniteError: the loss or a gradient was NaN or Inf; an ArithmeticError.
         StoppedBySignal: Ctrl-C or a signal; the run is saved, and resume=auto continues it.
-        RuntimeError: a fault in the started processes.
+        RuntimeError: a fault in the started processes. A fault in this one is raised as it is.
+
+    The first three are in `trainer.errors`; each says in one line what to do.
     """
     from trainer.api import train  # loads torch and Hydra only now
 
-    return train(overrides, processes, config_dirs)
+    try:
+        return train(overrides, processes, config_dirs)
+    except RunEndError as error:
+        raise without_internals(error) from error.__cause__
 
 
 def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> "nn.Module":
@@ -52,4 +60,7 @@ def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> "nn.Mo
     """
     from trainer.api import load_model
 
-    return load_model(run_dir, checkpoint)
+    try:
+        return load_model(run_dir, checkpoint)
+    except RunEndError as error:
+        raise without_internals(error) from error.__cause__

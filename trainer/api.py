@@ -1,5 +1,6 @@
 """Functions for a program or a notebook that train and load models, as the commands do."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from trainer.cli import LAUNCHERS
-from trainer.config import Config, SlurmLaunchConfig, flatten, load
+from trainer.config import Config, KubernetesLaunchConfig, LaunchConfig, SlurmLaunchConfig, flatten, load
 from trainer.config.overrides import CONF, for_hydra, in_words, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
@@ -22,6 +23,8 @@ from trainer.files.untrusted import load_json
 from trainer.inference.restore import restored_model
 from trainer.launch.fresh import launched_by
 from trainer.run import run
+
+_composing = threading.Lock()  # Hydra has one state for all threads
 
 
 def train(
@@ -36,17 +39,14 @@ def train(
     if processes is not None and processes != 1:
         overrides += ["launch=local", f"launch.processes={processes}"]
     settings = composed(overrides)
+    if settings.launch.name not in LAUNCHERS and not _in_main_thread() and launched_by() is None:
+        overrides += ["launch=local", "launch.processes=1"]
+        settings = composed(overrides)
     launcher = LAUNCHERS.get(settings.launch.name)
     if launcher is None or launched_by() is not None:
         return run(settings)
     _refuse_classes_of_main(settings)
-    if isinstance(settings.launch, SlurmLaunchConfig) and (
-        settings.launch.dry_run or not settings.launch.wait
-    ):
-        raise UserError(
-            "launch.dry_run=true and launch.wait=false leave no result to return; use them on a command "
-            "line: ringmaster launch=slurm ..."
-        )
+    _refuse_without_result(settings.launch)
     settings.run_dir = settings.run_dir or str(new_run_dir())  # else the launcher would choose another
     run_dir = Path(settings.run_dir)
     written_at = exit_report.failure_written_at(run_dir)
@@ -64,11 +64,16 @@ def load_model(run_dir: str | Location, checkpoint: str | Path) -> nn.Module:
 def composed(overrides: list[str]) -> Config:
     """The settings of conf/ with `overrides`. UserError: they cannot be composed, or are invalid."""
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
+        with _composing, initialize_config_dir(str(CONF), version_base="1.3"):
             settings = compose("train", overrides=for_hydra(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(in_words(error)) from error
     return load(settings)
+
+
+def _in_main_thread() -> bool:
+    """Whether a run can be in this process: Python delivers signals to no other thread."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _searched(config_dirs: Sequence[str | Path]) -> list[str]:
@@ -83,6 +88,15 @@ def _searched(config_dirs: Sequence[str | Path]) -> list[str]:
     return [f"hydra.searchpath=[{quoted}]"] if folders else []
 
 
+def _refuse_without_result(launch: LaunchConfig) -> None:
+    submits = isinstance(launch, SlurmLaunchConfig) and (launch.dry_run or not launch.wait)
+    if submits or isinstance(launch, KubernetesLaunchConfig):
+        raise UserError(
+            "launch=kubernetes, launch.dry_run=true and launch.wait=false leave no result to return; use "
+            f"them on a command line: ringmaster launch={launch.name} ..."
+        )
+
+
 def _refuse_classes_of_main(settings: Config) -> None:
     for name, value in flatten(settings).items():
         if isinstance(value, str) and value.startswith("__main__."):
@@ -90,7 +104,7 @@ def _refuse_classes_of_main(settings: Config) -> None:
             raise UserError(
                 f"{name} is {value}, of this notebook or script: the processes of the run cannot import it. "
                 f"Write it to a file in this folder, such as mine.py, and set {name}=mine.{word}; or train "
-                "in this process, without processes= and launch="
+                "in this process: from the main thread, without processes= and launch="
             )
 
 

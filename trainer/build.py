@@ -45,7 +45,7 @@ def split(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     Raises:
         UserError: a size does not divide evenly.
     """
-    size, micro, replicas = train.global_batch_size, train.micro_batch_size, strategy.num_replicas
+    size, micro, replicas = train.global_batch_size, train.micro_size, strategy.num_replicas
     if train.exact is None:
         return split_batch(size, micro, replicas)
     return split_leaves(size, micro, train.exact, replicas, train.own_leaves(replicas, strategy.replica))
@@ -134,6 +134,12 @@ def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
                 f"model.{name} is {given}, but the data has {there} {things}: its largest label is "
                 f"{there - 1}; set model.{name}={there}, or auto"
             )
+    border = getattr(train_set, "border", None)
+    if border is not None and node.get("border") != border:
+        raise UserError(
+            f"data.dataset.border is {border}, but model.border is {node.get('border')}: documents would see "
+            "each other; use model=gpt, or a model that takes border, or set data.dataset.border=null"
+        )
     model = instantiate("model", model_settings(node), facts=train_set)
     if not isinstance(model, nn.Module):
         raise UserError(

@@ -1,9 +1,13 @@
 """From a command line to a run: composes the settings, then launches the run or takes part in it."""
 
+import functools
 import gc
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import hydra
@@ -15,12 +19,12 @@ from trainer import config
 from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, for_hydra, in_words
 from trainer.errors import UserError
 from trainer.faults.left_running import ends_in_time
-from trainer.launch import local, slurm
+from trainer.launch import kubernetes, local, slurm
 from trainer.launch.exits import exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by
 from trainer.launch.place import place, publish
 
-LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
+LAUNCHERS = {"local": local.launch, "slurm": slurm.launch, "kubernetes": kubernetes.launch}
 
 
 @ends_in_time()
@@ -55,6 +59,9 @@ def compose() -> list[DictConfig]:
     except Exception as error:
         if isinstance(error, HydraException | OmegaConfBaseException) or not _is_of_hydra(error):
             raise
+        if isinstance(error, BrokenPipeError):  # `--help | head` has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's last flush fails, too
+            sys.exit(128 + signal.SIGPIPE)
         groups = [each for each in sys.argv[1:] if "=" in each and (CONF / each.partition("=")[0]).is_dir()]
         what = " ".join(groups) or "the command line"
         raise UserError(f"{what} cannot be composed: {in_words(error)}") from error
@@ -86,10 +93,21 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
             sys.exit(status)
         return None
     publish(place(settings.distributed))
-    # Imported objects stay: searching them for garbage repeatedly is a fifth of the start-up.
+    return loaded_run()(settings)  # loads torch only after the settings are checked
+
+
+@functools.cache  # a second call would freeze what the first must not
+def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
+    """`trainer.run.run`, with all that any first step imports.
+
+    Imported objects stay: searching them for garbage repeatedly is a fifth of the start-up.
+    """
     gc.disable()
-    from trainer.run import run  # loads torch only after the settings are checked
+    from trainer.run import run
 
     gc.freeze()
+    # Torch's optimizers would import it, and with it as many objects as torch itself. They are not frozen:
+    # Triton, which is among them, would tell of leaks at the end.
+    import_module("torch._dynamo")
     gc.enable()
-    return run(settings)
+    return run

@@ -3,6 +3,8 @@
 Any other exception is a fault: Python's own status 1, with its traceback.
 """
 
+import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +63,26 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
             else f"stopped by a signal after step {step}; resume=auto continues from there"
         )
         self.step = step
+
+
+def without_internals(error: RunEndError) -> RunEndError:
+    """The same error without this project's frames: its message says all that they would.
+
+    A cause stays only if it passed through a user's own class, whose line it shows.
+    """
+    if not _passes_through_others(error.__cause__):
+        error.__cause__ = None
+    return error.with_traceback(None)
+
+
+def _passes_through_others(error: BaseException | None) -> bool:
+    known = {"trainer", "hydra", "omegaconf", "torch", *sys.stdlib_module_names}
+    while error is not None:
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(frame.f_globals.get("__name__", "").partition(".")[0] not in known for frame, _ in frames):
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager

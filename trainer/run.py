@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from trainer.build import (
     start_from,
     wrap_model,
 )
-from trainer.checkpoint import Checkpointer, OpenCheckpoint, saved_seed
+from trainer.checkpoint import Checkpointer, OpenCheckpoint, saved_settings_of
 from trainer.config import Config, TrainConfig, flatten, to_yaml
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
@@ -55,6 +55,7 @@ from trainer.training.gradient_check import GradientCheck
 from trainer.training.last_step import build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
+from trainer.training.micro_batch import with_micro_batch_size
 from trainer.training.profiler import Profile
 from trainer.training.replica_check import ReplicaCheck
 from trainer.training.start_table import start_table
@@ -78,12 +79,13 @@ def run(config: Config) -> dict[str, Any]:
     ):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
         compare_across_ranks(shared, dist)
-        claimed, seed = on_main(lambda: _claim(config, resources), dist)
+        claimed, seed, former_size = on_main(lambda: _claim(config, resources), dist)
         run_dir = claimed.path
         config = dataclasses.replace(config, run_dir=str(run_dir), seed=seed)
         assert dist.watch is not None
         dist.watch.ending.writes_to(run_dir, refusals=not claimed.used)
         with messages(dist, run_dir) as open_log:
+            config = with_micro_batch_size(config, former_size, dist)
             take_over = partial(_take_over, config, run_dir, open_log)
             if not claimed.used:
                 on_main(take_over, dist)
@@ -110,6 +112,7 @@ def run(config: Config) -> dict[str, Any]:
             if summary := context.strategy.summary():
                 log.info("%s", summary)
             context.strategy.close()
+            context.gate.close()
             if dist.is_main:
                 write_result(run_dir, result, made_steps=context.state.progress.step > context.steps_before)
             context.run_log.close()  # last, so that a failing logger loses nothing else
@@ -285,14 +288,15 @@ def _check_metrics(config: Config, task: Task) -> None:
             )
 
 
-def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int]:
-    """The run directory, locked until `resources` closes, and the seed."""
+def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | None]:
+    """The run directory, locked until `resources` closes; the seed; a resumed run's micro-batch size."""
     remote = config.checkpoint.remote
     run_dir = claim(config.run_dir, config.resume, resources, config.distributed.timeout_s / 2, remote)
-    seed = config.seed
-    if seed is None and config.resume is not None:
-        seed = saved_seed(run_dir.path, run_dir.run_id, config.resume, remote)
-    return run_dir, secrets.randbits(31) if seed is None else seed
+    saved: Mapping[str, Any] = {}
+    if config.resume is not None and (config.seed is None or config.train.micro_batch_size == "auto"):
+        saved = saved_settings_of(run_dir.path, run_dir.run_id, config.resume, remote)
+    seed = saved.get("seed") if config.seed is None else config.seed
+    return run_dir, secrets.randbits(31) if seed is None else seed, saved.get("train.micro_batch_size")
 
 
 def _take_over(config: Config, run_dir: Path, open_log: Callable[[], None]) -> None:

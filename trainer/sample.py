@@ -74,7 +74,9 @@ def _sample(options: Any, config: Config) -> None:
             raise UserError(
                 f"--prompt has {len(prompt)} tokens, but must have 1 to {block_size}, the model's block_size"
             )
-        use_cache = not options.no_cache and hasattr(model, "empty_cache")
+        use_cache = (
+            not options.no_cache and hasattr(model, "empty_cache") and getattr(model, "border", None) is None
+        )
         tokens = generate(
             model,
             prompt,

@@ -2,6 +2,10 @@
 
 import copy
 import functools
+import os
+import signal
+import subprocess
+import sys
 from itertools import groupby, zip_longest
 from pathlib import Path
 
@@ -178,6 +182,23 @@ def test_groups_are_not_empty() -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            "train.epochs=null", "train.epochs is null, but must have a value", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "train.stop=eval/loss",
+            "train.stop has several values; set null, or 'train.stop={metric: ..., patience: ...,",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "train.stop={metrc:eval/loss}",
+            "train.stop.metrc is not a setting; train.stop has metric, patience,",
+        ),
+        pytest.param(
+            "train.stop={patience:3}",
+            "train.stop.metric has no value; set 'train.stop={metric: ..., ...}'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "+strategy.shard_group=host",
             "strategy.shard_group is not a setting here, but under strategy=fsdp",
             marks=pytest.mark.slow,
@@ -250,6 +271,11 @@ def test_refuses(override: str, words: str) -> None:
             "run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value", marks=pytest.mark.slow
         ),
         pytest.param(
+            "train.stop.metric=eval/loss",
+            "has no place, since train.stop is null; set all of it: 'train.stop={metric: ...",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "comm.segment=1",
             "comm.segment is not a setting; did you mean comm.segment_mb?",
             marks=pytest.mark.slow,
@@ -300,6 +326,16 @@ def test_flatten_names_settings_as_the_command_line_does() -> None:
     assert flat["train.epochs"] == 7
     assert flat["data.dataset._target_"].endswith("Digits")
     assert all(not isinstance(value, dict) or not value for value in flat.values())
+
+
+@pytest.mark.parametrize("ask", [["--help"], ["--cfg", "job"]])
+def test_a_reader_that_has_read_enough_is_no_mistake(ask: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does
+    command = [sys.executable, str(CONF.parent / "train.py"), *ask]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=200, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_config_imports_no_torch() -> None:

@@ -56,6 +56,13 @@ def test_each_logger_is_told_the_same(tmp_path: Path) -> None:
     assert order.index("5_memory/peak_mib/cpu") < order.index("6_comm/total_ms")
 
 
+def test_settings_that_name_a_class_are_told_and_not_built(tmp_path: Path) -> None:
+    groups = "optim.groups=[{match: weight, optimizer: {_target_: torch.optim.Muon, weight_decay: 0}}]"
+    with context_of(f"run_dir={tmp_path}", "logger=jsonl", "model.hidden=[]", groups, *NOTED):
+        begin = json.loads((tmp_path / "noted.jsonl").read_text().splitlines()[0])
+    assert begin == ["begin", "hear", ["first_step", "run_id", "settings"]]
+
+
 def refused(run_dir: Path, *overrides: str) -> str:
     with pytest.raises(UserError) as error, context_of(f"run_dir={run_dir}", "logger=jsonl", *overrides):
         pass

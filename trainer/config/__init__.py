@@ -14,6 +14,8 @@ from trainer.config.choices import (
     DivergeFaultConfig,
     FaultConfig,
     FsdpConfig,
+    KubernetesLaunchConfig,
+    LaunchConfig,
     LocalLaunchConfig,
     NativeCommConfig,
     ParameterServerConfig,

@@ -154,6 +154,7 @@ class LaunchConfig:
 class LocalLaunchConfig(LaunchConfig):
     processes: int | None = at_least(1)
     max_restarts: int = at_least(0)
+    standby: str = like(r"auto|\d+", "auto or a number of processes")
 
 
 @dataclass
@@ -169,6 +170,20 @@ class SlurmLaunchConfig(LaunchConfig):
     save_before_s: int = at_least(1)
     requeue: bool = MISSING
     wait: bool = MISSING
+    dry_run: bool = MISSING
+
+
+@dataclass
+class KubernetesLaunchConfig(LaunchConfig):
+    job_name: str = like(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "up to 40 lower-case letters, digits and -")
+    image: str = MISSING
+    nodes: int = at_least(1)
+    processes: int = at_least(1)
+    gpus: int | None = at_least(0)
+    container: dict[str, Any] | None = MISSING
+    pod: dict[str, Any] | None = MISSING
+    save_within_s: int = at_least(1)
+    max_restarts: int = at_least(0)
     dry_run: bool = MISSING
 
 
@@ -204,4 +219,5 @@ LAUNCHES: dict[str, type[LaunchConfig]] = {
     "as_started": LaunchConfig,
     "local": LocalLaunchConfig,
     "slurm": SlurmLaunchConfig,
+    "kubernetes": KubernetesLaunchConfig,
 }

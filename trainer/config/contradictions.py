@@ -50,6 +50,8 @@ def check_contradictions(config: Config) -> None:
             f"train.skip_nonfinite is {train.skip_nonfinite}, but comm=powersgd keeps a part of each step's "
             "gradients for the next, NaN as well; set it to 0, or use another comm"
         )
+    if train.micro_batch_size == "auto":
+        _check_auto(config)
     if config.checkpoint.mirror_every:
         _check_mirror(config)
     _check_comm(strategy, config.comm)
@@ -98,6 +100,26 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
         raise UserError(
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; use strategy=ddp, or comm.wire_dtype=fp32"
+        )
+
+
+def _check_auto(config: Config) -> None:
+    strategy, train = config.strategy, config.train
+    split = isinstance(strategy, SplitConfig) and strategy.devices_per_replica > 1
+    refused = {
+        f"strategy={strategy.name}": strategy.name not in ("single", "ddp", "fsdp"),
+        "strategy.devices_per_replica above 1": split,
+    }
+    for setting, is_refused in refused.items():
+        if is_refused:
+            raise UserError(
+                f"train.micro_batch_size=auto tries steps of one device, and does not go with {setting}; set "
+                "a number, which python -m trainer.memory --gpu-gb N predicts"
+            )
+    if train.exact is not None:
+        raise UserError(
+            f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose leaves are the "
+            "micro-batches; set it to null"
         )
 
 

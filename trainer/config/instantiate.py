@@ -35,7 +35,7 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
         if isinstance(cause, UserError):
             raise cause from None
         if cause is None or isinstance(cause, TypeError | ValueError | LookupError | ImportError | OSError):
-            raise _cannot(name, node, cause or error) from error
+            raise _cannot(name, node, cause or error) from cause
         raise cause from None
     except TypeError as error:  # Hydra's own, for a node that it cannot read: _recursive_=x
         raise _cannot(name, node, error) from error
@@ -45,8 +45,14 @@ def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:
     target = node["_target_"]
     said = in_a_line(reason) if isinstance(reason, LookupError) else on_one_line(reason)  # a bare key
     unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
-    left_out = f"; ~{name}.{unknown[1]} leaves it out" if unknown and unknown[1] in node else ""
-    return UserError(f"{name}: {target} cannot be built: {said}{left_out}{_hidden(target)}")
+    hint = ""
+    if unknown and unknown[1] in node:
+        hint = f"; ~{name}.{unknown[1]} leaves it out"
+    elif unknown and unknown[1] == "split":
+        hint = "; let it take split, which is train or eval"
+    elif isinstance(reason, TypeError) and "required positional argument" in said:
+        hint = f"; set it in {name}, or have a function passed on uncalled by +{name}._partial_=true"
+    return UserError(f"{name}: {target} cannot be built: {said}{hint}{_hidden(target)}")
 
 
 def _hidden(target: str) -> str:

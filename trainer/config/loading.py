@@ -13,7 +13,7 @@ from trainer.config.choices import COMMS, FAULTS, LAUNCHES, STRATEGIES
 from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
-from trainer.config.overrides import leaves, not_a_setting
+from trainer.config.overrides import leaves, no_value, not_a_setting, wrong_kind
 from trainer.config.schema import GROUPS, Config, TrainConfig
 from trainer.errors import UserError, first_line
 
@@ -46,14 +46,14 @@ def load(composed: DictConfig) -> Config:
         merged = OmegaConf.merge(schema, given)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
-            raise UserError(f"{missing[0]} has no value; set {missing[0]}=...")
+            raise UserError(no_value(missing[0]))
         config = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
         raise UserError(not_a_setting(error.full_key or str(error.key), composed)) from error
     except MissingMandatoryValue as error:
-        raise UserError(f"{error.full_key} has no value; set {error.full_key}=...") from error
+        raise UserError(no_value(str(error.full_key))) from error
     except OmegaConfBaseException as error:
-        raise UserError(f"{str(error.full_key).rstrip('_')}: {first_line(error)}") from error
+        raise UserError(wrong_kind(str(error.full_key).rstrip("_"), first_line(error))) from error
     assert isinstance(config, Config)
     _check_finite(config)
     check_limits(config)

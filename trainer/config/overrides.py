@@ -1,7 +1,9 @@
 """Explains in one line what is wrong with a command line, and writes overrides."""
 
+import dataclasses
 import difflib
 import re
+import typing
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, OmegaConf
+
+from trainer.config.schema import Config
 
 # Hydra 1.4 warns of what 1.5 changes, which pyproject.toml does not allow yet. Without it 1.3 warns.
 warnings.filterwarnings("ignore", message="The version_base parameter is deprecated")
@@ -58,6 +62,11 @@ def set_to(name: str, text: str) -> str:
 
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
     """The message that ``key`` is unknown, with what may be meant: a setting, a group, another option."""
+    node, _, word = key.rpartition(".")
+    if together := dict(_set_together(Config)).get(node):
+        if word in together:
+            return f"{key} has no place, since {node} is null; set all of it: {_all_of(node, together)}"
+        return f"{key} is not a setting; {node} has {', '.join(together)}"
     known = _settings()
     if composed is not None:
         here = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(composed)), resolve=False)
@@ -68,6 +77,33 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
         return f"{key} is not a setting here, but under {', '.join(known[key])}{_for_a_class(key, known)}"
     hint = _nearest(key, {*known, *nodes}) or "; `python train.py --cfg job` prints all settings"
     return f"{key} is not a setting{hint}{_for_a_class(key, known)}"
+
+
+def no_value(key: str) -> str:
+    node, _, word = key.rpartition(".")
+    way = f"'{node}={{{word}: ..., ...}}'" if node in dict(_set_together(Config)) else f"{key}=..."
+    return f"{key} has no value; set {way}"
+
+
+def wrong_kind(key: str, said: str) -> str:
+    """The message that the value of ``key`` has another type; ``said`` is OmegaConf's."""
+    if together := dict(_set_together(Config)).get(key):
+        return f"{key} has several values; set null, or {_all_of(key, together)}"
+    return f"{key} is null, but must have a value" if "value 'None'" in said else f"{key}: {said}"
+
+
+def _all_of(node: str, names: Iterable[str]) -> str:
+    return f"'{node}={{{', '.join(f'{name}: ...' for name in names)}}}'"
+
+
+def _set_together(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """The settings that are null or have several values, by name; `kind` is a dataclass of the schema."""
+    for name, hint in typing.get_type_hints(kind).items():
+        for part in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(part) and part is hint:
+                yield from _set_together(typing.cast(type, part), f"{prefix}{name}.")
+            elif dataclasses.is_dataclass(part):
+                yield prefix + name, [field.name for field in dataclasses.fields(part)]
 
 
 def _for_a_class(key: str, known: Iterable[str]) -> str:

@@ -45,7 +45,9 @@ class TrainConfig:
     max_hours: float | None = above(0)
     stop: StopConfig | None = MISSING
     global_batch_size: int = at_least(1)
-    micro_batch_size: int | None = at_least(1)
+    micro_batch_size: int | str | None = limited(
+        lambda value: value == "auto" or (isinstance(value, int) and value >= 1), "at least 1, auto or null"
+    )
     exact: int | None = limited(lambda value: 1 <= value <= 1024, "from 1 to 1024 leaves, or null")
     precision: str = one_of(*PRECISIONS)
     matmul_precision: str = one_of("highest", "high")
@@ -70,6 +72,11 @@ class TrainConfig:
         """The leaves of each step that `replica` computes; there is `exact`."""
         assert self.exact is not None
         return range(replica * self.exact // num_replicas, (replica + 1) * self.exact // num_replicas)
+
+    @property
+    def micro_size(self) -> int | None:
+        """The number of micro_batch_size; None also for `auto`, in whose place a run puts a number."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
     @property
     def evaluates(self) -> bool:

@@ -64,10 +64,10 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
     try:
         with exits():
             config = saved_settings(options.run, options.overrides)
-            if config.launch.name == "slurm":
+            if config.launch.name in ("slurm", "kubernetes"):
                 raise UserError(
-                    f"launch=slurm is for training; in your own job, use srun python -m {module} "
-                    f"{options.run}; or use launch=local"
+                    f"launch={config.launch.name} is for training; in a job of your own, use "
+                    f"python -m {module} {options.run}, after srun under SLURM; or use launch=local"
                 )
             if config.launch.name == "local" and launched_by() is None:
                 sys.exit(local.launch_module(config, module, sys.argv[1:]))

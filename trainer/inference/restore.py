@@ -175,7 +175,7 @@ def held_out(at_work: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLoa
 
 def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     """The batch split of training, for bit-identical sums; if it does not divide, a similar one."""
-    size, micro = train.global_batch_size, train.micro_batch_size
+    size, micro = train.global_batch_size, train.micro_size
     try:
         return split(train, strategy)
     except UserError:

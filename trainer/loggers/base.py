@@ -16,9 +16,9 @@ class Logger:
 
     It is created on rank 0 only, from the keys of its node and four more arguments: ``run_dir`` (a Path),
     ``run_id`` (one word, the same when the run is resumed), ``first_step`` (0, or the step from which a
-    resumed run continues: it writes the later steps again) and ``settings`` (each by its dotted name). Calls
-    come from the training thread, so a slow one delays all ranks. An OSError or UserError ends the run with
-    its message, anything else with a traceback.
+    resumed run continues: it writes the later steps again) and ``settings`` (a read-only mapping,
+    by dotted names). Calls come from the training thread, so a slow one delays all ranks. An OSError or
+    UserError ends the run with its message, anything else with a traceback.
     """
 
     look = ""

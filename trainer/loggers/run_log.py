@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,6 +165,7 @@ class RunLog:
 
 
 def _logger(name: str, node: dict[str, Any], told: dict[str, Any]) -> Logger:
+    told = told | {"settings": MappingProxyType(told["settings"])}  # Hydra would build a `_target_` in a dict
     logger: Logger = instantiate(name, node, **told)
     if lacking := [method for method in METHODS if not callable(getattr(logger, method, None))]:
         raise UserError(

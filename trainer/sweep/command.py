@@ -47,7 +47,12 @@ def sweep(
         trial = loader.load_sweep_config(composed, list(overrides))
         with open_dict(trial):
             del trial["hydra"]
-        return config.load(trial)
+        loaded = config.load(trial)
+        if isinstance(loaded.launch, config.KubernetesLaunchConfig):
+            raise UserError(
+                "launch=kubernetes does not wait for a trial; a sweep needs launch=local or slurm"
+            )
+        return loaded
 
     with sweep_folder(composed.hydra.sweep) as folder:
         search: Search = grid or OptunaSearch(wanted, swept, folder, composed.seed)

@@ -42,6 +42,8 @@ def draw(
             axes.set_xticks(range(len(axis.words)), axis.words, rotation=20 if len(axis.words) > 3 else 0)
         elif axis.log:
             axes.set_xscale("log")
+            if max(axis.places) / min(axis.places) >= 30:  # labels between powers of ten would overlap
+                axes.tick_params(axis="x", which="minor", labelbottom=False)
         axes.set_xlabel(key)
         axes.set_ylabel(settings.metric)
         axes.grid(alpha=0.3)
