@@ -1,5 +1,6 @@
 # From the wheel:   pip wheel --no-deps --wheel-dir dist . && docker build -t ringmaster .
 # A run:            docker run --gpus all --shm-size=8g -v $PWD/runs:/ringmaster/runs ringmaster
+# Its own status:   docker run ... --entrypoint ringmaster ringmaster launch=local     (0, 1, 2, 3 or 75; torchrun's is 0 or 1)
 # With settings:    docker run ... ringmaster --standalone --nproc-per-node=2 -m trainer strategy=fsdp run_dir=runs/mine resume=auto
 FROM python:3.12-slim
 COPY dist/*.whl /tmp/

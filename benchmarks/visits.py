@@ -41,13 +41,17 @@ class Answers:
 
 
 def visit_each(
-    visit: Callable[[Answers, str], None], ranks: int, names: Sequence[str], out: Path
+    visit: Callable[[Answers, str], None], ranks: int, names: Sequence[str], out: Path, timeout_s: float = 600
 ) -> Iterator[str]:
-    """Call `visit` with each name on each rank; yields the names as they are done."""
+    """Call `visit` with each name on each rank; yields the names as they are done.
+
+    Args:
+        timeout_s: the time for one name.
+    """
     left = list(names)
     while left:
         try:
-            run_ranks(_visit, ranks, visit, left, out, init=False, timeout_s=600.0 * len(left))
+            run_ranks(_visit, ranks, visit, left, out, init=False, timeout_s=timeout_s * len(left))
         except RankFailure as failure:
             if not all("Refused" in report for report in failure.reports.values()):
                 print(failure, file=sys.stderr, flush=True)

@@ -67,7 +67,9 @@ def head(file: Path) -> str:
 def escaped(text: str) -> str:
     """Text in which Markdown finds no marks, except `code`."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([|<*_])", r"\\\1", part) for part in parts)
+    marks = [part if part.startswith("`") else re.sub(r"([|*_])", r"\\\1", part) for part in parts]
+    # GitHub knows \<, Python's Markdown only &lt;
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in marks)
 
 
 def table(file: Path, prefix: str = "") -> str:

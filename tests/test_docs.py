@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -27,11 +28,26 @@ from trainer.config.overrides import for_hydra, leaves
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 _BLOCK = re.compile(
-    r"(?:<!-- skip: (?P<skip>[^>]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+    r"(?:<!-- (?:skip: (?P<skip>[^>]+)|needs: (?P<needs>\w+)) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
+    re.M | re.S,
 )
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # What a command may begin with, besides those that are looked at more closely.
-_OTHERS = {"pip", "pytest", "tensorboard", "git", "ruff", "mypy", "docker", "grep", "cd", "ls", "head"}
+_OTHERS = {
+    "pip",
+    "pytest",
+    "tensorboard",
+    "git",
+    "ruff",
+    "mypy",
+    "docker",
+    "grep",
+    "cd",
+    "ls",
+    "head",
+    "source",
+    "python3",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,8 @@ class Block:
     line: int
     kind: str
     text: str
-    skip: str | None
+    skip: str | None = None
+    needs: str | None = None
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -52,7 +69,7 @@ def _blocks(*kinds: str) -> list[Block]:
         text = page.read_text()
         for match in _BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(page, line, match["kind"], match["text"], match["skip"]))
+            found.append(Block(page, line, match["kind"], match["text"], match["skip"], match["needs"]))
     return [block for block in found if block.kind in kinds]
 
 
@@ -110,6 +127,38 @@ def test_links_lead_somewhere(page: Path) -> None:
         there = (page.parent / file).resolve() if file else page
         assert there.exists(), f"{target} leads nowhere"
         assert not anchor or anchor in _anchors(there), f"{target}: no such heading"
+
+
+PICTURE = re.compile(r'(?:src|srcset)="([^"]+)"|!\[[^\]]*\]\(([^)\s]+)\)')
+
+
+def test_pictures_are_there_and_small_and_each_is_shown() -> None:
+    shown = set()
+    for page in PAGES:
+        found = ["".join(names) for names in PICTURE.findall(_BLOCK.sub("", page.read_text()))]
+        for name in found:
+            shown.add((page.parent / name).resolve())
+            assert name.replace("-light.", "-dark.") in found, f"{page}: {name} has no dark variant"
+    made = {file for ending in ("svg", "png") for file in (ROOT / "docs/pictures").glob(f"*.{ending}")}
+    assert shown == made and all(file.stat().st_size < 150_000 for file in made)
+
+
+def test_figures_are_those_that_a_benchmark_wrote() -> None:
+    """A row of a table that links to a result has no number that the result lacks, and the result's date."""
+    rows = [(page, row) for page in PAGES for row in re.findall(r"^\|.*\|$", page.read_text(), re.M)]
+    linked = 0
+    for page, row in rows:
+        for file in re.findall(r"\]\((\S*benchmarks/results/\w+\.json)\)", row):
+            result = json.loads((page.parent / file).read_text())
+            written, figures = (
+                set(re.findall(r"\d+(?:\.\d+)?", text))
+                for text in ("\n".join(result["output"]), row.split("|")[2])
+            )
+            wrong = figures - written
+            assert not wrong, f"{page}: {wrong} are not in {file}"
+            assert result["date"] in row, f"{page}: {file} is of {result['date']}"
+            linked += 1
+    assert linked
 
 
 def test_every_page_is_listed() -> None:

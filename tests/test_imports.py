@@ -41,7 +41,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "distributed": "config errors faults files launch local_shard",
     },
     {
-        "checkpoint": "config distributed errors faults files local_shard optim",
+        "checkpoint": "comm config distributed errors faults files local_shard optim",
         "exact": "comm distributed errors files fingerprint gradient_norm local_shard optim turns",
         "meta_init": "distributed errors nested",
         "tasks": "data errors local_shard nested",
@@ -82,6 +82,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "api": "cli config errors faults files inference launch run",
+        "standby": "cli launch",
     },
     {
         "memory": "api build comm config data distributed errors faults launch local_shard "

@@ -1,0 +1,68 @@
+"""Builds the site in build/site: `pip install -e '.[docs]' && python docs/build.py`.
+
+The pages are plain Markdown that GitHub shows as it is. They are copied with the pages outside of docs/ that
+they link to, in the same folders, so that every link leads to the same place. The navigation is made of
+docs/README.md. One page exists on the site only: the docstrings.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build"
+DOCSTRINGS = """# Docstrings
+
+The functions and classes of the [Python API](python-api.md), as their docstrings have them.
+
+::: trainer.train
+::: trainer.load_model
+::: trainer.tasks.base.Task
+::: trainer.data.stream.Stream
+::: trainer.loggers.base.Logger
+::: trainer.errors
+"""
+
+
+def main() -> None:
+    pages, site = BUILD / "pages", BUILD / "site"
+    for folder in (pages, site):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in files():
+        (pages / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, pages / file)
+    (pages / "docs/reference/docstrings.md").write_text(DOCSTRINGS)
+    settings = (ROOT / "docs/mkdocs.yml").read_text()
+    (BUILD / "mkdocs.yml").write_text(settings + yaml.safe_dump({"nav": navigation()}, sort_keys=False))
+    zensical = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
+    sys.exit(subprocess.run(zensical, cwd=BUILD).returncode)
+
+
+def files() -> list[Path]:
+    """Pages, pictures and the style, relative to the repository."""
+    found = [*ROOT.glob("*.md"), *(ROOT / "examples").glob("**/*.md")]
+    found += [file for ending in ("md", "svg", "png", "css") for file in (ROOT / "docs").rglob(f"*.{ending}")]
+    found += (ROOT / "benchmarks/results").glob("*.json")
+    return sorted(file.relative_to(ROOT) for file in found)
+
+
+def navigation() -> list[object]:
+    """README.md, then the parts of docs/README.md, each with the pages that it links to."""
+    parts: dict[str, list[str]] = {}
+    for paragraph in re.split(r"^\*\*(?=[A-Z])", (ROOT / "docs/README.md").read_text(), flags=re.M):
+        name = re.match(r"([\w -]+)(?: \.\.\.|:)\*\*", paragraph)
+        links = re.findall(r"\]\(([\w/.-]+\.md)\)", paragraph)
+        part = parts.setdefault(name[1] if name else "Learn", [])
+        part += [str(Path("docs", link)) for link in links if not link.startswith("..")]
+    parts["Reference"].append("docs/reference/docstrings.md")
+    parts["How to"].append("examples/README.md")
+    more = ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"]
+    return [{"Ringmaster": "README.md"}, *({name: links} for name, links in parts.items()), {"Project": more}]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The buckets of one backward pass on a time axis, from a real run: python docs/pictures/buckets.py."""
+
+import os
+import tempfile
+from typing import Any
+
+import style
+from matplotlib.figure import Figure
+
+import trainer
+from trainer.loggers import Logger
+
+
+class Picture(Logger):
+    """Saves the plot that the run draws at its end."""
+
+    def __init__(self, **told: Any) -> None:
+        style.use()
+
+    def figure(self, name: str, figure: Figure, step: int) -> None:
+        figure.axes[0].set_title("")
+        style.save(figure, "buckets")
+
+
+if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = str(style.HERE)  # for the ranks
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.train(
+            [
+                "experiment=text_gpt",
+                "comm=ring",
+                "strategy.bucket_cap_mb=3",
+                "model.width=256",
+                "model.depth=6",
+                "train.global_batch_size=8",
+                "train.max_steps=30",
+                "train.eval_every_epochs=0",
+                "+logger.picture._target_=buckets.Picture",
+                f"run_dir={folder}/run",
+            ],
+            processes=2,
+        )

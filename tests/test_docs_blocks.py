@@ -1,0 +1,105 @@
+"""The shell blocks of the pages are run, with steps cut. Each that cannot run here says what it needs.
+
+`<!-- needs: ... -->` before a block: cuda, slurm, net, hosts (several), packages (an extra that `dev` lacks), or
+time (minutes, even when cut).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.programs import ROOT, finish
+from tests.test_docs import SHELL, Block, _blocks, _commands
+
+NEEDS = {"cuda", "slurm", "net", "hosts", "packages", "time"}
+# Other tests run these: the tools of the repository, and what only looks.
+_ELSEWHERE = {
+    "pip",
+    "pytest",
+    "git",
+    "ruff",
+    "mypy",
+    "tensorboard",
+    "docker",
+    "cd",
+    "ls",
+    "source",
+    "python3",
+}
+_SMALL_GPT = ("model.width=32", "model.depth=1", "data.dataset.block_size=32")
+
+
+def _runs(block: Block) -> bool:
+    return block.needs is None and any(words[0] not in _ELSEWHERE for words in _commands(block))
+
+
+# The tutorial is one session.
+TUTORIAL = ROOT / "docs/tutorial.md"
+_SESSION = Block(TUTORIAL, 1, "bash", "".join(block.text for block in SHELL if block.page == TUTORIAL))
+RUN = [_SESSION, *(block for block in SHELL if _runs(block) and block.page != TUTORIAL)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, block: Block) -> Path:
+    """What a command is started in, with the files of one's own that the pages name."""
+    for file in _blocks("python", "yaml"):  # README.md first
+        named = re.match(r"# (mine\.py|conf/\S+/mine\.yaml)\n", file.text)
+        if named and file.page in (ROOT / "README.md", block.page):
+            (tmp_path / named[1]).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / named[1]).write_text(file.text)
+    (tmp_path / "CORPUS").write_text((ROOT / "LICENSE").read_text())
+    return tmp_path
+
+
+def _cut(words: list[str]) -> list[str]:
+    """The arguments of `python`, so that little is left to do."""
+    if words[0] == "torchrun":
+        forked = ["--run-path", "--start-method=fork"] if "train.py" in words else []
+        words = ["-m", "torch.distributed.run", "--standalone", *forked, *words[1:]]
+    else:
+        words = words[1:]
+    if "train.py" not in words or {"--help", "--cfg"} & {*words}:
+        return [str(ROOT / word) if word == "train.py" else word for word in words]
+    steps = "6" if any(word.startswith(("fault.step=", "train.profile=")) for word in words) else "2"
+    words = [re.sub(r"fault.step=\d+", "fault.step=4", word) for word in words]
+    words = [re.sub(r"start: \d+, steps: \d+", "start: 2, steps: 2", word) for word in words]
+    words += [f"train.max_steps={steps}", "schedule.warmup_steps=0"]
+    if "-m" in words[words.index("train.py") :]:
+        words += ["hydra.sweeper.trials=2"]
+    if {"model=mine", "data=mine"} & {*words}:
+        words += ["--config-dir", "conf"]
+    if any(word.startswith(("experiment=text_gpt", "data=text")) for word in words):
+        words += [word for word in _SMALL_GPT if not any(word.split("=")[0] in other for other in words)]
+    return [str(ROOT / word) if word == "train.py" else word for word in words]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", RUN, ids=str)
+def test_a_block_runs(block: Block, folder: Path) -> None:
+    text = block.text
+    if "runs/mine" in text and "run_dir=runs/mine" not in text:
+        made = finish(str(ROOT / "train.py"), *_run_to_look_at(text), cwd=folder)
+        assert made.code == 0, made.output
+        newest = max((folder / "runs/mine/checkpoints").glob("step_*")).name
+        text = text.replace("step_00000100", newest)
+    for words in _commands(Block(block.page, block.line, block.kind, text)):
+        if words[0] not in _ELSEWHERE | {"grep", "head"}:
+            done = finish(*_cut(words), cwd=folder)
+            fails = any(word.startswith(("fault=kill", "fault=hang")) for word in words)
+            assert (done.code != 0) == fails, f"{words}\n{done.output}"
+
+
+def _run_to_look_at(text: str) -> list[str]:
+    """A run for a block that reads runs/mine."""
+    text_model = re.search("trainer.sample|to hf", text)
+    kind = ["experiment=text_gpt", *_SMALL_GPT] if text_model else re.findall(r"model=vit", text)[:1]
+    best = "checkpoint.keep_best={metric: eval/loss, mode: min}"
+    return ["run_dir=runs/mine", "train.max_steps=2", "schedule.warmup_steps=0", "ema.decay=0.9", best, *kind]
+
+
+def test_what_a_block_needs_is_known() -> None:
+    assert {block.needs for block in SHELL} - {None} <= NEEDS
+    assert len(RUN) > 30
