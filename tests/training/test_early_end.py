@@ -107,6 +107,18 @@ def test_only_a_better_metric_by_more_than_min_delta_starts_the_count_again() ->
     assert counted(StopConfig("m", patience=1, min_delta=0.5), 2, 1.4) == [False, False]
 
 
+def test_a_resume_with_another_metric_counts_from_the_start() -> None:
+    end = EarlyEnd(StopConfig("eval/loss", patience=2))
+    for step in (1, 2):
+        end.after_evaluation(step, {"eval/loss": 2.3})
+    for other in (StopConfig("eval/accuracy", 2, "max"), StopConfig("eval/loss", 2, "max")):
+        on = resumed(end, other)
+        on.after_evaluation(3, {other.metric: 0.5})
+        assert on.setting is None
+        on.after_evaluation(4, {other.metric: 0.4})
+        assert on.setting is None, "0.5 is the best of this metric; 2.3 was no value of it"
+
+
 def test_the_hours_of_all_resumes_count() -> None:
     end = EarlyEnd(max_hours=2.0)
     end._began_s -= 1.5 * 3600

@@ -70,11 +70,13 @@ class EarlyEnd:
         found: dict[str, Any] = {}
         if self._stop is not None:
             found |= {"best": self._best, "best_step": self._best_step, "waited": self._waited}
+            found |= {"metric": self._stop.metric, "mode": self._stop.mode}
         return found | ({"hours": self._hours()} if self._max_hours is not None else {})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from `saved`, of which only what is set here counts; it may be of other settings."""
-        if self._stop is not None and "waited" in saved:
+        stop = self._stop
+        if stop is not None and (saved.get("metric"), saved.get("mode")) == (stop.metric, stop.mode):
             self._best, self._best_step = saved["best"], saved["best_step"]
             self._waited = saved["waited"]
         if self._max_hours is not None:
