@@ -138,7 +138,7 @@ def build_model(node: dict[str, Any], train_set: Any) -> nn.Module:
     if border is not None and node.get("border") != border:
         raise UserError(
             f"data.dataset.border is {border}, but model.border is {node.get('border')}: documents would see "
-            "each other; use model=gpt, or a model that takes border, or set data.dataset.border=null"
+            f"each other; set model.border={border}, which model=gpt takes, or data.dataset.border=null"
         )
     model = instantiate("model", model_settings(node), facts=train_set)
     if not isinstance(model, nn.Module):

@@ -189,6 +189,13 @@ def test_groups_are_not_empty() -> None:
             "train.stop has several values; set null, or 'train.stop={metric: ..., patience: ...,",
             marks=pytest.mark.slow,
         ),
+        ("train.stop=[eval/loss]", "train.stop has several values; set null, or 'train.stop={metric: ...,"),
+        (
+            "launch=kubernetes launch.container=[a]",
+            "launch.container: a list, but must be {NAME: VALUE, ...}",
+        ),
+        ("data.order=ByLength", "data.order names a class or a function; set null, or 'data.order={_target_"),
+        ("model._target_=5", "model._target_ is 5, but must name a class or function"),
         (
             "train.stop={metrc:eval/loss}",
             "train.stop.metrc is not a setting; train.stop has metric, patience,",
@@ -246,6 +253,9 @@ def test_refuses(override: str, words: str) -> None:
             "under data=cifar10, data=fashion_mnist, data=imagefolder, data=mnist (+data.dataset.root=VALUE passes",
         ),
         ("trian.epochs=1", "trian is not a setting; did you mean train?"),
+        ("data.collate._target_=mine.f", "has no place yet: +data.collate._target_=VALUE gives it one"),
+        ("optim.groups={match:fc}", "optim.groups must be a list: [...]"),
+        ("data.images=[0]", "data.images must be settings by name: {NAME: VALUE, ...}"),
         pytest.param(
             "strategy.shard_group=host",
             "strategy.shard_group is not a setting here, but under strategy=fsdp",

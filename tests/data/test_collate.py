@@ -100,7 +100,12 @@ def test_names_the_sample_and_the_way_out() -> None:
         raise KeyError(samples[-1]["number"])
 
     message = message_of(train_loader(Sentences(), 8, collate=broken).epoch(0))
-    assert "of Sentences cannot be in a batch" in message and "raised by data.collate" in message
+    assert "of Sentences cannot be in a batch: " in message and "raised by data.collate" in message
+    message = message_of(train_loader(Sentences(), 8, collate=lambda samples: None).epoch(0))
+    assert message == "data.collate returns None; have it return the batch"
+    for wrong in ({"fill": "abc"}, {"fill": {"words": "0"}}, {"multiple_of": 1.5}):
+        with pytest.raises(UserError, match=r"^data\.collate\.(fill|multiple_of) is .*, but "):
+            Padding(**wrong)  # type: ignore[arg-type]
 
 
 def test_whole_batches_are_refused() -> None:

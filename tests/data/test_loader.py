@@ -304,7 +304,7 @@ class Odd(Noisy):
 def test_a_sample_unlike_the_others_is_named(odd: Any, reason: str) -> None:
     for batches in (train_loader(Odd(odd), 8).epoch(0), iter(eval_loader(Odd(odd), 8))):
         message = message_of(batches)
-        assert re.match(r"sample \d+ of Odd cannot be in a batch with sample \d+: ", message)
+        assert re.match(r"sample \d+ of Odd cannot be in a batch with sample \d+ of Odd: ", message)
         assert "13" in message.partition(":")[0] and reason in message and "\n" not in message
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from tests import runs
 from tests.data.settings import message_of, train_loader
+from trainer.config.instantiate import instantiate
 from trainer.data import Mixture
 from trainer.data.digits import Digits
 from trainer.data.order import ByLength, ByWeight, Order, shuffled
@@ -37,6 +38,11 @@ class Broken(Numbers):
         if self.begin + index == 1_001:
             raise OSError("truncated")
         return super().__getitem__(index)
+
+
+class Needs(Numbers):
+    def __init__(self, split: str) -> None:
+        super().__init__()
 
 
 class Drawing(Numbers):
@@ -143,6 +149,9 @@ def test_a_broken_sample_of_a_mixture_is_replaced() -> None:
     loader = train_loader(mixture(1, 4, num_samples=48, kind=Broken), 8, on_bad_sample="skip")
     seen = [sample for batch in loader.epoch(0) for sample in batch.tolist()]
     assert len(seen) == 48 and 1_001 not in seen and sum(sample >= 1_000 for sample in seen) >= 37
+    loader = train_loader(mixture(1, 4, num_samples=48, kind=Broken), 8)
+    with pytest.raises(UserError, match="sample 1 of Broken cannot be read: truncated"):
+        list(loader.epoch(0))
 
 
 class Forward(IterableDataset[int]):
@@ -164,9 +173,24 @@ def test_what_cannot_be_ordered_is_refused() -> None:
         calls.append(1)
         return torch.arange(len(dataset)).roll(len(calls))
 
+    def beyond(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return torch.arange(len(dataset)) + 1
+
+    def in_list(dataset: Any, generator: torch.Generator) -> Any:
+        return list(range(len(dataset)))
+
+    def in_floats(dataset: Any, generator: torch.Generator) -> torch.Tensor:
+        return torch.rand(len(dataset), generator=generator)
+
     calls: list[int] = []
     assert "shape (5,)" in message_of(train_loader(Numbers(), 8, order=too_few).epoch(0))
-    for order, words in ((last_first, "has the index -100"), (by_calls, "another one in a second call")):
+    for order, words in (
+        (last_first, "has the index -100"),
+        (by_calls, "another one in a second call"),
+        (beyond, "has the index 100, but the last sample has 99"),
+        (in_list, "is a list, but must be a tensor of torch.int64"),
+        (in_floats, "is of torch.float32, but must be"),
+    ):
         with pytest.raises(UserError, match=words):
             train_loader(Numbers(), 8, order=order).order_hash()
     with pytest.raises(UserError, match="datasets\\[0\\] is a IndexMixture, which draws its own"):
@@ -179,6 +203,18 @@ def test_what_cannot_be_ordered_is_refused() -> None:
         Mixture("train", [Numbers, Forward])
     with pytest.raises(UserError, match=r"weights is \(1, -1\)"):
         mixture(1, -1)
+    for weights in ("a", 3, (1, "b")):
+        with pytest.raises(
+            UserError, match=r"weights is .*, but must have a number above 0 for each of the 2"
+        ):
+            Mixture("train", [Numbers, Numbers], weights)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="num_samples is -5, but must be an integer above 0"):
+        Mixture("train", [Numbers], None, -5)
+    with pytest.raises(UserError, match="must be a list of datasets"):
+        Mixture("train", [])
+    node = {"_target_": "trainer.data.Mixture", "datasets": [{"_target_": f"{__name__}.Needs"}]}
+    with pytest.raises(UserError, match=r"datasets\.0: .*\+data\.dataset\.datasets\.0\._partial_=true"):
+        instantiate("data.dataset", node, split="train")
     with pytest.raises(UserError, match="both must be at least 1"):
         ByLength(0)
 

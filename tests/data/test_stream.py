@@ -157,7 +157,7 @@ def test_a_stream_that_gives_nothing_to_read_or_samples_of_two_shapes_is_named()
 
     for kind, words in (
         (Nothing, "Nothing.__iter__ gives a NoneType; have it yield the samples"),
-        (Ragged, "sample 13 of Ragged cannot be in a batch with sample 8: stack expects"),
+        (Ragged, "sample 13 of Ragged cannot be in a batch with sample 8 of Ragged: stack expects"),
     ):
         makes = (partial(train_loader(kind(), 8).epoch, 0), partial(iter, eval_loader(kind(), 8)))
         for make in makes:

@@ -87,6 +87,8 @@ def test_the_pods_take_the_command_line() -> None:
         printed("resume=runs/a")
     with pytest.raises(UserError, match=r"launch.job_name is My_job, but must be up to 40 lower-case"):
         printed("launch.job_name=My_job")
+    with pytest.raises(UserError, match=r"env is \{'A': 'b'\}, but must be a list"):
+        printed("launch.container={env: {A: b}}")
 
 
 def test_the_page_shows_what_is_printed_and_a_train_job() -> None:

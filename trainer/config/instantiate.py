@@ -35,10 +35,22 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
         if isinstance(cause, UserError):
             raise cause from None
         if cause is None or isinstance(cause, TypeError | ValueError | LookupError | ImportError | OSError):
-            raise _cannot(name, node, cause or error) from cause
+            raise _cannot(*_within(name, node, error), cause or error) from cause
         raise cause from None
     except TypeError as error:  # Hydra's own, for a node that it cannot read: _recursive_=x
         raise _cannot(name, node, error) from error
+
+
+def _within(name: str, node: dict[str, Any], error: InstantiationException) -> tuple[str, dict[str, Any]]:
+    """The node that cannot be built, which may be a part of `node`, after its name in the config."""
+    path = re.search(r"\nfull_key: (\S+)$", str(error))
+    part: Any = node
+    for word in path[1].split(".") if path else ():
+        key, number = (word, "") if word in part else re.fullmatch(r"(.*?)(\d*)", word).groups()  # type: ignore[union-attr]
+        part, name = part[key], f"{name}.{key}"
+        if number:  # of a list; Hydra writes it without a dot
+            part, name = part[int(number)], f"{name}.{number}"
+    return name, part
 
 
 def _cannot(name: str, node: dict[str, Any], reason: Exception) -> UserError:

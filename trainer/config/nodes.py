@@ -52,6 +52,8 @@ def check_nodes(config: Config) -> None:
     for name, node in nodes.items():
         if not isinstance(node, dict) or "_target_" not in node:
             raise UserError(f"{name} has no _target_; it must name the class or function to call")
+        if not isinstance(target := node["_target_"], str):
+            raise UserError(f"{name}._target_ is {target}, but must name a class or function: mine.Net")
     lr = config.optim.get("lr")
     if not isinstance(lr, int | float | None):
         raise UserError(f"optim.lr is {lr!r}, but must be a number")

@@ -38,6 +38,10 @@ def in_words(error: Exception) -> str:
     if unknown:
         return not_a_setting(getattr(error.__cause__, "full_key", None) or unknown[1])
     said = str(error).partition("\nConfig search path")[0]
+    if said.startswith("Error merging override"):  # a list for settings by name, or the other way round
+        key = str(getattr(error.__cause__, "full_key", ""))
+        is_list = "object_type=list" in str(error.__cause__)
+        return f"{key} must be {'a list: [...]' if is_list else 'settings by name: {NAME: VALUE, ...}'}"
     said = re.sub(r"^Error when parsing index: .*\n", "", said)  # of Hydra 1.4
     unread = re.match(r"LexerNoViableAltException: (.*)\n( *)\^", said)
     if unread:  # the mark is below the first character that no grammar rule accepts
@@ -63,7 +67,10 @@ def set_to(name: str, text: str) -> str:
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
     """The message that ``key`` is unknown, with what may be meant: a setting, a group, another option."""
     node, _, word = key.rpartition(".")
-    if together := dict(_set_together(Config)).get(node):
+    together = dict(set_together(Config)).get(node)
+    if together == []:  # the arguments of a class
+        return f"{key} has no place yet: +{key}=VALUE gives it one"
+    if together:
         if word in together:
             return f"{key} has no place, since {node} is null; set all of it: {_all_of(node, together)}"
         return f"{key} is not a setting; {node} has {', '.join(together)}"
@@ -81,13 +88,16 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
 
 def no_value(key: str) -> str:
     node, _, word = key.rpartition(".")
-    way = f"'{node}={{{word}: ..., ...}}'" if node in dict(_set_together(Config)) else f"{key}=..."
+    way = f"'{node}={{{word}: ..., ...}}'" if node in dict(set_together(Config)) else f"{key}=..."
     return f"{key} has no value; set {way}"
 
 
 def wrong_kind(key: str, said: str) -> str:
     """The message that the value of ``key`` has another type; ``said`` is OmegaConf's."""
-    if together := dict(_set_together(Config)).get(key):
+    together = dict(set_together(Config)).get(key)
+    if together == []:
+        return f"{key} names a class or a function; set null, or '{key}={{_target_: ...}}'"
+    if together:
         return f"{key} has several values; set null, or {_all_of(key, together)}"
     return f"{key} is null, but must have a value" if "value 'None'" in said else f"{key}: {said}"
 
@@ -96,12 +106,17 @@ def _all_of(node: str, names: Iterable[str]) -> str:
     return f"'{node}={{{', '.join(f'{name}: ...' for name in names)}}}'"
 
 
-def _set_together(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The settings that are null or have several values, by name; `kind` is a dataclass of the schema."""
+def set_together(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """The settings that are null or have several values, by name, and the names of these, of a dict none.
+
+    `kind` is a dataclass of the schema.
+    """
     for name, hint in typing.get_type_hints(kind).items():
         for part in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(part) and part is hint:
-                yield from _set_together(typing.cast(type, part), f"{prefix}{name}.")
+                yield from set_together(typing.cast(type, part), f"{prefix}{name}.")
+            elif part is not hint and typing.get_origin(part) is dict:
+                yield prefix + name, []
             elif dataclasses.is_dataclass(part):
                 yield prefix + name, [field.name for field in dataclasses.fields(part)]
 

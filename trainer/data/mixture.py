@@ -45,6 +45,10 @@ def Mixture(  # noqa: N802, to users it is a class, of either kind
         UserError: streams beside other datasets, another mixture, an empty dataset, weights that are not
             proportions, or streams of unknown lengths without `weights` and `num_samples`.
     """
+    if not isinstance(datasets, Sequence) or not datasets:
+        raise UserError("data.dataset.datasets must be a list of datasets, each with _partial_: true")
+    if num_samples is not None and not (isinstance(num_samples, int) and num_samples > 0):
+        raise UserError(f"data.dataset.num_samples is {num_samples}, but must be an integer above 0, or null")
     parts = [make(split=split) for make in datasets]
     if not any(map(is_stream, parts)):
         return IndexMixture(split, parts, weights, num_samples)
@@ -72,6 +76,8 @@ def Mixture(  # noqa: N802, to users it is a class, of either kind
 
 class IndexMixture(Dataset[Any]):
     """A mixture of datasets read by index: see `Mixture`."""
+
+    class_name = "Mixture"
 
     def __init__(
         self, split: str, datasets: Sequence[Any], weights: Sequence[float] | None, num_samples: int | None
@@ -101,9 +107,13 @@ class IndexMixture(Dataset[Any]):
         return sum(self._counts)
 
     def __getitem__(self, index: int) -> Any:
+        return sample_of(*self.origin_of_sample(index))
+
+    def origin_of_sample(self, index: int) -> tuple[Any, int]:
+        """The dataset of a sample, and its index there."""
         number = bisect.bisect_right(self._begins, index) - 1
         dataset = self.datasets[number]
-        return sample_of(dataset, (index - self._begins[number]) % len(dataset))
+        return dataset, (index - self._begins[number]) % len(dataset)
 
     def epoch_order(self, generator: Generator) -> Tensor:
         """Indices of an epoch of training (see `trainer.data.order`)."""
@@ -122,7 +132,9 @@ class IndexMixture(Dataset[Any]):
 
 
 def _check(weights: Sequence[float], number: int) -> None:
-    if len(weights) != number or not all(0 < weight < float("inf") for weight in weights):
+    numbers: Sequence[Any] = weights if isinstance(weights, list | tuple) else ()
+    fit = [isinstance(weight, int | float) and 0 < weight < float("inf") for weight in numbers]
+    if len(fit) != number or not all(fit):
         raise UserError(
             f"data.dataset.weights is {weights}, but must have a number above 0 for each of the {number} "
             "datasets"

@@ -75,6 +75,6 @@ def _per_sample(dataset: Any, name: str, dtype: torch.dtype) -> Tensor:
         has = "has none" if values is None else f"has {len(values)}"
         raise UserError(
             f"data.order needs {name} of the dataset, one for each of its {len(dataset)} samples, but "
-            f"{type(dataset).__name__} {has}"
+            f"{getattr(dataset, 'class_name', type(dataset).__name__)} {has}"
         )
     return torch.as_tensor(values, dtype=dtype)

@@ -153,6 +153,8 @@ def _with(fields: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, An
         if isinstance(known, dict) and isinstance(value, dict):
             value = _with(known, value)
         elif isinstance(known, list) and isinstance(known[0], dict):
+            if not isinstance(value, list):
+                raise UserError(f"launch.container or launch.pod: {name} is {value}, but must be a list")
             value = [*known, *value]
         merged[name] = value
     return merged

@@ -40,23 +40,28 @@ def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: 
     """The batch of `samples`.
 
     Raises:
-        UserError: `collate` fails; names the first sample for which it fails with the first of the batch.
+        UserError: `collate` fails, or returns nothing; names the first sample for which it fails with the
+            first of the batch.
     """
     if isinstance(samples[0], Mirrored):
         batch = collated([sample.batch for sample in samples], dataset, indices, collate)
         return Mirrored(batch, torch.stack([sample.which for sample in samples]))
     try:
-        return collate(samples)
+        batch = collate(samples)
     except Exception as error:
         for index, sample in zip(indices, samples, strict=False):
             try:
                 collate([samples[0], sample])
             except Exception as of_pair:
+                beside = "" if index == indices[0] else f" with {sample_name(dataset, indices[0])}"
                 raise UserError(
-                    f"sample {index} of {name_of(dataset)} cannot be in a batch with sample {indices[0]}: "
+                    f"{sample_name(dataset, index)} cannot be in a batch{beside}: "
                     f"{on_one_line(of_pair)}; {_way_out(collate)}"
                 ) from error
         raise
+    if batch is None:
+        raise UserError("data.collate returns None; have it return the batch")
+    return batch
 
 
 def _way_out(collate: Collate) -> str:
@@ -66,6 +71,13 @@ def _way_out(collate: Collate) -> str:
         "have all samples be tensors, numbers or text of the same shape, or fill them up with "
         "'data.collate={_target_: trainer.data.padding.Padding}'"
     )
+
+
+def sample_name(dataset: Any, index: int) -> str:
+    """The sample in words; of a mixture, as that of its own dataset."""
+    if hasattr(dataset, "origin_of_sample"):
+        return sample_name(*dataset.origin_of_sample(index))
+    return f"sample {index} of {name_of(dataset)}"
 
 
 def name_of(dataset: Any) -> str:

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, batches_of, raise_errors
 from trainer.data.loading.batch import BatchSplit
-from trainer.data.loading.collation import name_of
+from trainer.data.loading.collation import sample_name
 from trainer.data.loading.reader import EvalReader, TrainReader
 from trainer.data.loading.sampler import EvalSampler, TrainSampler
 from trainer.data.order import Order, shuffled
@@ -65,7 +65,7 @@ class IndexTrainLoader:
             for index in indices:
                 for leaf in leaves(self._reader.__getitems__((epoch, [index]))):
                     if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
-                        return f"sample {index} of {name_of(self._reader.dataset)}"
+                        return sample_name(self._reader.dataset, index)
         return None
 
     def order_hash(self) -> str | None:

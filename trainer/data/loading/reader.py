@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
-from trainer.data.loading.collation import Collate, collated, collated_batch, name_of
+from trainer.data.loading.collation import Collate, collated, collated_batch, name_of, sample_name
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
@@ -115,7 +115,7 @@ class BatchReader(Dataset[Any], ABC):
         try:
             return sample_of(self.dataset, index)
         except BROKEN_DATA as error:
-            reason = f"sample {index} of {name_of(self.dataset)} cannot be read: {error}"
+            reason = f"{sample_name(self.dataset, index)} cannot be read: {error}"
             if self._num_skipped is None:
                 raise UserError(f"{reason}; fix it, or set data.on_bad_sample=skip") from error
             with self._num_skipped.get_lock():

@@ -62,12 +62,15 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         return (self.num_samples - self.first_sample) // self.batch.global_size * self.batch.accumulation
 
     def order_of(self, epoch: int) -> Tensor:
-        """The indices of an epoch. Raises UserError if there is not one for each sample."""
+        """The indices of an epoch. Raises UserError if they are no tensor of one for each sample."""
         # A tensor, not a list: data=tokens has a billion numbers.
         generator = torch.Generator().manual_seed(self.seed + epoch)
         with generators_kept():  # from which an order may draw as well: on every rank the same numbers
             seed_generators(self.seed, epoch, self.num_samples)
             order = self._order(self._dataset, generator)
+        if not isinstance(order, Tensor) or order.dtype != torch.int64:
+            kind = f"of {order.dtype}" if isinstance(order, Tensor) else f"a {type(order).__name__}"
+            raise UserError(f"the order of an epoch is {kind}, but must be a tensor of torch.int64")
         if order.shape != (self.num_samples,):
             raise UserError(
                 f"the order of an epoch has the shape {tuple(order.shape)}, but must be an index for each of "
@@ -79,14 +82,17 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         """A hash of the first epoch's order, which must be equal on all ranks; None for torch's permutation.
 
         Raises:
-            UserError: the order has an index below 0, is another one in a second call, or was made without
-                the `epoch_order` of a dataset that draws its samples.
+            UserError: the order has an index of no sample, is another one in a second call, or was made
+                without the `epoch_order` of a dataset that draws its samples.
         """
         if self._order is shuffled and not hasattr(self._dataset, "epoch_order"):
             return None
         order = self.order_of(0)
         if (least := int(order.min())) < 0:
             raise UserError(f"the order of an epoch has the index {least}, but the first sample has 0")
+        last = self.num_samples - 1
+        if (largest := int(order.max())) > last and not hasattr(self._dataset, "epoch_order"):
+            raise UserError(f"the order of an epoch has the index {largest}, but the last sample has {last}")
         if not order.equal(self.order_of(0)):
             raise UserError(
                 "the order of an epoch is another one in a second call, so a resumed run would read other "
