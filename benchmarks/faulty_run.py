@@ -9,10 +9,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faulty_case import INJECTED, STRATEGIES, Case, Fault, Row
 from benchmarks.restarts import problems_of_logs
 from tests.hosts import Host
 from trainer.checkpoint.open_checkpoint import verified
@@ -23,69 +24,8 @@ from trainer.faults.injection import drilled_run
 from trainer.faults.injection.injector import MARKER
 
 STEPS, TIMEOUT_S = 140, 8.0
-OUTSIDE = ("kill", "pair", "stop", "saver", "again", "cut")
-INJECTED = ("update", "raise", "hang", "exit", "slow", "nan")
-STRATEGIES = {
-    "single": ("strategy=single",),
-    "dp": ("strategy=dp",),
-    "ddp": ("strategy=ddp",),
-    "ddp-ring": ("strategy=ddp", "comm=ring"),
-    "ddp-hierarchical": ("strategy=ddp", "comm=hierarchical"),
-    "fsdp": ("strategy=fsdp", "checkpoint.mirror_every=1"),
-    "exact": ("strategy=ddp", "train.exact=4"),
-    "servers": ("strategy=parameter_server", "strategy.servers=all", "checkpoint.every_steps=20"),
-}
 _DEADLINE_S = 200.0  # for one fault and the restart after it, on a busy machine
 _LATE_S = 10.0  # a verdict so long after its deadline is late
-
-
-@dataclass(frozen=True)
-class Fault:
-    kind: str
-    step: int
-    phase: str = "update"
-    rank: int = 0  # of an injected one
-
-    def command_line(self) -> list[str]:
-        """Overrides; none if it comes from outside."""
-        if self.kind not in INJECTED:
-            return []
-        kind = "kill" if self.kind == "update" else self.kind
-        return [
-            f"fault={kind}",
-            *(f"fault.{name}={getattr(self, name)}" for name in ("rank", "step", "phase")),
-        ]
-
-
-@dataclass(frozen=True)
-class Case:
-    strategy: str
-    world: int
-    faults: tuple[Fault, ...]  # by step; the first one may be injected
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.strategy} x{self.world}"
-
-
-@dataclass
-class Row:
-    """What became of one fault; seconds are since then."""
-
-    case: Case
-    kind: str
-    lost: int = 0
-    verdict: str = ""
-    verdict_s: float | None = None
-    next_step_s: float | None = None
-    problems: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        seconds = "-" if self.next_step_s is None else f"{self.next_step_s:.1f}"
-        right = "; ".join(self.problems) or "right"
-        facts = f"{self.case.seed:>6} {self.case.name:<20} {self.kind:<7} {self.lost:>3} lost {seconds:>6} s"
-        return f"  {facts}  {right}  [{self.verdict}]"
 
 
 @dataclass
@@ -117,7 +57,7 @@ class FaultyRun:
     """A run under faults, watched from outside."""
 
     def __init__(self, case: Case, start: drilled_run.Start, folder: Path, pair: Sequence[Host] = ()) -> None:
-        self.world, self.pair = case.world, pair
+        self.pair, self._is_cut = pair, False
         self.case, self.draw, self.start, self.folder = case, random.Random(case.seed), start, folder
         self.run_dir, self.scratch = folder / "run", folder / "tmp"
         self.scratch.mkdir(parents=True)
@@ -135,12 +75,12 @@ class FaultyRun:
             for fault in self.case.faults:
                 rows.append(self._struck(fault))
             row = rows[-1] if rows else Row(self.case, "none")
-            self._until(self._is_over, "the end of the run")
+            self._until(lambda: self.has_ended, "the end of the run")
             for _ in range(3):
                 if (self.run_dir / "result.json").exists():
                     break
                 self._launch()
-                self._until(self._is_over, "the end of the run by hand")
+                self._until(lambda: self.has_ended, "the end of the run by hand")
         row.problems += self._problems_at_end()
         with contextlib.suppress(OSError):
             return json.loads((self.run_dir / "result.json").read_text())["param_sha256"], rows
@@ -149,12 +89,6 @@ class FaultyRun:
     @property
     def has_ended(self) -> bool:
         return all(launcher.poll() is not None for launcher in self.launchers)
-
-    def _is_over(self) -> bool:
-        """The launcher of a host that is cut off waits for the others."""
-        has_result = (self.run_dir / "result.json").exists()
-        is_cut = self.world < self.case.world
-        return self.has_ended or (has_result and is_cut and not any(rank.lives for rank in self.ranks))
 
     def _launch(self) -> None:
         mark = {drilled_run.MARK: f"{os.getpid()}-{self.folder.name}", "TMPDIR": str(self.scratch)}
@@ -209,7 +143,7 @@ class FaultyRun:
             return []
         if fault.kind == "cut":
             self.pair[1].link_down()
-            self.world = self.case.world // 2
+            self._is_cut = True
             return [rank.pid for rank in self.ranks if rank.pid in set(self.pair[1].pids())]
         count = 2 if fault.kind == "pair" else 1
         number = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
@@ -227,6 +161,10 @@ class FaultyRun:
                     time.sleep(self.draw.random() * 0.08)
                     self._kill(rank.pid)
                     victims.append(rank.pid)
+        if self._is_cut and not any(rank.lives for rank in old):
+            self._is_cut = False
+            for host in self.pair:  # its launchers wait for each other
+                host.kill_all()
         if self.has_ended:
             if (self.run_dir / "result.json").exists():
                 return True
@@ -266,7 +204,7 @@ class FaultyRun:
         known = {rank.pid for rank in but}
         found = [rank for rank in ranks_under(self.launchers) if rank.pid not in known]
         self.pids |= {rank.pid for rank in found}
-        if len(found) == self.world and any(rank.lives for rank in found):
+        if len(found) == self.case.world and any(rank.lives for rank in found):
             self.ranks = found
             return True
         return False
@@ -280,24 +218,29 @@ class FaultyRun:
             row.problems.append(f"{row.lost} steps lost without a reason")
         if row.lost < 0:
             row.problems.append("resumed at a step that no rank had finished")
-        blamed = re.match(r"rank (\d+) \(host \d+, [^,]*, pid (\d+)\)", row.verdict)
-        if dies_alone:
-            pass
-        elif fault.kind == "cut":
-            said = "".join(path.read_text(errors="replace") for path in self.folder.glob("output*"))
-            row.problems += [f"host {n} is not named" for n in (0, 1) if f"host {n} (" not in said]
-            savers = set(re.findall(r"step \d+ is saved, by rank \d+", said))
-            row.problems += [f"saved twice: {savers}"] if len(savers) > 1 else []
-        elif fault.kind == "nan":
-            is_named = f"rank {fault.rank} (" in row.verdict or self.case.world == 1
-            row.problems += [] if is_named else [f"it does not name rank {fault.rank}"]
-        elif blamed is None:
-            row.problems.append("no verdict" if row.verdict_s is None else "it blames nobody")
-        elif int(blamed[2]) not in victims if victims else int(blamed[1]) != fault.rank:
-            row.problems.append(f"it blames rank {blamed[1]}, not {victims or fault.rank}")
+        row.misjudged += [] if dies_alone else self._misjudged(row, fault, victims)
         if row.verdict_s is not None and row.verdict_s > TIMEOUT_S + _LATE_S:
-            row.problems.append(f"the verdict came after {row.verdict_s:.1f} s")
+            row.misjudged.append(f"the verdict came after {row.verdict_s:.1f} s")
         row.problems += self._bad_checkpoints()
+
+    def _misjudged(self, row: Row, fault: Fault, victims: list[int]) -> list[str]:
+        if fault.kind == "cut":
+            said = "".join(path.read_text(errors="replace") for path in self.folder.glob("output*"))
+            savers = set(re.findall(r"step \d+ is saved, by rank \d+", said))
+            row.verdict = next(iter(re.findall(r"host .*is saved, by rank .*", said)), row.verdict)
+            found = [f"host {n} is not named" for n in (0, 1) if f"host {n} (" not in said]
+            # Copies in memory are those of both sides: each may save.
+            is_twice = len(savers) > 1 and "mirror" not in str(STRATEGIES[self.case.strategy])
+            return found + ([f"saved twice: {savers}"] if is_twice else [])
+        if fault.kind == "nan":
+            is_named = f"rank {fault.rank} (" in row.verdict or self.case.world == 1
+            return [] if is_named else [f"it does not name rank {fault.rank}"]
+        blamed = re.match(r"rank (\d+) \(host \d+, [^,]*, pid (\d+)\)", row.verdict)
+        if blamed is None:
+            return ["no verdict" if row.verdict_s is None else "it blames nobody"]
+        if int(blamed[2]) not in victims if victims else int(blamed[1]) != fault.rank:
+            return [f"it blames rank {blamed[1]}, not {victims or fault.rank}"]
+        return []
 
     def _bad_checkpoints(self) -> list[str]:
         found = []
