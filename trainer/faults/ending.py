@@ -57,6 +57,7 @@ class Ending:
         self._connect, self._timeout_s, self._tick = connect, timeout_s, tick
         self._own = next(member for member in members if member.rank == rank)
         self._run_dir: Path | None = None
+        self._written_to: Path | None = None
         self._refusals = True
         self._parent, self._orphan_since = os.getppid(), 0.0
         self.memory_kills = processes.MemoryKills(neighbour.member.pid for neighbour in here.values())
@@ -136,10 +137,10 @@ class Ending:
         """Save, print the verdict, write it, and exit; kill the ranks of this host that cannot exit."""
         if verdict.kind != "orderly":
             verdict = with_words(verdict, self.rescue.lead(verdict, self._wait))
-        exit_report.say(verdict, len(self._members), self._run_dir)
         writing = threading.Thread(target=self._write, args=(verdict,), daemon=True)
         writing.start()
         writing.join(timeout=1.0)  # the disk may hang on the host that is lost
+        exit_report.say(verdict, len(self._members), self._written_to)
         if verdict.kind in ("raised", "died") and verdict.ranks[0] in self._here:
             exit_report.let_torchrun_look()
         self.send_last_report(
@@ -159,15 +160,15 @@ class Ending:
         time.sleep(seconds)
 
     def _write(self, verdict: Verdict) -> None:
-        run_dir = self._record(verdict)
+        self._record(verdict)
         taken = {rank: neighbour.stacks.read() for rank, neighbour in self._here.items()}
-        exit_report.keep(verdict, run_dir, {rank: text for rank, text in taken.items() if text})
+        exit_report.keep(verdict, self._written_to, {rank: text for rank, text in taken.items() if text})
 
-    def _record(self, verdict: Verdict) -> Path | None:
-        """Write the verdict; return where, if it is to be written."""
+    def _record(self, verdict: Verdict) -> None:
+        """Write the verdict, if it is to be written, and if the disk takes it."""
         run_dir = self._run_dir if self._refusals or verdict.kind != "orderly" else None
-        exit_report.write(verdict, run_dir, self._attempt)
-        return run_dir
+        if run_dir is not None and exit_report.write(verdict, run_dir, self._attempt):
+            self._written_to = run_dir
 
     def leave_when_orphaned(self) -> None:
         """Exit if the launcher died and the stop that the kernel requested takes too long."""
@@ -204,6 +205,6 @@ class Ending:
         verdict = with_words(verdict, words)
         self._write(verdict)
         if len(self._members) > 1 or own.worker:
-            atexit.register(exit_report.say, verdict, len(self._members), self._run_dir)
+            atexit.register(exit_report.say, verdict, len(self._members), self._written_to)
         elif words:
             atexit.register(exit_report.print_line, words)

@@ -18,15 +18,17 @@ from trainer.files.untrusted import load_json, printable
 FAILURE = "failure.json"
 
 
-def write_failure(run_dir: Path, facts: dict[str, Any]) -> None:
-    """Write `facts` whole or not at all; they must include `status` and `message`.
+def write_failure(run_dir: Path, facts: dict[str, Any]) -> bool:
+    """Write `facts` whole or not at all; they must include `status` and `message`. Return whether it could.
 
     Never raises: a full disk must not prevent the message to the user.
     """
     if not run_dir.is_dir():
-        return  # not this host's disk, or the run ended before it had a directory
+        return False  # not this host's disk, or the run ended before it had a directory
     with contextlib.suppress(OSError), atomic_file(run_dir / FAILURE) as file:
         file.write(json.dumps(facts, indent=2).encode() + b"\n")
+        return True
+    return False
 
 
 def read_failure(run_dir: Path) -> dict[str, Any] | None:
@@ -55,7 +57,7 @@ _LONGEST = 4000  # characters of a line
 
 
 def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
-    """Print the verdict, except for an orderly end, which each rank prints itself."""
+    """Print the verdict, except for an orderly end, which each rank prints itself; `run_dir` has it."""
     if verdict.kind == "orderly":
         return
     others = num_ranks - len(verdict.ranks)
@@ -74,11 +76,10 @@ def print_line(line: str) -> None:
         os.write(2, f"{shown}\n".encode())
 
 
-def write(verdict: Verdict, run_dir: Path | None, attempt: int) -> None:
-    """Into failure.json."""
-    if run_dir is not None:
-        facts = {"status": verdict.status, **verdict.facts, "message": verdict.message}
-        write_failure(run_dir, facts | {"kind": verdict.kind, "attempt": attempt})
+def write(verdict: Verdict, run_dir: Path, attempt: int) -> bool:
+    """Into failure.json; whether it could."""
+    facts = {"status": verdict.status, **verdict.facts, "message": verdict.message}
+    return write_failure(run_dir, facts | {"kind": verdict.kind, "attempt": attempt})
 
 
 def keep(verdict: Verdict, run_dir: Path | None, stacks: Mapping[int, str]) -> None:
