@@ -47,6 +47,11 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     settings, host = config.launch, host_place()
     processes = _processes(config, host)
     assert isinstance(settings, LocalLaunchConfig)
+    if settings.standby.strip("0") not in ("auto", "") and not settings.max_restarts:
+        raise UserError(
+            f"launch.standby={settings.standby}, but launch.max_restarts=0: they wait for restarts alone; "
+            "set launch.max_restarts to how many there may be, or launch.standby=auto"
+        )
     if host.count > 1:
         if settings.max_restarts:
             raise UserError(
