@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import Program, started
-from tests.ranks import ROOT
+from tests.programs import Program, finish_ranks, started
 from trainer.faults.injection import drilled_run
 from trainer.launch import fresh, local_ranks
 from trainer.launch.host import HostPlace
@@ -100,17 +99,9 @@ def children() -> list[int]:
 # ---- whole runs
 
 
-def running(run_dir: Path, mark: str, *overrides: str) -> tuple[list[str], dict[str, str]]:
-    """A run of which rank 1 hangs in step 5, until it is killed."""
-    options = [
-        "launch=local",
-        "launch.processes=2",
-        "launch.max_restarts=1",
-        "strategy=ddp",
-        "train.max_steps=9",
-    ]
-    options += ["train.log_every_steps=1", "checkpoint.every_epochs=null", f"run_dir={run_dir}", *overrides]
-    return ["train.py", *options], {drilled_run.MARK: mark}
+def command(run_dir: Path, *overrides: str) -> list[str]:
+    options = ["strategy=ddp", "train.max_steps=9", "train.log_every_steps=1", "checkpoint.every_epochs=null"]
+    return ["train.py", *options, f"run_dir={run_dir}", *overrides]
 
 
 def standbys_of(mark: str) -> list[int]:
@@ -125,23 +116,22 @@ def standbys_of(mark: str) -> list[int]:
     return found
 
 
-HANGS = ("fault=hang", "fault.rank=1", "fault.step=5", "distributed.timeout_s=200")
+HANGS = ("fault=hang", "fault.rank=1", "fault.step=5", "distributed.timeout_s=200")  # until it is killed
 
 
-def wait_for_standbys(program: Program, mark: str) -> list[int]:
-    until(lambda: len(standbys_of(mark)) == 2 or program.poll() is not None, lambda: program.stderr)
+def wait_for_standbys(program: Program, mark: str, count: int) -> list[int]:
+    until(lambda: len(standbys_of(mark)) == count or program.poll() is not None, lambda: program.stderr)
     assert program.poll() is None, program.stderr
     return standbys_of(mark)
 
 
 @pytest.mark.slow
 def test_a_restart_goes_through_standbys_and_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
-    words, env = running(tmp_path / "whole", "undisturbed", "launch.standby=0")
-    with started(*words, env=env) as program:
-        assert program.wait().code == 0
-    words, env = running(tmp_path / "run", mark := f"hangs-{os.getpid()}", *HANGS)
-    with started(*words, env=env, cwd=ROOT) as program:
-        standbys = wait_for_standbys(program, mark)
+    assert [rank.code for rank in finish_ranks(2, *command(tmp_path / "whole"))] == [0, 0]
+    launch = ("launch=local", "launch.processes=2", "launch.max_restarts=1")
+    env = {drilled_run.MARK: (mark := f"hangs-{os.getpid()}")}
+    with started(*command(tmp_path / "run", *launch, *HANGS), env=env) as program:
+        standbys = wait_for_standbys(program, mark, 2)
         ranks = drilled_run.ranks_of(mark)
         assert len(ranks) == 2 and not set(standbys) & set(ranks)
         os.kill(max(ranks), signal.SIGKILL)
@@ -155,13 +145,30 @@ def test_a_restart_goes_through_standbys_and_ends_like_an_undisturbed_run(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launcher_that_is_stopped_leaves_no_standby(number: int, tmp_path: Path) -> None:
-    words, env = running(tmp_path / "run", mark := f"stopped-{os.getpid()}", "train.max_steps=1000000")
-    words += ["train.epochs=1000000", "train.eval_every_epochs=0"]
-    with started(*words, env=env) as program:
-        wait_for_standbys(program, mark)
+    endless = ("train.max_steps=1000000", "train.epochs=1000000", "train.eval_every_epochs=0")
+    launch = ("launch=local", "launch.processes=1", "launch.max_restarts=1", *endless)
+    env = {drilled_run.MARK: (mark := f"stopped-{os.getpid()}")}
+    with started(*command(tmp_path / "run", *launch), env=env) as program:
+        wait_for_standbys(program, mark, 1)
         program.send_signal(number)
         ended = program.wait()
         assert ended.code == (-number if number == signal.SIGKILL else 75), ended.output
         until(lambda: not standbys_of(mark) and not drilled_run.ranks_of(mark))
+
+
+@pytest.mark.slow
+def test_the_status_of_a_run_in_a_standby_arrives(tmp_path: Path) -> None:
+    """Each ends as a rank would that was started for it: 0, a fault, a mistake, a NaN."""
+    ends = {0: (), 1: ("fault=raise",), 2: ("optim.lr=-1",), 3: ("fault=nan",)}
+    launched = [LocalRanks(1, HostPlace()) for _ in ends]
+    try:
+        for ranks, (status, overrides) in zip(launched, ends.items(), strict=True):
+            ranks.stand_by(1)
+            at = ("fault.rank=0", "fault.step=2") if "fault" in str(overrides) else ()
+            assert ranks.begin(command(tmp_path / str(status), "strategy=single", *overrides, *at)[1:]) == 1
+        assert [codes(ranks) for ranks in launched] == [[status] for status in ends]
+    finally:
+        for ranks in launched:
+            ranks.end()
