@@ -74,7 +74,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     with (
         StopRequest(is_watched(place(config.distributed))) as stop_request,
-        process_group(config.distributed, config.strategy.devices_each) as dist,
+        process_group(config.distributed, config.strategy.devices_each, lambda: stop_request.is_set) as dist,
         ExitStack() as resources,
     ):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}

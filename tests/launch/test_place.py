@@ -22,7 +22,7 @@ from tests.ranks import RankFailure, free_port, run_ranks
 from tests.runs import settings
 from trainer.config.overrides import set_to
 from trainer.distributed import rendezvous
-from trainer.errors import UserError
+from trainer.errors import StoppedBySignal, UserError
 from trainer.launch.place import Place, derived_port, first_node, place, publish
 
 ROOT = Path(__file__).parents[2]
@@ -296,3 +296,10 @@ def test_a_rank_that_waits_for_the_others_ends_on_a_signal(tmp_path: Path) -> No
     assert ended.code == 75, ended.output
     assert ended.stderr.splitlines()[-1] == "stopped by a signal before all ranks had met: no step was made"
     assert "Traceback" not in ended.output
+
+
+def test_a_stop_before_it_looks_for_the_others_is_one_too(tmp_path: Path) -> None:
+    """Otherwise it would wait a minute for a rank that the same signal has ended."""
+    alone = Place(0, 2, None, None, None, None, f"file://{tmp_path}/store")
+    with pytest.raises(StoppedBySignal, match="before all ranks had met"):
+        rendezvous.meet(alone, {}, timedelta(seconds=60), lambda: True)

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -61,12 +61,17 @@ class Dist:
 
 
 @contextmanager
-def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterator[Dist]:
+def process_group(
+    settings: DistributedConfig, devices_each: int = 1, is_stopped: Callable[[], bool] = lambda: False
+) -> Iterator[Dist]:
     """Join the other processes, each with `devices_each` devices, and leave them after a success.
 
     The group is the one that `place` finds; a single process gets one without a port. After an exception
     among several processes nothing is torn down: the peers may be gone, and a collective would wait for them
     and delay the exception.
+
+    Args:
+        is_stopped: whether a signal asked for a stop before this call.
 
     Raises:
         UserError: a device or backend is not available on this machine or in this torch; or ranks contradict
@@ -79,7 +84,7 @@ def process_group(settings: DistributedConfig, devices_each: int = 1) -> Iterato
     told["address"] = address_towards(store_host(here.init_method)) if here.world_size > 1 else None
     store, hosts, members = None, [here.host or 0], [told]
     if settings.backend != "mpi":  # MPI knows its ranks and uses no store
-        store, hosts, members = meet(here, told, timedelta(seconds=settings.timeout_s))
+        store, hosts, members = meet(here, told, timedelta(seconds=settings.timeout_s), is_stopped)
     watch = Watch(
         heartbeat,
         stacks,

@@ -28,12 +28,18 @@ _T = TypeVar("_T")
 
 
 def meet(
-    here: Place, introduction: Mapping[str, Any], timeout: timedelta
+    here: Place,
+    introduction: Mapping[str, Any],
+    timeout: timedelta,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[dist.Store, list[int], list[dict[str, Any]]]:
     """Return the store in which the ranks meet and, by rank, the index of its host and its `introduction`
     (plain values).
 
     Rank 0 counts the others and then releases them, so that none takes an earlier run's entries for peers.
+
+    Args:
+        is_stopped: whether a signal asked for a stop before this call.
 
     Raises:
         UserError: the port is taken, or the file cannot be written or is left from an earlier run.
@@ -44,14 +50,14 @@ def meet(
         return dist.HashStore(), [0], [dict(introduction)]
     over, patience = threading.Event(), max(timeout, timedelta(seconds=AT_LEAST_S))
     try:
-        met = _in_time(lambda: _meet(here, introduction, patience, over), here, patience)
+        met = _in_time(lambda: _meet(here, introduction, patience, over), here, patience, is_stopped)
     finally:
         over.set()
     met[0].set_timeout(timeout)  # all ranks have arrived
     return met
 
 
-def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
+def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta, is_stopped: Callable[[], bool]) -> _T:
     """The result of `action`, which may hang in a store whose host is unreachable."""
     results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
@@ -64,6 +70,8 @@ def _in_time(action: Callable[[], _T], here: Place, timeout: timedelta) -> _T:
     threading.Thread(target=run, name="rendezvous", daemon=True).start()
     try:
         with stop_signals_to(_give_up):  # no step boundary comes yet at which to stop
+            if is_stopped():  # a rank that was still importing has ended, and never comes
+                raise StoppedBySignal(None)
             value, error = results.get(timeout=timeout.total_seconds() + 2)
     except Empty:
         raise TimeoutError(
