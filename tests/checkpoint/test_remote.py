@@ -271,11 +271,13 @@ def test_of_two_copies_the_one_here_comes_first(tmp_path: Path) -> None:
     [
         "s3://key:secret@bucket/x",
         "s3://bucket/x?sig=1",
+        "s3://bucket/run[12]",  # the run there would delete the checkpoints of run1 and run2, too
+        "s3://bucket/run-*",
         pytest.param("/a/path", marks=pytest.mark.slow),
         pytest.param("bucket", marks=pytest.mark.slow),
     ],
 )
-def test_no_password_comes_into_the_settings(url: str) -> None:
+def test_an_address_has_no_password_and_no_pattern(url: str) -> None:
     with pytest.raises(
         UserError, match=r"checkpoint\.remote is .*, but must be an address that fsspec knows"
     ):

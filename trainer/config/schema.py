@@ -148,9 +148,9 @@ class CheckpointConfig:
     async_: bool = MISSING  # `async` for users, but reserved in Python
     timeout_s: float = seconds()
     remote: str | None = like(
-        r"[a-z0-9+]+(::[a-z0-9+]+)*://(?![^/]*:[^/]*@)[^?\s]+",
-        "an address that fsspec knows, as s3://BUCKET/FOLDER or file:///FOLDER, without a password or a key: "
-        "those belong into the environment",
+        r"[a-z0-9+]+(::[a-z0-9+]+)*://(?![^/]*:[^/]*@)[^?*\[\s]+",  # fsspec deletes all that match * and [
+        "an address that fsspec knows, as s3://BUCKET/FOLDER or file:///FOLDER, without * and [, and without "
+        "a password or a key: those belong into the environment",
         default=None,
     )
 
