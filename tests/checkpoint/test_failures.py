@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
 from trainer.checkpoint import Checkpointer, manifest, saved_settings_of, store, writing
+from trainer.checkpoint.store import Store
 from trainer.config import KeepBest
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
@@ -92,6 +93,23 @@ def test_one_ranks_failure_strands_nobody(tmp_path: Path, failing_rank: int) -> 
     assert results[0] == results[1]
     assert f"rank {failing_rank}" in results[0] and "Permission denied" in results[0]
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def _start_on_a_failing_disk(run_dir: Path) -> str:
+    def fail(*args: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    starting = tiny.checkpointer(run_dir)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as failure:
+        patch.setattr(Store, "clean", lambda store: patch.setattr(Path, "iterdir", fail))
+        starting.find(None)
+    return str(failure.value)
+
+
+def test_a_disk_that_fails_at_the_start_is_said_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for message in run_ranks(_start_on_a_failing_disk, 2, tmp_path):
+        assert message == f"{tmp_path / 'checkpoints'} is unreadable (Input/output error)"
 
 
 def _save_slowly(run_dir: Path, format: str) -> float:

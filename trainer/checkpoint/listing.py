@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from trainer.checkpoint.manifest import STEP_NAME, Manifest, read_manifest
 from trainer.errors import UserError
 from trainer.files.address import Address, Location, UnreachableError
+from trainer.files.untrusted import printable
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +41,21 @@ class Listing(Generic[P]):
         self.run_id = run_id
 
     def directories(self) -> list[P]:
-        """Every ``step_N`` directory that is not a link, lowest step first; of any run."""
-        if not self.root.is_dir():
-            return []
-        found = [
-            (int(match[1]), entry.name, entry)
-            for entry in self.root.iterdir()
-            if (match := STEP_NAME.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink()
-        ]
+        """Every ``step_N`` directory that is not a link, lowest step first; of any run.
+
+        Raises:
+            UserError: ``root`` cannot be read.
+        """
+        try:
+            if not self.root.is_dir():
+                return []
+            found = [
+                (int(match[1]), entry.name, entry)
+                for entry in self.root.iterdir()
+                if (match := STEP_NAME.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink()
+            ]
+        except OSError as error:
+            raise UserError(f"{printable(self.root)} is unreadable ({error.strerror or error})") from error
         return [entry for _, _, entry in sorted(found, key=lambda each: each[:2])]
 
     def newest_first(self) -> list[P]:
@@ -74,6 +82,8 @@ class Listing(Generic[P]):
                     saved_at = path.stat().st_mtime if isinstance(path, Path) else 0.0
                 except FileNotFoundError:  # its run has just deleted it
                     continue
+                except OSError:
+                    saved_at = 0.0
                 yield saved_at, path
             else:
                 if self.run_id in (manifest.run_id, None):  # None: those of all runs

@@ -58,9 +58,7 @@ class Resuming:
         Raises:
             UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
         """
-        self._agreement.on_main(self._store.clean)
-        if self._agreement.rank == 0 and (names := [path.name for path in self._store.of_others()]):
-            log.warning("left alone, as another run's: %s in %s", first_five(names), self._store.root)
+        self._agreement.on_main(self._clean)
         if resume is None:
             return None
         source = self._choose(resume)
@@ -69,6 +67,11 @@ class Resuming:
             return None
         self._agreement.everywhere(lambda: self._check_data(source))
         return source
+
+    def _clean(self) -> None:
+        self._store.clean()
+        if names := [path.name for path in self._store.of_others()]:
+            log.warning("left alone, as another run's: %s in %s", first_five(names), self._store.root)
 
     def restore(
         self, state: TrainState, source: OpenCheckpoint, device: torch.device
