@@ -109,6 +109,21 @@ def test_newest_is_the_last_saved_not_the_highest_step(tmp_path: Path) -> None:
     assert (tmp_path / "step_00000010" / "a.txt").read_text() == "step 10"
 
 
+def test_each_manifest_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At an address each is a request or two, at every save."""
+    store, read = Store(tmp_path, "one"), []
+    for step in (10, 20, 30):
+        _save(store, step)
+
+    def noted(directory: Path) -> Manifest:
+        read.append(directory.name)
+        return read_manifest(directory)
+
+    monkeypatch.setattr("trainer.checkpoint.listing.read_manifest", noted)
+    assert [path.name for path in store.own()] == ["step_00000030", "step_00000020", "step_00000010"]
+    assert sorted(read) == ["step_00000010", "step_00000020", "step_00000030"]
+
+
 def test_a_clock_set_back_does_not_make_the_newest_the_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,10 +64,15 @@ class Listing(Generic[P]):
         The order of saving counts, not the step: after a run was resumed from step 5, its old step 10 is
         older.
         """
-        return [path for _, path in sorted(self.dated(), key=lambda each: each[0], reverse=True)]
+        return [path for _, path, _ in self._sorted()]
 
-    def dated(self) -> Iterator[tuple[float, P]]:
-        """The checkpoints of ``newest_first``, unordered, each after its time in seconds since 1970.
+    def _sorted(self) -> list[tuple[float, P, Manifest | None]]:
+        return sorted(self.dated(), key=lambda each: each[0], reverse=True)
+
+    def dated(self) -> Iterator[tuple[float, P, Manifest | None]]:
+        """The checkpoints of ``newest_first``, unordered: time in seconds since 1970, path, manifest.
+
+        A damaged one has no manifest.
 
         Raises:
             UnreachableError: an address does not answer; which is the newest there is not known.
@@ -84,20 +89,14 @@ class Listing(Generic[P]):
                     continue
                 except OSError:
                     saved_at = 0.0
-                yield saved_at, path
+                yield saved_at, path, None
             else:
                 if self.run_id in (manifest.run_id, None):  # None: those of all runs
-                    yield manifest.saved_at, path
+                    yield manifest.saved_at, path, manifest
 
     def own(self) -> dict[P, Manifest]:
-        """The manifests of those with this run's id, newest first."""
-        manifests: dict[P, Manifest] = {}
-        for directory in self.newest_first():
-            with contextlib.suppress(UserError):
-                manifest = read_manifest(directory)
-                if manifest.run_id == self.run_id:
-                    manifests[directory] = manifest
-        return manifests
+        """The manifests of the undamaged ones, newest first."""
+        return {path: manifest for _, path, manifest in self._sorted() if manifest is not None}
 
     def of_others(self) -> list[P]:
         """Checkpoints with another run's id."""
@@ -131,7 +130,7 @@ def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[
     Raises:
         UserError: one of ``others`` cannot be reached, and ``own`` has none.
     """
-    found: list[tuple[float, Location]] = list(own.dated())
+    found: list[tuple[float, Location, Manifest | None]] = list(own.dated())
     for other in others:
         try:
             found += list(other.dated())  # all of it, or nothing
@@ -139,7 +138,7 @@ def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[
             if not found:
                 raise
             log.warning("%s; going by what is in %s", error, own.root)
-    return [path for _, path in sorted(found, key=lambda each: each[0], reverse=True)]
+    return [path for _, path, _ in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
 def _best(manifests: Mapping[P, Manifest], metric: str, mode: str) -> P | None:
