@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from trainer.checkpoint import listing, store
 from trainer.checkpoint.listing import Listing, Retention, newest_of
 from trainer.checkpoint.manifest import verify
-from trainer.checkpoint.remote import Remote
+from trainer.checkpoint.remote import Remote, fetch_history
 from trainer.checkpoint.store import Store
 from trainer.errors import UserError
 from trainer.files.address import Address, UnreachableError
@@ -79,6 +79,18 @@ def test_no_answer_is_not_taken_for_nothing(
         newest_of(elsewhere, remote.listings)
     assert [path.name[-2:] for path in newest_of(here, remote.listings)] == ["20", "10"]
     assert "500 Internal Server Error; going by what is in" in caplog.text
+
+
+def test_what_is_read_as_a_file_is_tried_again_too(tmp_path: Path) -> None:
+    metrics = b'{"step": 1}\n' * 200_000
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "metrics.jsonl").write_bytes(metrics)
+    FailingStore.failures["cat_file", "metrics.jsonl"] = 3
+    fetch_history(str(_address(tmp_path)), tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    FailingStore.failures["cat_file", "metrics.jsonl"] = 1000
+    with pytest.raises(UnreachableError, match=r"metrics\.jsonl cannot be reached: OSError: 500"):
+        fetch_history(str(_address(tmp_path)), tmp_path)
 
 
 def test_a_store_that_does_not_answer_loses_no_checkpoint(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A folder or file that fsspec reaches, in a bucket or elsewhere, with the methods of Path that are used."""
 
 import contextlib
+import io
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ _T = TypeVar("_T")
 
 # Stores without folders. Making one there could create a bucket.
 _FLAT = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"}
+_READ_BYTES = 1 << 20  # of a request
 _PAUSES_S = (1.0, 2.0, 4.0)  # between the tries of a question
 _FINAL = (PermissionError, NotImplementedError, ImportError, TypeError, ValueError)  # the same at each try
 
@@ -154,10 +156,9 @@ class Address:
         return data
 
     def open(self, mode: str = "rb") -> IO[Any]:
-        fs, path = self._store
-        with self._refusals():
-            file: IO[Any] = fs.open(path, mode)
-            return file
+        """This file, to be read from its beginning on."""
+        assert mode == "rb"
+        return io.BufferedReader(_Reading(self), _READ_BYTES)
 
     def write(self, data: bytes, create: bool = False) -> None:
         """Make this a file of `data`. FileExistsError with `create`, if it exists: of two, one wins.
@@ -199,6 +200,23 @@ class Address:
         fs, path = self._store
         with self._refusals(), contextlib.suppress(FileNotFoundError):
             fs.rm(path, recursive=True)
+
+
+class _Reading(io.RawIOBase):
+    """The file at `address`; reading raises as `Address.read`."""
+
+    def __init__(self, address: Address) -> None:
+        self._address, self._size, self._offset = address, address.size(), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._offset + len(buffer), self._size)
+        data = self._address.read(self._offset, end) if self._offset < end else b""
+        buffer[: len(data)] = data
+        self._offset += len(data)
+        return len(data)
 
 
 Location: TypeAlias = Path | Address
