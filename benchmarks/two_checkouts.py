@@ -1,0 +1,94 @@
+"""What did a change cost? Processor time of a step in two checkouts that train at the same time on one core.
+
+    python -m benchmarks.two_checkouts BEFORE AFTER [--processes 2] [--rounds 3] [--steps 8800] [WORD ...]
+
+BEFORE and AFTER are directories of two commits (`git worktree add`); words are those of train.py. The kernel
+gives both their turns within milliseconds, so that a machine that grows slower does so for both: the same
+checkout twice gives 1.00 to 1.01 where runs one after the other differ by a third. Of a run's processor time
+that of a run of 22 steps is taken off, which is its start and end. Waiting is not seen.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+_START = 22
+_QUIET = ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", "schedule=constant")
+
+
+def processor_seconds(
+    checkouts: Sequence[Path], core: int, processes: int, words: Sequence[str]
+) -> list[float]:
+    """Of a run of each, started at once; with those of its children."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
+    with tempfile.TemporaryDirectory() as scratch:
+        runs = []
+        for number, checkout in enumerate(checkouts):
+            command = [
+                "taskset",
+                "-c",
+                str(core),
+                *launcher,
+                "train.py",
+                *words,
+                f"run_dir={scratch}/{number}",
+            ]
+            environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+            with Path(scratch, f"{number}.log").open("w") as log:
+                runs.append(
+                    subprocess.Popen(
+                        command, cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT
+                    )
+                )
+        seconds = []
+        for number, run in enumerate(runs):
+            _, status, used = os.wait4(run.pid, 0)
+            run.returncode = os.waitstatus_to_exitcode(status)
+            if run.returncode:
+                sys.exit(Path(scratch, f"{number}.log").read_text())
+            seconds.append(used.ru_utime + used.ru_stime)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", type=Path, nargs=2, metavar="CHECKOUT")
+    parser.add_argument("words", nargs="*", help="settings of train.py")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8800)
+    parser.add_argument("--core", type=int, default=0)
+    arguments = parser.parse_intermixed_args()
+    words = [*_QUIET, f"strategy={'ddp' if arguments.processes > 1 else 'single'}", *arguments.words]
+    ratios = []
+    for _ in range(arguments.rounds):
+        used = [
+            processor_seconds(
+                arguments.checkouts,
+                arguments.core,
+                arguments.processes,
+                [*words, "train.epochs=100000", f"train.max_steps={n}"],
+            )
+            for n in (_START, arguments.steps)
+        ]
+        before, after = (long - start for start, long in zip(*used, strict=True))
+        ratios.append(after / before)
+        a_step = 1e3 / (arguments.steps - _START)
+        print(
+            f"before {before * a_step:.3f}  after {after * a_step:.3f} ms a step  {ratios[-1]:.3f}",
+            flush=True,
+        )
+    print(f"after / before: median {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+
+
+if __name__ == "__main__":
+    main()
