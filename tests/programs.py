@@ -10,17 +10,25 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
 
 from tests.hosts import Host
 from tests.ranks import ROOT, enter_network, fork_server, place, rendezvous
@@ -84,6 +92,7 @@ def started(
     cwd: Path = ROOT,
     host: int | Host = 0,
     output: Path | None = None,
+    forks: bool = False,
 ) -> Iterator[Program]:
     """Start `python ARGV` (a file, or -m and a module, then arguments); leaving kills it and its session.
 
@@ -91,10 +100,12 @@ def started(
         env: added to this process's environment.
         host: a `Host` is the network namespace it runs in.
         output: a file to which both of its streams are appended.
+        forks: what it starts by `trainer.launch.fresh`, ranks of launch=local and trials of a sweep, it forks.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as streams:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        process = fork_server().Process(target=_main, args=(argv, environment, cwd, Path(streams), host))
+        arguments = (argv, environment, cwd, Path(streams), host, forks)
+        process = fork_server().Process(target=_main, args=arguments)
         for name in ("stdout", "stderr"):
             if output is not None:
                 (Path(streams) / name).symlink_to(output)
@@ -111,10 +122,14 @@ def started(
 
 
 def finish(
-    *argv: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT, timeout_s: float = 200.0
+    *argv: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    timeout_s: float = 200.0,
+    forks: bool = False,
 ) -> Ended:
     """Run `python ARGV` to its end, as `started`."""
-    with started(*argv, env=env, cwd=cwd) as program:
+    with started(*argv, env=env, cwd=cwd, forks=forks) as program:
         return program.wait(timeout_s)
 
 
@@ -158,7 +173,12 @@ def finish_ranks(
 
 
 def _main(
-    argv: Sequence[str], environment: Mapping[str, str], cwd: Path, streams: Path, host: int | Host
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path,
+    streams: Path,
+    host: int | Host,
+    forks: bool,
 ) -> None:
     os.setsid()
     end_with_parent()
@@ -166,6 +186,14 @@ def _main(
     for number, name, mode in ((0, os.devnull, "r"), (1, "stdout", "a"), (2, "stderr", "a")):
         with (streams / name).open(mode) as file:
             os.dup2(file.fileno(), number)
+    if forks:
+        from trainer.launch import fresh
+
+        fresh.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})  # type: ignore[assignment]
+    _program(argv, environment, cwd)
+
+
+def _program(argv: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
@@ -187,6 +215,44 @@ def _main(
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
+
+
+def _forked(
+    command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = (), **popen: Any
+) -> subprocess.Popen[Any]:
+    """subprocess.Popen of `python ...`, whose child goes on as a copy of this process instead of executing it."""
+    argv = [word for word in command[1:] if word != "-P"]
+
+    def child() -> None:
+        kept = {0, 1, 2, *pass_fds, resource_tracker.getfd()}
+        for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            if fd not in kept:  # among them the pipe on which Popen waits for the program
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        GlobalHydra.instance().clear()  # a sweep starts its trials from within Hydra
+        gc.enable()
+        code: object = 0
+        try:
+            _program(argv, env, Path.cwd())
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            code = 1
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+    return subprocess.Popen(command, env=env, pass_fds=pass_fds, preexec_fn=child, **popen)
 
 
 def end_with_parent() -> None:

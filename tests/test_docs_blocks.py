@@ -56,9 +56,19 @@ def folder(tmp_path: Path, block: Block) -> Path:
 
 def _cut(words: list[str]) -> list[str]:
     """The arguments of `python`, so that little is left to do."""
+    words = [re.sub(r"((nproc.per.node|launch.processes)=)4", r"\g<1>2", word) for word in words]
     if words[0] == "torchrun":
-        forked = ["--run-path", "--start-method=fork"] if "train.py" in words else []
-        words = ["-m", "torch.distributed.run", "--standalone", *forked, *words[1:]]
+        if "-m" in words:  # a file can be forked
+            at = words.index("-m")
+            words[at : at + 2] = [str(ROOT / words[at + 1].replace(".", "/")) + ".py"]
+        words = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--run-path",
+            "--start-method=fork",
+            *words[1:],
+        ]
     else:
         words = words[1:]
     if "train.py" not in words or {"--help", "--cfg"} & {*words}:
@@ -87,7 +97,7 @@ def test_a_block_runs(block: Block, folder: Path) -> None:
         text = text.replace("step_00000100", newest)
     for words in _commands(Block(block.page, block.line, block.kind, text)):
         if words[0] not in _ELSEWHERE | {"grep", "head"}:
-            done = finish(*_cut(words), cwd=folder)
+            done = finish(*_cut(words), cwd=folder, forks=True)
             fails = any(word.startswith(("fault=kill", "fault=hang")) for word in words)
             assert (done.code != 0) == fails, f"{words}\n{done.output}"
 

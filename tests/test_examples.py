@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, finish
+from tests.programs import ROOT, finish, torchrun
 
 EXAMPLES = sorted(page.parent.name for page in (ROOT / "examples").glob("*/README.md"))
 SHORT = ("train.max_steps=4", "schedule.warmup_steps=0")
@@ -27,8 +27,8 @@ def commands(page: Path) -> Iterator[list[str]]:
                     yield words
                 case ["ringmaster", *words]:
                     yield ["-m", "trainer", *words, *SHORT]
-                case ["torchrun", *words]:
-                    yield ["-m", "torch.distributed.run", *words, *SHORT]
+                case ["torchrun", "--standalone", ranks, "-m", "trainer", *words]:
+                    yield [*torchrun(2, ranks), *words, *SHORT]
                 case words:
                     raise AssertionError(words)
 

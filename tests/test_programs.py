@@ -66,6 +66,28 @@ def test_a_forked_module_is_like_a_real_one(tmp_path: Path) -> None:
     assert (forked.code, forked.stdout, forked.stderr) == _really("-m", "script", "x", cwd=tmp_path, env=env)
 
 
+def test_what_a_forked_program_starts_may_be_forked_too(tmp_path: Path) -> None:
+    """With its own arguments, environment, session, streams, signal handlers and status."""
+    (tmp_path / "inner.py").write_text(
+        textwrap.dedent(_TELLS.replace("sys.exit", "import signal; print(signal.getsignal(15)); sys.exit"))
+    )
+    script = _script(
+        tmp_path,
+        """
+        import os, signal, subprocess, sys
+        from trainer.launch import fresh
+        fresh.program = lambda: [sys.executable, os.path.abspath("inner.py")]
+        signal.signal(15, print)
+        told = dict(environment={"COLOUR": "blue"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = fresh.start(["--one", "two"], **told)
+        print(process.communicate(), process.returncode)
+        """,
+    )
+    forked, real = (finish(script, cwd=tmp_path, forks=forks) for forks in (True, False))
+    assert (forked.code, forked.output) == (real.code, real.output)
+    assert "--one" in real.stdout and real.stdout.endswith(" 7\n")
+
+
 def test_an_exception_is_shown_with_its_traceback(tmp_path: Path) -> None:
     ended = finish(_script(tmp_path, "def f():\n    raise ZeroDivisionError('on purpose')\nf()"))
     assert (ended.code, ended.stdout) == (1, "")

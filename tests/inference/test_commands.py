@@ -146,9 +146,8 @@ def test_the_same_text_with_and_without_cache_and_sharded(text_run: Path) -> Non
 
 @pytest.mark.slow
 def test_processes_started_from_here(text_run: Path) -> None:
-    ended = finish(
-        "-m", "trainer.evaluate", str(text_run), "launch=local", "launch.processes=2", "strategy=fsdp"
-    )
+    launch = ("launch=local", "launch.processes=2")
+    ended = finish("-m", "trainer.evaluate", str(text_run), *launch, "strategy=fsdp", forks=True)
     assert ended.code == 0, ended.stderr
     assert json.loads(ended.stdout)["world_size"] == 2
 

@@ -243,7 +243,7 @@ def test_a_trial_that_falls_behind_is_pruned(sweep: Sweep) -> None:
 def test_a_trial_that_runs_once_to_its_end_equals_one_alone(tmp_path: Path) -> None:
     """A small real sweep: one trial, and the same run without a sweep."""
     command = ["train.max_steps=3", "model.hidden=[8]", "train.eval_every_epochs=0"]
-    ended = finish("train.py", "-m", *command, "optim.lr=0.2", f"hydra.sweep.dir={tmp_path}/s")
+    ended = finish("train.py", "-m", *command, "optim.lr=0.2", f"hydra.sweep.dir={tmp_path}/s", forks=True)
     assert ended.code == 0, ended.output
     alone = finish("train.py", *command, "optim.lr=0.2", f"run_dir={tmp_path}/alone")
     assert alone.code == 0
