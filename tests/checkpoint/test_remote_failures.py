@@ -4,7 +4,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +51,22 @@ def _copied(root: Path, *steps: int) -> tuple[Store, Remote]:
         remote.follow(step)
         remote.finish(10)
     return here, remote
+
+
+def _put_waits(
+    monkeypatch: pytest.MonkeyPatch, at: Callable[[Address], bool]
+) -> tuple[threading.Event, threading.Event]:
+    """Have `Address.put` wait at some files; return an event that is set then, and one that it waits for."""
+    put, waits, gate = Address.put, threading.Event(), threading.Event()
+
+    def waiting(address: Address, file: Path) -> None:
+        if at(address):
+            waits.set()
+            assert gate.wait(20)
+        put(address, file)
+
+    monkeypatch.setattr(Address, "put", waiting)
+    return waits, gate
 
 
 @pytest.mark.parametrize("call", [*QUESTIONS, *READS])
@@ -113,15 +129,7 @@ def test_a_checkpoint_replaced_while_it_is_copied_is_copied_again(
     """A run that was sent back to step 10 saves step 20 again, while the old one is on its way."""
     here, remote = _run(tmp_path)
     _save(here, 20)
-    put, first, gate = Address.put, threading.Event(), threading.Event()
-
-    def slow(address: Address, file: Path) -> None:
-        if address.name == "b.txt" and not first.is_set():
-            first.set()
-            assert gate.wait(20)
-        put(address, file)
-
-    monkeypatch.setattr(Address, "put", slow)
+    first, gate = _put_waits(monkeypatch, lambda file: file.name == "b.txt")
     remote.follow()
     assert first.wait(10)
     directory = here.new_directory(20)
@@ -141,17 +149,14 @@ def test_a_process_that_was_stopped_for_hours_puts_no_more_files(
 ) -> None:
     """Of two of one run, the one that started last owns the address, from the moment it starts."""
     here, first = _copied(tmp_path, 10)
-    put, stopped, gate = Address.put, threading.Event(), threading.Event()
     late = []
 
-    def stop(address: Address, file: Path) -> None:
-        if threading.current_thread() is first._thread and address.name in ("a.txt", "b.txt"):
+    def is_late(address: Address) -> bool:
+        if found := threading.current_thread() is first._thread and address.name in ("a.txt", "b.txt"):
             late.append(address.name)
-            stopped.set()
-            assert gate.wait(20)
-        put(address, file)
+        return found
 
-    monkeypatch.setattr(Address, "put", stop)
+    stopped, gate = _put_waits(monkeypatch, is_late)
     _save(here, 20)
     first.follow(20)
     assert stopped.wait(10)
@@ -249,15 +254,9 @@ def test_a_file_that_arrives_hours_late_is_mixed_with_nothing(
 ) -> None:
     """Its process was stopped in mid-upload, and woken after another had gone on, and saved the same step."""
     here, first = _copied(tmp_path, 10)
-    put, stopped, gate = Address.put, threading.Event(), threading.Event()
-
-    def stop(address: Address, file: Path) -> None:
-        if threading.current_thread() is first._thread and address.name == "b.txt":
-            stopped.set()
-            assert gate.wait(20)
-        put(address, file)
-
-    monkeypatch.setattr(Address, "put", stop)
+    stopped, gate = _put_waits(
+        monkeypatch, lambda file: threading.current_thread() is first._thread and file.name == "b.txt"
+    )
     _save(here, 20)
     first.follow(20)
     assert stopped.wait(10)

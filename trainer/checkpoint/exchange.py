@@ -26,8 +26,7 @@ _LOOK_S = 0.001
 
 def receivers(holders: Sequence[int], hosts: Sequence[int]) -> dict[int, int]:
     """By rank of `holders`, which are on two hosts, the rank of the other host that keeps its copies."""
-    sides = {host: [rank for rank in holders if hosts[rank] == host] for host in (hosts[r] for r in holders)}
-    (one, other) = sides.values()
+    one, other = ([rank for rank in holders if hosts[rank] == host] for host in {hosts[r] for r in holders})
     found: dict[int, int] = {}
     for here, there in ((one, other), (other, one)):
         found |= {rank: there[number % len(there)] for number, rank in enumerate(here)}

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,6 +16,7 @@ from trainer.files.untrusted import printable
 log = logging.getLogger(__name__)
 
 P = TypeVar("P", Path, Address)
+_Dated = TypeVar("_Dated", bound=tuple[float, Any, Any])
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,7 @@ class Listing(Generic[P]):
         The order of saving counts, not the step: after a run was resumed from step 5, its old step 10 is
         older.
         """
-        return [path for _, path, _ in self._sorted()]
-
-    def _sorted(self) -> list[tuple[float, P, Manifest | None]]:
-        return sorted(self.dated(), key=lambda each: each[0], reverse=True)
+        return [path for _, path, _ in _newest_first(self.dated())]
 
     def dated(self) -> Iterator[tuple[float, P, Manifest | None]]:
         """The checkpoints of ``newest_first``, unordered: time in seconds since 1970, path, manifest.
@@ -96,7 +94,7 @@ class Listing(Generic[P]):
 
     def own(self) -> dict[P, Manifest]:
         """The manifests of the undamaged ones, newest first."""
-        return {path: manifest for _, path, manifest in self._sorted() if manifest is not None}
+        return {path: manifest for _, path, manifest in _newest_first(self.dated()) if manifest is not None}
 
     def of_others(self) -> list[P]:
         """Checkpoints with another run's id."""
@@ -138,7 +136,11 @@ def newest_of(own: Listing[Path], others: tuple[Listing[Address], ...]) -> list[
             if not found:
                 raise
             log.warning("%s; going by what is in %s", error, own.root)
-    return [path for _, path, _ in sorted(found, key=lambda each: each[0], reverse=True)]
+    return [path for _, path, _ in _newest_first(found)]
+
+
+def _newest_first(dated: Iterable[_Dated]) -> list[_Dated]:
+    return sorted(dated, key=lambda each: each[0], reverse=True)
 
 
 def _best(manifests: Mapping[P, Manifest], metric: str, mode: str) -> P | None:

@@ -73,11 +73,11 @@ class Mirror:
         names = buffer_names(state.model) & tensors.keys() if is_other_first else ()
         self._buffers = {name: tensors[name].clone() for name in names}
         kept = [group for group in groups if group in kept_on.values()]
-        self._exchange = self._exchange_within(kept, timeout_s)
-        self._fds = self._opened(kept_on[dist.hosts[dist.rank]])
+        self._exchange = self._exchange_of(kept, timeout_s)
+        self._fds = self._memories(kept_on[dist.hosts[dist.rank]])
 
-    def _exchange_within(self, kept: list[list[int]], timeout_s: float) -> CopyExchange | None:
-        """This rank's, if its group is on two hosts (a collective)."""
+    def _exchange_of(self, kept: list[list[int]], timeout_s: float) -> CopyExchange | None:
+        """This rank's exchange, if its group, one of `kept`, is on two hosts (a collective)."""
         dist, found = self._dist, None
         for holders in kept:
             num_hosts = len({dist.hosts[rank] for rank in holders})
@@ -94,8 +94,8 @@ class Mirror:
                     found = CopyExchange(dist, self._slots.memory, holders, group, timeout_s)
         return found
 
-    def _opened(self, holders: list[int]) -> dict[int, int]:
-        """The memory with the copies of each of `holders` on this host (a collective)."""
+    def _memories(self, holders: list[int]) -> dict[int, int]:
+        """By rank of `holders`, a descriptor of the memory on this host with its copies (a collective)."""
         received = self._exchange.received if self._exchange is not None else {}
         memories = {self._dist.rank: self._slots.memory, **received}
         places = {rank: (memory.fd, *_identity(memory.fd)) for rank, memory in memories.items()}
@@ -103,7 +103,7 @@ class Mirror:
         own_host = self._dist.hosts[self._dist.rank]
         here = [each for each, host in zip(told, self._dist.hosts, strict=True) if host == own_host]
         wanted = {of: (pid, *at) for pid, kept in here for of, at in kept.items() if of in holders}
-        fds = {of: fd for of, at in wanted.items() if (fd := _opened(*at)) is not None}
+        fds = {of: fd for of, at in wanted.items() if (fd := _open_memory(*at)) is not None}
         for rank, missing in enumerate(gather_objects(sorted(set(holders) - fds.keys()))):
             if missing:
                 raise UserError(
@@ -128,6 +128,7 @@ class Mirror:
             self._exchange.wait()
 
     def close(self) -> None:
+        """Called once, after a successful run."""
         if self._exchange is not None:
             self._exchange.close()
 
@@ -203,8 +204,8 @@ def _identity(fd: int) -> tuple[int, int]:
     return at.st_dev, at.st_ino
 
 
-def _opened(pid: int, fd: int, device: int, inode: int) -> int | None:
-    """The memory of another process, if that is of this host and container."""
+def _open_memory(pid: int, fd: int, device: int, inode: int) -> int | None:
+    """Open the memory of another process; None if that is not of this host and container."""
     with contextlib.suppress(OSError):
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY)
         if _identity(opened) == (device, inode):

@@ -58,7 +58,7 @@ class OpenCheckpoint:
             UserError: ``directory`` cannot be read, or is not a checkpoint; a file or a tensor is missing; or
                 its contents contradict each other.
         """
-        manifest, facts, tensors = read_all_but_places(directory)
+        manifest, facts, tensors = read_state_file(directory)
         index = index_from_json(tensors)
         return cls(directory, manifest, facts, index, _stored_chunks(directory, manifest, index))
 
@@ -183,8 +183,12 @@ class OpenCheckpoint:
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
 
-def read_all_but_places(directory: Location) -> tuple[Manifest, dict[str, Any], Fields]:
-    """The manifest, the facts, and the index, of which only the names are checked. Raises as `open`."""
+def read_state_file(directory: Location) -> tuple[Manifest, dict[str, Any], Fields]:
+    """The manifest, the facts, and the index, of which only the names are checked.
+
+    Raises:
+        UserError: as `OpenCheckpoint.open`.
+    """
     manifest = read_manifest(directory)
     if STATE not in manifest.files:
         raise UserError(f"{printable(directory)} is incomplete: its manifest lacks {STATE}")

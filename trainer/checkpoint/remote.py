@@ -16,6 +16,7 @@ import secrets
 import shutil
 import socket
 import threading
+from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -162,7 +163,7 @@ class Remote(NoRemote):
         """Become the process that puts files at the address, and remove incomplete checkpoints there."""
         assert self._there.run_id is not None
         before = _owner_if_readable(self._address)
-        run_id = before["run_id"] if before is not None else newest_run_id(self._address)
+        run_id = _run_of(before, self._address)
         if run_id not in (None, self._there.run_id):
             raise TakenError(f"{self._address} belongs to another run, {run_id}")
         number = before["number"][:9] if before is not None else ""
@@ -218,8 +219,7 @@ class Remote(NoRemote):
         self._safe_step = manifest.step
         self._copied = {key: value for key, value in self._copied.items() if "/checkpoints/" not in key}
         self._unfinished.discard(there)
-        while self._unfinished:  # a newer one came while the store failed
-            left = next(iter(self._unfinished))
+        for left in list(self._unfinished):  # a newer one came while the store failed
             left.remove()
             self._unfinished.discard(left)
         for old in self._there.beyond(self._retention):
@@ -268,14 +268,14 @@ def run_at(address: str) -> str | None:
         UserError: the address could not be reached.
     """
     try:
-        return _run_at(Address(address))
+        there = Address(address)
+        return _run_of(_owner_if_readable(there), there)
     except UserError as error:
         raise UserError(f"checkpoint.remote: {error}") from error
 
 
-def _run_at(address: Address) -> str | None:
-    """As `run_at`: by its owner's file, or else by the newest checkpoint there."""
-    owner = _owner_if_readable(address)
+def _run_of(owner: Mapping[str, str] | None, address: Address) -> str | None:
+    """The id of the run at `address`: that of its `owner`, or else of the newest checkpoint there."""
     return owner["run_id"] if owner is not None else newest_run_id(address)
 
 

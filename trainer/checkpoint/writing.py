@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.checkpoint.hashing import FileDigest, write_text
 from trainer.checkpoint.layout import Plan, aliases_in, index_to_json, key_of, plan_writers
-from trainer.checkpoint.open_checkpoint import OpenCheckpoint, read_all_but_places
+from trainer.checkpoint.open_checkpoint import OpenCheckpoint, read_state_file
 from trainer.checkpoint.safetensors_files import ToStore, write_file
 from trainer.checkpoint.state_file import STATE
 from trainer.checkpoint.store import Store
@@ -107,7 +107,7 @@ class Contents:
     def read_back(self, directory: Path) -> None:
         """Raise UserError if no resume would read what was written to ``directory``."""
         if self.layout.was_read:
-            read_all_but_places(directory)
+            read_state_file(directory)
         else:
             OpenCheckpoint.open(directory)
             self.layout.was_read = True
