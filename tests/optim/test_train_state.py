@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tests.checkpoint import tiny
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
-from trainer.optim.train_state import Progress, TrainState, load_model_state, model_state, parameter_names
+from trainer.optim.plain_names import load_model_state, model_state, parameter_names
+from trainer.optim.train_state import Progress, TrainState
 
 
 def test_progress_counts_steps_epochs_and_samples() -> None:

@@ -31,7 +31,8 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError, UserError, first_few
 from trainer.faults.disk_progress import at_disk
 from trainer.files.address import Address
-from trainer.optim.train_state import Progress, TrainState, buffer_names
+from trainer.optim.plain_names import buffer_names
+from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 

@@ -14,13 +14,8 @@ from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
 from trainer.files.untrusted import printable, reason
 from trainer.local_shard import same_bits, to_local
-from trainer.optim.train_state import (
-    TrainState,
-    every_parameter,
-    load_model_state,
-    model_state,
-    named_buffers,
-)
+from trainer.optim.plain_names import every_parameter, load_model_state, model_state, named_buffers
+from trainer.optim.train_state import TrainState
 
 
 class Expected:

@@ -11,7 +11,7 @@ from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
 from trainer.local_shard import same_bits, spanned_bytes
-from trainer.optim.train_state import every_parameter, named_buffers, named_modules
+from trainer.optim.plain_names import every_parameter, named_buffers, named_modules
 
 
 def compare_buffers(model: nn.Module, agreement: Agreement, dist: Dist) -> None:

@@ -11,8 +11,9 @@ from torch.optim import Muon
 from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError, first_few
 from trainer.files.untrusted import printable
+from trainer.optim.plain_names import parameter_names
 from trainer.optim.several import has_user_part, parts_of
-from trainer.optim.train_state import TrainState, parameter_names
+from trainer.optim.train_state import TrainState
 from trainer.optim.whole_matrices import WholeMatrices
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]

@@ -35,7 +35,8 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.files.untrusted import Fields
 from trainer.local_shard import same_bits, to_local
-from trainer.optim.train_state import TrainState, buffer_names
+from trainer.optim.plain_names import buffer_names
+from trainer.optim.train_state import TrainState
 
 OWN_BUFFERS = "the model's running statistics, or other buffers, are those of rank 0"
 

@@ -16,7 +16,7 @@ from trainer.config import KeepBest
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.address import Location, location
-from trainer.optim.train_state import buffers_outside, load_model_state, model_state
+from trainer.optim.plain_names import buffers_outside, load_model_state, model_state
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError, first_few
 from trainer.optim.layout import is_dense, lay_out_gradients
+from trainer.optim.plain_names import parameter_names
 from trainer.optim.schedules import check_optimizer, sparse_weights
 from trainer.optim.several import Several, parts_of
-from trainer.optim.train_state import parameter_names
 from trainer.optim.whole_matrices import WholeMatrices
 
 log = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 """The state of a run at a step boundary: its progress, and everything that training changes."""
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,11 +11,16 @@ from trainer.errors import NonFiniteError
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
 from trainer.optim.layout import laid_out_as
+from trainer.optim.plain_names import (
+    buffers_outside,
+    every_parameter,
+    load_model_state,
+    model_state,
+    parameter_names,
+    plain_name,
+)
 from trainer.optim.progress import Progress
 from trainer.optim.schedules import after_step
-
-# Prefixes that torch.compile and activation checkpointing add to parameter names.
-_WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 _MAX_SKIPPED = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
 
@@ -47,9 +51,9 @@ class TrainState:
         parameters = {name: p for name, p in every_parameter(self.model) if p.requires_grad}
         in_state = model_state(self.model).keys()
         buffers = {
-            _plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            plain_name(name): (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, buffer in self.model.named_buffers()
-            if _plain_name(name) in in_state
+            if plain_name(name) in in_state
             and buffer.is_floating_point()
             and buffer.itemsize > 1
             # The average of a mask of -inf would be NaN.
@@ -241,66 +245,3 @@ def _name(key: int | str, names: list[str]) -> str:
         f"the optimizer keeps state under {key}, a parameter's name"
     )
     return names[key] if isinstance(key, int) else key
-
-
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict of `model`, sharded or not, under the names of the plain module.
-
-    torch.distributed.checkpoint.state_dict has this too, for more kinds of wrappers; to import it is 2 % of
-    the processor time of a start.
-    """
-    return {_plain_name(name): value for name, value in model.state_dict().items()}
-
-
-def load_model_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load what `model_state` gave into `model`, sharded or not.
-
-    Modules are told their own version, as `Module.state_dict` would: torchvision's MNASNet takes no other.
-
-    Raises:
-        RuntimeError: names or shapes differ from those of `model`.
-    """
-    names = {_plain_name(name): name for name in model.state_dict()}
-    versioned: Any = OrderedDict((names.get(name, name), value) for name, value in saved.items())
-    versioned._metadata = {name: {"version": module._version} for name, module in model.named_modules()}
-    model.load_state_dict(versioned)
-
-
-def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Each parameter once, under its name in the plain module."""
-    for name, parameter in model.named_parameters():
-        yield _plain_name(name), parameter
-
-
-def every_parameter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As `parameter_names`; a tied parameter comes under each of its names."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield _plain_name(name), parameter
-
-
-def buffers_outside(model: nn.Module, in_model_state: set[str]) -> dict[str, Tensor]:
-    """Buffers outside the model's state dict, which forward may use and change."""
-    named = ((_plain_name(name), buffer) for name, buffer in model.named_buffers())
-    return {name: buffer for name, buffer in named if name not in in_model_state}
-
-
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each buffer under each of its names in the plain module."""
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        yield _plain_name(name), buffer
-
-
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Each module under each of its names in the plain module; of wrappers, the one within comes last."""
-    for name, module in model.named_modules(remove_duplicate=False):
-        yield _plain_name(name), module
-
-
-def buffer_names(model: nn.Module) -> set[str]:
-    """The dotted paths of buffers in a state dict."""
-    names = [name for name, _ in named_buffers(model)]
-    return {f"{part}.{name}" for part in ("model", "buffers", "ema.weights") for name in names}
-
-
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)

@@ -15,7 +15,8 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError, first_few
 from trainer.local_shard import to_local
-from trainer.optim.train_state import Progress, TrainState, parameter_names
+from trainer.optim.plain_names import parameter_names
+from trainer.optim.train_state import Progress, TrainState
 from trainer.training.last_step import KeptBuffers
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from trainer.faults.gate import UPDATE_S, Gate, NoGate
 from trainer.fingerprint import bit_sums, changed_bits
 from trainer.local_shard import same_bits
 from trainer.nested import mapped
-from trainer.optim.train_state import TrainState, named_buffers, named_modules
+from trainer.optim.plain_names import named_buffers, named_modules
+from trainer.optim.train_state import TrainState
 from trainer.strategies import Strategy
 from trainer.training.mirrored_step import MirroredStep
 from trainer.training.replica_check import ReplicaCheck

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.distributed.gather_shards import as_bytes, gather_shards_to_rank0
 from trainer.faults.disk_progress import progress
-from trainer.optim.train_state import model_state
+from trainer.optim.plain_names import model_state
 
 
 def inputs(model: nn.Module, train_loader: TrainLoader, eval_loader: EvalLoader | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.process_group import Dist, sum_over_ranks
 from trainer.local_shard import to_local
-from trainer.optim.train_state import parameter_names
+from trainer.optim.plain_names import parameter_names
 
 _SAMPLED = 4096  # elements of a tensor: the copy of weights over a step is small
 _BINS = 64
