@@ -43,7 +43,7 @@ def test_a_kill_for_want_of_memory_is_seen(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).write_text(text.format(3))
-    monkeypatch.setattr(processes, "groups_of", lambda pid: [tmp_path / name])
+    monkeypatch.setattr(processes, "memory_files_of", lambda pid: [tmp_path / name])
     kills = processes.MemoryKills([1])
     (tmp_path / name).write_text(text.format(4))
     assert kills.words() == f"for lack of memory, according to the cgroup ({tmp_path / name})"

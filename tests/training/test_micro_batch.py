@@ -91,7 +91,7 @@ def test_the_smallest_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.stat").write_text("anon 700\ninactive_file 300\n")
-    monkeypatch.setattr(micro_batch, "groups_of", lambda pid: [tmp_path / "memory.events"])
+    monkeypatch.setattr(micro_batch, "memory_files_of", lambda pid: [tmp_path / "memory.events"])
     assert micro_batch._free_bytes(dist) > most / 2, "no limit"
     (tmp_path / "memory.max").write_text("9000\n")
     assert micro_batch._free_bytes(dist) == (9000 - 700) // 2, "shared by the ranks of the host"

@@ -107,9 +107,10 @@ def _all_of(node: str, names: Iterable[str]) -> str:
 
 
 def set_together(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
-    """The settings that are null or have several values, by name, and the names of these, of a dict none.
+    """The settings that are one mapping or null, such as train.stop, and the keys of each; [] if any will do.
 
-    `kind` is a dataclass of the schema.
+    Args:
+        kind: a dataclass of the schema.
     """
     for name, hint in typing.get_type_hints(kind).items():
         for part in (hint, *typing.get_args(hint)):

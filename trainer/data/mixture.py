@@ -70,7 +70,7 @@ def Mixture(  # noqa: N802, to users it is a class, of either kind
                 "data.dataset.num_samples, the samples of an epoch"
             ) from error
         weights, num_samples = weights or sizes, num_samples or sum(sizes)
-    _check(weights, len(parts))
+    _check_weights(weights, len(parts))
     return kind(parts, weights, num_samples)
 
 
@@ -94,7 +94,7 @@ class IndexMixture(Dataset[Any]):
         if not all(sizes):
             raise UserError(f"the datasets of the mixture have {sizes} samples; leave out the empty ones")
         given = sizes if weights is None or split != "train" else weights
-        _check(given, len(sizes))
+        _check_weights(given, len(sizes))
         total = sum(sizes) if num_samples is None or split != "train" else num_samples
         self._counts = _shares(total, given)
         # Dataset k has indices for each of its passes, so that a sample is another one in another pass.
@@ -131,12 +131,12 @@ class IndexMixture(Dataset[Any]):
         return common(self.datasets, name)
 
 
-def _check(weights: Sequence[float], number: int) -> None:
+def _check_weights(weights: Sequence[float], num_parts: int) -> None:
     numbers: Sequence[Any] = weights if isinstance(weights, list | tuple) else ()
     fit = [isinstance(weight, int | float) and 0 < weight < float("inf") for weight in numbers]
-    if len(fit) != number or not all(fit):
+    if len(fit) != num_parts or not all(fit):
         raise UserError(
-            f"data.dataset.weights is {weights}, but must have a number above 0 for each of the {number} "
+            f"data.dataset.weights is {weights}, but must have a number above 0 for each of the {num_parts} "
             "datasets"
         )
 

@@ -35,8 +35,8 @@ class StreamMixture(IterableDataset[Any]):
             self.num_shards = math.gcd(*(part.num_shards for part in parts))
         self._epoch, self._resumed = 0, False
         self._begins = [part.state_dict() if has_state(part) else None for part in parts]
-        self._passes, self._states, self._num_read = [0] * len(parts), [*self._begins], 0
         self._live = [False] * len(parts)
+        self._rewind()
 
     def __len__(self) -> int:
         return sum(map(len, self.parts)) if self._num_samples is None else self._num_samples
@@ -61,14 +61,14 @@ class StreamMixture(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         if not self._resumed:
-            self._passes, self._states, self._num_read = [0] * len(self.parts), [*self._begins], 0
+            self._rewind()
         self._resumed, self._live = False, [False] * len(self.parts)
-        open_parts: dict[int, Iterator[Any]] = {}
         if self.weights is None:
             for number in range(len(self.parts)):
                 for item in self._read(number):
                     yield number, item
             return
+        open_parts: dict[int, Iterator[Any]] = {}
         while self._num_samples is None or self._num_read < self._num_samples:
             [number] = random.choices(range(len(self.parts)), self.weights)
             if number not in open_parts:
@@ -81,6 +81,9 @@ class StreamMixture(IterableDataset[Any]):
                     raise UserError(f"data.dataset.datasets[{number}] is empty; leave it out")
             self._num_read += 1
             yield number, item
+
+    def _rewind(self) -> None:
+        self._passes, self._states, self._num_read = [0] * len(self.parts), [*self._begins], 0
 
     def _read(self, number: int) -> Iterator[Any]:
         """The part from its present pass and state on."""

@@ -51,7 +51,7 @@ class MemoryKills:
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
-        of_groups = [file for pid in pids for file in groups_of(pid)]
+        of_groups = [file for pid in pids for file in memory_files_of(pid)]
         self._sources = [Path("/proc/vmstat"), *dict.fromkeys(of_groups)]
         self._before = {path: _oom_kills(path) for path in self._sources}
 
@@ -64,7 +64,7 @@ class MemoryKills:
         return None
 
 
-def groups_of(pid: int | str) -> list[Path]:
+def memory_files_of(pid: int | str) -> list[Path]:
     """memory.events of a process's control group (version 2) or memory.oom_control (1)."""
     files = []
     with contextlib.suppress(OSError):
@@ -79,12 +79,15 @@ def groups_of(pid: int | str) -> list[Path]:
 
 
 def _oom_kills(path: Path) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
+    with contextlib.suppress(OSError):
+        return numbers_in(path).get("oom_kill", 0)
     return 0
+
+
+def numbers_in(path: Path) -> dict[str, int]:
+    """The lines `NAME NUMBER` or `NAME: NUMBER kB` of a file of the kernel. OSError: it cannot be read."""
+    lines = (line.replace(":", " ").split() for line in path.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def watch_for_death(pid: int) -> int:

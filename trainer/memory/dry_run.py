@@ -41,7 +41,7 @@ from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies import build_strategy
 from trainer.strategies.base import parameter_count
 
-_STATE = ("parameters", "optimizer", "averages")
+STATE = ("parameters", "optimizer", "averages")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class DryRun:
         return self._loader(size).epoch(0).ahead()[0]
 
     def has(self, kind: type[nn.Module]) -> bool:
+        """Whether a module of the model is of this class, or of one derived from it."""
         return any(issubclass(each, kind) for each in self._kinds)
 
     def _model(self, config: Config) -> Deferred:
@@ -127,7 +128,7 @@ class DryRun:
         with as_rank_of(world, device) as dist:
             if isinstance(config.strategy, FsdpConfig):
                 strategy = build_strategy(config, dist)
-            else:  # for ddp without its reducer: `Stage` has its buckets
+            else:  # ddp, too, without its reducer: `Stage` makes the buckets
                 alone = dataclasses.replace(config, strategy=SplitConfig("single"))
                 strategy = build_strategy(alone, dataclasses.replace(dist, world_size=1))
             real = SimulatedStrategy(strategy, {"": device})
@@ -190,6 +191,7 @@ class Stage:
         return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
     def steps(self, batch: Any, accumulation: int) -> None:
+        """Make a step of micro-batches that are all `batch`; the first time, two."""
         for _ in range(1 if self._has_state else 2):
             self._ledger.forget_peaks()
             self._step(batch, min(accumulation, 2))
@@ -213,10 +215,10 @@ class Stage:
         parts, host = account.peak(), 0
         if self._config.train.exact is not None:
             parts["communication"] += self._integers(device, accumulation)
-        state = sum(parts[kind] for kind in _STATE)  # it exists all the time, so it is part of any peak
+        state = sum(parts[kind] for kind in STATE)  # it exists all the time, so it is part of any peak
         if self._offloads:
             host = state
-            parts |= dict.fromkeys(_STATE, 0)
+            parts |= dict.fromkeys(STATE, 0)
         elif self._host is not None:
             host = self._ledger.accounts[self._host].peak_bytes
         if isinstance(self._config.strategy, FsdpConfig) and self._config.checkpoint.mirror_every:

@@ -21,8 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.config import Config
 from trainer.errors import first_line
+from trainer.faults.processes import numbers_in
 from trainer.launch.fresh import die_with_parent, extend_path
-from trainer.memory.dry_run import DryRun, Footprint
+from trainer.memory.dry_run import STATE, DryRun, Footprint
 from trainer.memory.fit import largest_micro_size
 from trainer.memory.pretend import DryRunWorld
 
@@ -73,15 +74,20 @@ class TrialSteps:
         try:
             with self._dry_run.under(self._config, self._world) as stage:
                 peak = functools.cache(lambda size: self._bytes(stage.footprint(size, 2)))
-                whole = peak(sizes[0]) <= self._left
-                found = sizes[0] if whole else largest_micro_size(peak, self._left, 1)
+                fits_whole = peak(sizes[0]) <= self._left
+                found = sizes[0] if fits_whole else largest_micro_size(peak, self._left, 1)
                 size = next((size for size in sizes if size <= found), sizes[-1])
                 return size, stage.footprint(size, 2)
         except Exception:  # of a model that reads numbers, or takes memory as if there were some
             return sizes[0], None
 
     def make(self, size: int, most: int, footprint: Footprint | None) -> None:
-        """Make two steps. Raises what torch raises if they do not fit."""
+        """Make two steps with micro-batches of `size`. Raises what torch raises if they do not fit.
+
+        Args:
+            most: the size that has all samples of the rank; of others a step adds several.
+            footprint: as `predicted` gave it.
+        """
         self._limit()
         beside = torch.empty(self._beside(footprint) if footprint else 0, dtype=torch.uint8)
         with self._dry_run.for_real(self._config, self._world, self._device) as stage:
@@ -95,7 +101,7 @@ class TrialSteps:
         """Copies of the state in the memory of the device, if that is the host's."""
         if self._device.type != "cpu":
             return 0
-        state = sum(footprint.parts[kind] for kind in ("parameters", "optimizer", "averages"))
+        state = sum(footprint.parts[kind] for kind in STATE)
         return footprint.host + state * self._config.checkpoint.async_
 
     def _limit(self) -> None:
@@ -112,10 +118,7 @@ class TrialSteps:
 
 def _data_bytes() -> int:
     """The memory of this process that is its own and can be written, touched or not."""
-    [line] = (
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")
-    )
-    return int(line.split()[1]) << 10
+    return numbers_in(Path("/proc/self/status"))["VmData"] << 10
 
 
 if __name__ == "__main__":

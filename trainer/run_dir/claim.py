@@ -59,7 +59,7 @@ def claim(
             writable. Or `remote` holds another run, cannot be reached, or is no place of its own.
     """
     if wanted is not None and remote is not None:
-        _refuse_own(Path(wanted), remote)
+        _refuse_remote_within(Path(wanted), remote)
     with writing(wanted or "null"):
         path = new_run_dir() if wanted is None else Path(wanted)
         path.mkdir(parents=True, exist_ok=True)
@@ -104,8 +104,8 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
     return RunDir(path, run_id, bool(used))
 
 
-def _refuse_own(path: Path, remote: str) -> None:
-    """Raise UserError if copies at `remote` would replace or delete the checkpoints in `path`."""
+def _refuse_remote_within(path: Path, remote: str) -> None:
+    """Raise UserError if `remote` is in the run directory `path`: its copies would replace the originals."""
     if (there := Address(remote).local_path) is None:
         return
     there, own = Path(os.path.realpath(there)), Path(os.path.realpath(path))

@@ -26,7 +26,7 @@ from trainer.data.loading.batch import split_batch
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.faults.processes import groups_of
+from trainer.faults.processes import memory_files_of, numbers_in
 from trainer.launch import fresh
 
 log = logging.getLogger(__name__)
@@ -127,8 +127,8 @@ def _free_bytes(dist: Dist) -> int:
     """The memory that this rank may use on its device."""
     if dist.device.type == "cuda":
         return torch.cuda.mem_get_info(dist.device)[0]
-    shared = [_numbers(Path("/proc/meminfo"))["MemAvailable"] << 10, *_free_in_groups()]
-    used = _numbers(Path("/proc/self/status"))
+    shared = [numbers_in(Path("/proc/meminfo"))["MemAvailable"] << 10, *_free_in_groups()]
+    used = numbers_in(Path("/proc/self/status"))
     own = [
         resource.getrlimit(limit)[0] - (used[name] << 10) - _LATER
         for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
@@ -139,7 +139,7 @@ def _free_bytes(dist: Dist) -> int:
 
 def _free_in_groups() -> Iterator[int]:
     """What each control group of this process may still take; its page cache can be freed."""
-    folders = {folder for file in groups_of("self") for folder in (file.parent, *file.parents)}
+    folders = {folder for file in memory_files_of("self") for folder in file.parents}
     names = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -147,11 +147,5 @@ def _free_in_groups() -> Iterator[int]:
     for folder in folders:
         for limit, used, cache in names:
             with contextlib.suppress(OSError, ValueError):  # the root has no limit; `max` is none
-                taken = int((folder / used).read_text()) - _numbers(folder / "memory.stat").get(cache, 0)
+                taken = int((folder / used).read_text()) - numbers_in(folder / "memory.stat").get(cache, 0)
                 yield int((folder / limit).read_text()) - taken
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """The lines `NAME: NUMBER ...` of a file of the kernel."""
-    lines = (line.replace(":", " ").split() for line in path.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

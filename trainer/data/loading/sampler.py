@@ -62,7 +62,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         return (self.num_samples - self.first_sample) // self.batch.global_size * self.batch.accumulation
 
     def order_of(self, epoch: int) -> Tensor:
-        """The indices of an epoch. Raises UserError if they are no tensor of one for each sample."""
+        """The indices of an epoch. UserError: they are not an int64 tensor with one for each sample."""
         # A tensor, not a list: data=tokens has a billion numbers.
         generator = torch.Generator().manual_seed(self.seed + epoch)
         with generators_kept():  # from which an order may draw as well: on every rank the same numbers
