@@ -41,6 +41,7 @@ from trainer.loop import fit
 from trainer.meta_init.deferred import deferred
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import Frozen, build_optimizer, freeze
+from trainer.optim.progress import last_step
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
 from trainer.run_dir.claim import RunDir, claim
@@ -98,16 +99,7 @@ def run(config: Config) -> dict[str, Any]:
             _log_start(config, context)
             metrics = fit(context)
             context.run_log.plots(context.strategy.plots, context.state.progress.step, at_end=True)
-            result = {
-                "strategy": config.strategy.name,
-                "comm": config.comm.algorithm,
-                "world_size": dist.world_size,
-                **{name: None if math.isnan(value) else value for name, value in metrics.items()},
-                **context.strategy.measured(),
-                **({"exact": context.exact} if context.exact else {}),
-                **({"ended_by": ended_by} if (ended_by := context.state.early_end.setting) else {}),
-                "param_sha256": run_hash.parameters_sha256(context.state.model),
-            }
+            result = _result(config, context, metrics)
             context.checkpointer.close()
             if summary := context.strategy.summary():
                 log.info("%s", summary)
@@ -119,6 +111,21 @@ def run(config: Config) -> dict[str, Any]:
             context.checkpointer.finish_remote()
             log.info("%s  ->  %s", run_dir, context.run_log.look)
     return result
+
+
+def _result(config: Config, context: TrainingContext, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """The contents of result.json (a collective)."""
+    strategy, ended_by = context.strategy, context.state.early_end.setting
+    return {
+        "strategy": config.strategy.name,
+        "comm": config.comm.algorithm,
+        "world_size": context.dist.world_size,
+        **{name: None if math.isnan(value) else value for name, value in metrics.items()},
+        **strategy.measured(),
+        **({"exact": context.exact} if context.exact else {}),
+        **({"ended_by": ended_by} if ended_by else {}),
+        "param_sha256": run_hash.parameters_sha256(context.state.model),
+    }
 
 
 def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest) -> TrainingContext:
@@ -140,7 +147,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     checkpointer = Checkpointer(config.checkpoint, run_dir, dist, run_id, num_samples, flatten(config))
     checkpoint = checkpointer.find(config.resume)
     progress = checkpoint.progress if checkpoint else Progress()
-    total_steps = _last_step(progress, train, num_samples)
+    total_steps = last_step(progress, train, num_samples)
 
     wrapped, num_parameters, flops = _model(config, data, task, batch, strategy, dist)
     state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
@@ -246,24 +253,6 @@ def _checks(
 
 def _bad_sample(data: Data, progress: Progress) -> str | None:
     return data.train_loader.not_finite(progress.epoch, progress.samples_in_epoch)
-
-
-def _last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
-    """The number of the run's last step; `begin` may come from a run with another batch size.
-
-    A stream of unknown length may end earlier, with its last epoch.
-    """
-    if num_samples is None:
-        if train.max_steps is None:
-            raise UserError(
-                "train.max_steps is null, but the training data is a stream of unknown length: set "
-                "train.max_steps=N, which the schedule and the remaining time need"
-            )
-        return train.max_steps
-    begin = dataclasses.replace(begin)
-    begin.skip_short_rest(train.global_batch_size, num_samples)
-    full_epochs = begin.step + begin.steps_to_go(train.epochs, train.global_batch_size, num_samples)
-    return min(train.max_steps or full_epochs, full_epochs)
 
 
 def _log_start(config: Config, context: TrainingContext) -> None:

@@ -11,7 +11,7 @@ from importlib import import_module
 import ringmaster
 from trainer.cli import loaded_run
 from trainer.launch.fresh import die_with_parent, extend_path, program
-from trainer.launch.local_ranks import waits_for_word
+from trainer.launch.local_ranks import received_command_line
 
 _OFTEN_USED = ("trainer.strategies.ddp", "trainer.loggers.tensorboard")  # imported by the settings
 
@@ -22,7 +22,7 @@ def main() -> None:
     loaded_run()
     for module in _OFTEN_USED:
         import_module(module)
-    argv = waits_for_word(socket.socket(fileno=int(sys.argv[1])))
+    argv = received_command_line(socket.socket(fileno=int(sys.argv[1])))
     if argv is not None:
         sys.argv = [program()[-1], *argv]
         ringmaster.main()

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from trainer.launch.fresh import die_with_parent
-from trainer.launch.local_ranks import waits_for_word
+from trainer.launch.local_ranks import received_command_line
 
 if __name__ == "__main__":
     die_with_parent()
-    words = waits_for_word(socket.socket(fileno=int(sys.argv[1])))
+    words = received_command_line(socket.socket(fileno=int(sys.argv[1])))
     if words is None:
         sys.exit(5)
     told = {"argv": words, "rank": os.environ["RANK"], "pid": os.getpid()}

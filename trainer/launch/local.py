@@ -42,16 +42,13 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     a loss that is not finite and a stop are final, and so is the same fault at the same step again.
 
     Raises:
-        UserError: this process is one of several itself.
+        UserError: this process is one of several itself; or `launch` asks for restarts of one host of
+            several, or for standbys without restarts.
     """
     settings, host = config.launch, host_place()
     processes = _processes(config, host)
     assert isinstance(settings, LocalLaunchConfig)
-    if settings.standby.strip("0") not in ("auto", "") and not settings.max_restarts:
-        raise UserError(
-            f"launch.standby={settings.standby}, but launch.max_restarts=0: they wait for restarts alone; "
-            "set launch.max_restarts to how many there may be, or launch.standby=auto"
-        )
+    standbys = _standbys(settings, processes)
     if host.count > 1:
         if settings.max_restarts:
             raise UserError(
@@ -61,7 +58,6 @@ def launch(config: Config, argv: Sequence[str]) -> int:
         return _attempt(LocalRanks(processes, host), argv)[0]
     run_dir = config.run_dir or str(new_run_dir())
     argv = [*argv, set_to("run_dir", run_dir)]
-    standbys = processes if settings.standby == "auto" else min(processes, int(settings.standby))
     seen: list[dict[str, Any]] = []
     following = LocalRanks(processes, host)
     try:
@@ -72,8 +68,8 @@ def launch(config: Config, argv: Sequence[str]) -> int:
             # resume=auto also before the first save, since the directory is used now.
             again = ["resume=auto"] if attempt and not is_told else []
             is_last = attempt == settings.max_restarts
-            prepared = _Prepared(following, 0 if is_last else standbys, Path(run_dir, "train.log"))
-            status, stopped = _attempt(ranks, [*argv, *again], prepared.look)
+            starter = _StandbyStarter(following, 0 if is_last else standbys, Path(run_dir, "train.log"))
+            status, stopped = _attempt(ranks, [*argv, *again], starter.look)
             if status in (0, _MISTAKE, _NOT_FINITE, _STOPPED) or stopped or is_last:
                 break
             message, fault = _fault(Path(run_dir))
@@ -89,7 +85,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     return status
 
 
-class _Prepared:
+class _StandbyStarter:
     """Starts the standbys of the following attempt once this one has logged a step.
 
     Their imports would delay its own, and they are of no use to a run that never makes a step.
@@ -126,6 +122,19 @@ def launch_module(config: Config, module: str, argv: Sequence[str]) -> int:
     return _attempt(LocalRanks(_processes(config, host), host, module), argv)[0]
 
 
+def _standbys(settings: LocalLaunchConfig, processes: int) -> int:
+    """How many processes stand by for a restart. UserError: some should, but no restart may come."""
+    if settings.standby == "auto":
+        return processes
+    number = int(settings.standby)
+    if number and not settings.max_restarts:
+        raise UserError(
+            f"launch.standby={settings.standby}, but launch.max_restarts=0: they wait for restarts alone; "
+            "set launch.max_restarts to how many there may be, or launch.standby=auto"
+        )
+    return min(processes, number)
+
+
 def _processes(config: Config, host: HostPlace) -> int:
     assert isinstance(config.launch, LocalLaunchConfig)
     if place().among_ranks:
@@ -142,7 +151,7 @@ def _attempt(
     """Begin the attempt and wait for its end; return its status, and whether a signal stopped it.
 
     Args:
-        meanwhile: called now and then.
+        meanwhile: called often until the end, or the first failure.
     """
     received: list[int] = []
     try:

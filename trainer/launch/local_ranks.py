@@ -22,17 +22,16 @@ _BEGUN = "rank"  # the name of a standby's main thread from then on, for whom co
 class LocalRanks:
     """Processes that are told their rank and their port when they start, and their command line at `begin`.
 
+    Args:
+        processes: on this host.
+        module: run this module in place of train.py.
+
     Attributes:
         first: the first rank of this host.
         started: the ranks of the attempt, once it has begun.
     """
 
     def __init__(self, processes: int, host: HostPlace, module: str | None = None) -> None:
-        """
-        Args:
-            processes: on this host.
-            module: run this module in place of train.py.
-        """
         self.first = host.rank * processes
         # A socket that already listens avoids a race for a free port: rank 0 inherits it.
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -80,6 +79,7 @@ class LocalRanks:
             printer.join(1)
 
     def _standby(self, local_rank: int, argv: Sequence[str]) -> subprocess.Popen[bytes] | None:
+        """The standby of this rank, which begins now; None if there is none, or it has ended."""
         if local_rank >= len(self._standbys):
             return None
         process, channel = self._standbys[local_rank]
@@ -119,18 +119,18 @@ class LocalRanks:
         return process
 
 
-def waits_for_word(channel: socket.socket) -> list[str] | None:
-    """In a standby: say that it is ready, and return its command line, or None if it is not needed."""
+def received_command_line(channel: socket.socket) -> list[str] | None:
+    """In a standby: say that it is ready, and wait for its command line; None if the launcher has ended."""
     with channel, channel.makefile("rw") as line:
         line.write("\n")
         line.flush()
-        word = line.readline()
-    if not word.endswith("\n"):  # the launcher has ended
+        told = line.readline()
+    if not told.endswith("\n"):
         return None
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(_BEGUN)
-    words: list[str] = json.loads(word)
-    return words
+    argv: list[str] = json.loads(told)
+    return argv
 
 
 def stands_by(pid: int) -> bool:
@@ -143,7 +143,7 @@ def stands_by(pid: int) -> bool:
 
 
 def _is_ready(process: subprocess.Popen[bytes], channel: socket.socket) -> bool:
-    """Whether a standby waits for its word, or has ended."""
+    """Whether a standby waits for its command line, or has ended."""
     return process.poll() is not None or bool(select.select([channel], [], [], 0)[0])
 
 

@@ -1,6 +1,9 @@
-"""How far a run has come."""
+"""How far a run has come, and how far it goes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from trainer.config import TrainConfig
+from trainer.errors import UserError
 
 
 @dataclass
@@ -49,3 +52,24 @@ class Progress:
     def epochs(self, num_samples: int | None) -> float:
         """Epochs done, of ``num_samples`` each; of unknown length, whole ones only."""
         return self.epoch + (self.samples_in_epoch / num_samples if num_samples else 0.0)
+
+
+def last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
+    """The number of the run's last step; `begin` may come from a run with another batch size.
+
+    A stream of unknown length, for which `num_samples` is None, may end earlier, with its last epoch.
+
+    Raises:
+        UserError: such a stream without train.max_steps.
+    """
+    if num_samples is None:
+        if train.max_steps is None:
+            raise UserError(
+                "train.max_steps is null, but the training data is a stream of unknown length: set "
+                "train.max_steps=N, which the schedule and the remaining time need"
+            )
+        return train.max_steps
+    begin = replace(begin)
+    begin.skip_short_rest(train.global_batch_size, num_samples)
+    full_epochs = begin.step + begin.steps_to_go(train.epochs, train.global_batch_size, num_samples)
+    return min(train.max_steps or full_epochs, full_epochs)
