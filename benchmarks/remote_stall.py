@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -73,7 +74,7 @@ class SlowProxy(threading.Thread):
 
 
 @contextlib.contextmanager
-def bucket(root: Path):  # type: ignore[no-untyped-def]
+def bucket() -> Iterator[int]:
     """The port of an S3 server in a process of its own, with a bucket."""
     program = (
         "from moto.server import ThreadedMotoServer as S; s = S(port=0, verbose=False); s.start(); "
@@ -100,13 +101,8 @@ def trained(run_dir: Path, steps: int, processes: int, remote: str | None, port:
         "OMP_NUM_THREADS": "1",
     }
     command = [
-        *(
-            sys.executable,
-            "train.py",
-            "launch=local",
-            f"launch.processes={processes}",
-            "model.hidden=[1024,1024]",
-        ),
+        *(sys.executable, "train.py", "launch=local", f"launch.processes={processes}"),
+        "model.hidden=[1024,1024]",
         *("optim=adamw", "train.epochs=1000", f"train.max_steps={steps}", "train.log_every_steps=10"),
         *("train.eval_every_epochs=0", "checkpoint.every_steps=50", "checkpoint.every_epochs=null"),
         *("logger=jsonl", f"run_dir={run_dir}", f"checkpoint.remote={remote or 'null'}"),
@@ -134,7 +130,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     ratios: dict[str, list[float]] = {"step": [], "processor time": []}
-    with tempfile.TemporaryDirectory() as root, bucket(Path(root)) as port:
+    with tempfile.TemporaryDirectory() as root, bucket() as port:
         proxy = SlowProxy(port, arguments.megabytes_per_s * 1e6)
         for number in range(arguments.rounds):
             found = {}

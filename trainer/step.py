@@ -118,8 +118,8 @@ def compute_gradients(
 
     Args:
         divisors: the divisor of each micro-batch's loss.
-        step: the step, and
-        replica: the part of it, whose micro-batches come next; random numbers follow from them.
+        step: of the run; with `replica`, random numbers follow from it.
+        replica: whose share of the step comes next in `batches`.
         tell_others: whether to send the loss to the other ranks as soon as it is known (a collective).
 
     Returns:

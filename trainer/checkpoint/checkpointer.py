@@ -234,7 +234,7 @@ class Checkpointer:
             newest, step = self.newest_step(), contents.step
             if newest == step:
                 return False
-            if newest == step + 1:  # behind a cut link
+            if newest == step + 1:  # behind a cut link: ranks are one step apart at most
                 raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
             write_checkpoint(store, contents, Alone())
         return True

@@ -71,16 +71,18 @@ class Contents:
         """Share the live ``tensors`` among ranks (a collective). ``only_rank_0`` is as for `plan_writers`.
 
         Args:
-            before: the layout of the save before, which is used again if it fits: to make one for the 40,000
-                tensors of 10,000 parameters, and to read it back, takes as long as all the rest.
+            before: of the save before; used again if it fits. To make a layout for the 40,000 tensors of
+                10,000 parameters, and to read it back, takes as long as all the rest.
         """
         of = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], aliases_in(tensors)
         if before is None or not all(agreement.gather(before.of == of)):
             gathered = format == "full" and agreement.world_size > 1
             plan = plan_writers(tensors, only_rank_0, gathered, agreement)
             index = json.dumps(index_to_json(plan.index(tensors))) if agreement.rank == 0 else ""
-            before = SaveLayout(plan, index, of)
-        return cls(step, format, before, before.plan.part_of(tensors, agreement.rank), facts, metrics)
+            layout = SaveLayout(plan, index, of)
+        else:
+            layout = before
+        return cls(step, format, layout, layout.plan.part_of(tensors, agreement.rank), facts, metrics)
 
     def write_tensors(self, directory: Path, agreement: Agreement) -> dict[str, FileDigest]:
         """Write this rank's tensors, hashed on the way and fsynced; return the digests by file.

@@ -13,7 +13,7 @@ from trainer.config.choices import COMMS, FAULTS, LAUNCHES, STRATEGIES
 from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
-from trainer.config.overrides import leaves, no_value, not_a_setting, set_together, wrong_kind
+from trainer.config.overrides import leaves, mapping_settings, no_value, not_a_setting, wrong_kind
 from trainer.config.schema import GROUPS, Config, TrainConfig
 from trainer.errors import UserError, first_line
 
@@ -32,7 +32,6 @@ def load(composed: DictConfig) -> Config:
         _name("strategy.name", composed.strategy.name, STRATEGIES)
         _name("comm.algorithm", composed.comm.algorithm, COMMS)
         _name("fault.kind", composed.fault.kind, FAULTS)
-
         _name("launch.name", composed.launch.name, LAUNCHES)
         schema = OmegaConf.structured(Config)
         schema.launch = OmegaConf.structured(LAUNCHES[composed.launch.name])
@@ -43,8 +42,8 @@ def load(composed: DictConfig) -> Config:
         for a_field in dataclasses.fields(TrainConfig):
             if "null" in a_field.metadata and given.train.get(a_field.name, 0) is None:
                 given.train[a_field.name] = a_field.metadata["null"]
-        together = (*set_together(Config), *set_together(LAUNCHES[composed.launch.name], "launch."))
-        for name, _ in together:  # of a list OmegaConf says only that it is wrong, not where
+        mappings = (*mapping_settings(Config), *mapping_settings(LAUNCHES[composed.launch.name], "launch."))
+        for name, _ in mappings:  # of a list OmegaConf says only that it is wrong, not where
             if OmegaConf.is_list(OmegaConf.select(given, name)):
                 raise UserError(wrong_kind(name, "a list, but must be {NAME: VALUE, ...}"))
         merged = OmegaConf.merge(schema, given)

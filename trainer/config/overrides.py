@@ -67,13 +67,13 @@ def set_to(name: str, text: str) -> str:
 def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
     """The message that ``key`` is unknown, with what may be meant: a setting, a group, another option."""
     node, _, word = key.rpartition(".")
-    together = dict(set_together(Config)).get(node)
-    if together == []:  # the arguments of a class
+    keys = dict(mapping_settings(Config)).get(node)
+    if keys == []:  # the arguments of a class
         return f"{key} has no place yet: +{key}=VALUE gives it one"
-    if together:
-        if word in together:
-            return f"{key} has no place, since {node} is null; set all of it: {_all_of(node, together)}"
-        return f"{key} is not a setting; {node} has {', '.join(together)}"
+    if keys:
+        if word in keys:
+            return f"{key} has no place, since {node} is null; set all of it: {_all_of(node, keys)}"
+        return f"{key} is not a setting; {node} has {', '.join(keys)}"
     known = _settings()
     if composed is not None:
         here = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(composed)), resolve=False)
@@ -87,18 +87,19 @@ def not_a_setting(key: str, composed: DictConfig | None = None) -> str:
 
 
 def no_value(key: str) -> str:
+    """The message that ``key``, which must be set, is not."""
     node, _, word = key.rpartition(".")
-    way = f"'{node}={{{word}: ..., ...}}'" if node in dict(set_together(Config)) else f"{key}=..."
+    way = f"'{node}={{{word}: ..., ...}}'" if node in dict(mapping_settings(Config)) else f"{key}=..."
     return f"{key} has no value; set {way}"
 
 
 def wrong_kind(key: str, said: str) -> str:
-    """The message that the value of ``key`` has another type; ``said`` is OmegaConf's."""
-    together = dict(set_together(Config)).get(key)
-    if together == []:
+    """The message that ``key`` has a value of a wrong type, or wrongly null; ``said`` is OmegaConf's."""
+    keys = dict(mapping_settings(Config)).get(key)
+    if keys == []:
         return f"{key} names a class or a function; set null, or '{key}={{_target_: ...}}'"
-    if together:
-        return f"{key} has several values; set null, or {_all_of(key, together)}"
+    if keys:
+        return f"{key} has several values; set null, or {_all_of(key, keys)}"
     return f"{key} is null, but must have a value" if "value 'None'" in said else f"{key}: {said}"
 
 
@@ -106,7 +107,7 @@ def _all_of(node: str, names: Iterable[str]) -> str:
     return f"'{node}={{{', '.join(f'{name}: ...' for name in names)}}}'"
 
 
-def set_together(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+def mapping_settings(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
     """The settings that are one mapping or null, such as train.stop, and the keys of each; [] if any will do.
 
     Args:
@@ -115,7 +116,7 @@ def set_together(kind: type, prefix: str = "") -> Iterator[tuple[str, list[str]]
     for name, hint in typing.get_type_hints(kind).items():
         for part in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(part) and part is hint:
-                yield from set_together(typing.cast(type, part), f"{prefix}{name}.")
+                yield from mapping_settings(typing.cast(type, part), f"{prefix}{name}.")
             elif part is not hint and typing.get_origin(part) is dict:
                 yield prefix + name, []
             elif dataclasses.is_dataclass(part):

@@ -19,8 +19,9 @@ FAILURE = "failure.json"
 
 
 def write_failure(run_dir: Path, facts: dict[str, Any]) -> bool:
-    """Write `facts` whole or not at all; they must include `status` and `message`. Return whether it could.
+    """Write `facts` whole or not at all; return whether they are written.
 
+    They must include `status` and `message`.
     Never raises: a full disk must not prevent the message to the user.
     """
     if not run_dir.is_dir():
@@ -57,7 +58,11 @@ _LONGEST = 4000  # characters of a line
 
 
 def say(verdict: Verdict, num_ranks: int, run_dir: Path | None) -> None:
-    """Print the verdict, except for an orderly end, which each rank prints itself; `run_dir` has it."""
+    """Print the verdict, except for an orderly end, which each rank prints itself.
+
+    Args:
+        run_dir: where it was written, if it was.
+    """
     if verdict.kind == "orderly":
         return
     others = num_ranks - len(verdict.ranks)
@@ -77,7 +82,7 @@ def print_line(line: str) -> None:
 
 
 def write(verdict: Verdict, run_dir: Path, attempt: int) -> bool:
-    """Into failure.json; whether it could."""
+    """Write the verdict into failure.json; return whether that succeeded."""
     facts = {"status": verdict.status, **verdict.facts, "message": verdict.message}
     return write_failure(run_dir, facts | {"kind": verdict.kind, "attempt": attempt})
 
