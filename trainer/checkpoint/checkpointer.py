@@ -1,7 +1,7 @@
 """Saving and resuming a run, agreed among all ranks."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property
@@ -21,14 +21,14 @@ from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.resuming import Resuming
 from trainer.checkpoint.slots import Copy
-from trainer.checkpoint.state_file import DATA_STATES, MODEL_CONFIG
+from trainer.checkpoint.state_file import DATA_STATES
+from trainer.checkpoint.state_parts import StateParts
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.writing import Contents, SaveLayout, write_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
-from trainer.errors import NonFiniteError, UserError, first_few
+from trainer.errors import UserError
 from trainer.faults.disk_progress import at_disk
 from trainer.files.address import Address
 from trainer.optim.plain_names import buffer_names
@@ -82,7 +82,7 @@ class Checkpointer:
             "torch_version": torch.__version__,
             "config": dict(config),
         }
-        self._expected: Expected  # from `expect` on
+        self._parts: StateParts  # from `expect` on
         self._checked = False
         self._last_saved: int | None = None
         self._layout: SaveLayout | None = None
@@ -112,7 +112,7 @@ class Checkpointer:
         for theirs in self._agreement.gather(expected.not_finite):  # each rank checks its own shards
             for name, kinds in theirs.items():
                 expected.not_finite.setdefault(name, set()).update(kinds)
-        self._expected, self._facts["exact"] = expected, exact
+        self._parts = StateParts(expected, {**self._facts, "exact": exact})
 
     def restore(self, state: TrainState, source: OpenCheckpoint) -> None:
         """As `Resuming.restore`."""
@@ -130,7 +130,7 @@ class Checkpointer:
                 or the optimizer keeps what cannot be loaded.
         """
         if not self._checked:
-            self._agreement.everywhere(lambda: check_own(state, *self._taken_apart(state, [])))
+            self._agreement.everywhere(lambda: check_own(state, *self._parts.of(state, [])))
             compare_buffers(state.model, self._agreement, self._dist)
             self._remote.follow()
             self._checked = True
@@ -169,7 +169,7 @@ class Checkpointer:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
         self._finish()
         data_states = self._agreement.gather(dict(data_state or {}))
-        tensors, facts = self._agreement.everywhere(lambda: self._taken_apart(state, data_states))
+        tensors, facts = self._agreement.everywhere(lambda: self._parts.of(state, data_states))
         compare_buffers(state.model, self._agreement, self._dist)
         of_modules = {name for name in tensors if is_extra_state(name) or name.startswith(f"{DATA_STATES}.")}
         only_rank_0 = buffer_names(state.model) | of_modules
@@ -178,7 +178,7 @@ class Checkpointer:
             *(self._agreement, only_rank_0, self._layout),
         )
         self._layout = contents.layout
-        self._refuse_not_finite(contents)
+        self._parts.refuse_not_finite(contents.tensors, step, self._agreement, self._dist)
         self._last_saved = step
         if self._settings.async_:
             copied = self._start_copying(contents.tensors, only_rank_0)
@@ -211,8 +211,8 @@ class Checkpointer:
             UserError: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
         """
         own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
-        tensors, facts = self._taken_apart(state, own, kept)
-        if bad := sorted(self._expected.new_in(tensors)):
+        tensors, facts = self._parts.of(state, own, kept)
+        if bad := sorted(self._parts.expected.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
         return self._write_alone(
             Contents.planned(state.progress.step, "full", tensors, facts, metrics, Alone())
@@ -225,7 +225,7 @@ class Checkpointer:
             UserError: a number is NaN or Inf, the copies are no whole state, or the disk fails; what was
                 saved before is unchanged.
         """
-        return self._write_alone(contents_of(copies, self._constant_facts(), self._expected))
+        return self._write_alone(contents_of(copies, self._parts.facts, self._parts.expected))
 
     def _write_alone(self, contents: Contents) -> bool:
         store = Store(self._store.root, self._store.run_id, shared=True)
@@ -238,43 +238,6 @@ class Checkpointer:
                 raise UserError(f"the last step here is {step}; another rank has saved step {newest}")
             write_checkpoint(store, contents, Alone())
         return True
-
-    def _taken_apart(
-        self,
-        state: TrainState,
-        data_states: Sequence[Mapping[str, Any]],
-        kept: Mapping[str, Any] | None = None,
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint holds: the live tensors by their names in it, and all else, in plain values."""
-        self._expected.check_parameters(state.model)
-        tree = state.state_dict()
-        if kept is not None:
-            for part in ("model", "buffers"):
-                tree[part] = {name: kept.get(name, value) for name, value in tree[part].items()}
-        tensors, plain = take_apart(tree)
-        self._expected.check(tensors)
-        data_tensors, plain_data = take_apart({DATA_STATES: list(data_states)})
-        return tensors | data_tensors, {**self._constant_facts(), "state": plain, **plain_data}
-
-    def _constant_facts(self) -> dict[str, Any]:
-        return {
-            **self._facts,
-            "not_finite": sorted(self._expected.not_finite),
-            MODEL_CONFIG: self._expected.model_config,
-        }
-
-    def _refuse_not_finite(self, contents: Contents) -> None:
-        """Raise NonFiniteError on every rank if any has a NaN or Inf that was not there at the start."""
-        for rank, theirs in enumerate(self._agreement.gather(self._expected.new_in(contents.tensors))):
-            if theirs:
-                names = first_few((name.removeprefix("model.") for name in theirs), 1)
-                kind, where = " and ".join(sorted(next(iter(theirs.values())))), self._dist.describe(rank)
-                raise NonFiniteError(
-                    f"{names} holds {kind} after step {contents.step} on {where}; nothing of that step is "
-                    "saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto goes on from the "
-                    "checkpoint before",
-                    ranks=(rank,),
-                )
 
     def _start_copying(self, tensors: Mapping[str, Tensor], changing: set[str]) -> Future[dict[str, Tensor]]:
         """Copy buffers now, since a forward pass changes them, and the rest in the background."""
