@@ -1,8 +1,7 @@
-"""Copies of shards between two hosts, so that each of them has those of both; a thread moves them.
+"""Exchanges copies of shards between two hosts, in a thread, so that each host has the shards of both.
 
-A rank's copy counts on the other host when its step is there, the last word to be written. An exchange is
-over when all ranks of both hosts have all that they wait for: a rank that then replaces an older copy knows
-that this one is everywhere.
+A received copy is whole once its step is written, which comes last. An exchange is over when all ranks of
+both hosts have received: a rank that then replaces an older copy knows that this one is on both.
 """
 
 import threading

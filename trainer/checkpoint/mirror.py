@@ -44,9 +44,9 @@ OWN_BUFFERS = "the model's running statistics, or other buffers, are those of ra
 class Mirror:
     """Keeps copies of this rank's part of the state, and opens those of the ranks that hold it together.
 
-    Each host keeps copies of one model, all shards of it: where the model is sharded in several groups, those
-    of the first group that is all on the host, else of the first that is partly there. A group may be on two
-    hosts: they exchange their copies. Creating this is a collective; of the rest only exchanges are.
+    Each host keeps copies of all shards of one model. Where several groups of ranks each hold a model, it is
+    that of the first group that is whole on the host, or else of the first that is partly there. A group on
+    two hosts exchanges its copies. Creating this is a collective, and so are the exchanges.
 
     Args:
         every: of how many steps one is copied.

@@ -35,7 +35,7 @@ class StreamMixture(IterableDataset[Any]):
             self.num_shards = math.gcd(*(part.num_shards for part in parts))
         self._epoch, self._resumed = 0, False
         self._begins = [part.state_dict() if has_state(part) else None for part in parts]
-        self._live = [False] * len(parts)
+        self._live = [False] * len(parts)  # whether a part is being read, so that it knows its own position
         self._rewind()
 
     def __len__(self) -> int:
