@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 import signal
 import sys
 import traceback
@@ -52,6 +53,8 @@ def compose() -> list[DictConfig]:
         composed.append(settings)
 
     wanted = os.environ.get("HYDRA_FULL_ERROR")
+    if any(re.match(r"--(help|hydra-help|cfg|info|version)|-[hci]", word) for word in sys.argv[1:]):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough: no message of that
     # Hydra would otherwise print errors itself, on every rank, and hide their traceback from torchrun.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -59,9 +62,6 @@ def compose() -> list[DictConfig]:
     except Exception as error:
         if isinstance(error, HydraException | OmegaConfBaseException) or not _is_of_hydra(error):
             raise
-        if isinstance(error, BrokenPipeError):  # `--help | head` has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's last flush fails, too
-            sys.exit(128 + signal.SIGPIPE)
         groups = [each for each in sys.argv[1:] if "=" in each and (CONF / each.partition("=")[0]).is_dir()]
         what = " ".join(groups) or "the command line"
         raise UserError(f"{what} cannot be composed: {in_words(error)}") from error
