@@ -56,7 +56,7 @@ from trainer.training.gradient_check import GradientCheck
 from trainer.training.last_step import build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
-from trainer.training.micro_batch import with_micro_batch_size
+from trainer.training.micro_batch import smaller_is_told, with_micro_batch_size
 from trainer.training.profiler import Profile
 from trainer.training.replica_check import ReplicaCheck
 from trainer.training.start_table import start_table
@@ -97,7 +97,8 @@ def run(config: Config) -> dict[str, Any]:
             on_main(context.run_log.open, dist)
             resources.callback(context.run_log.leave_terminal)
             _log_start(config, context)
-            metrics = fit(context)
+            with smaller_is_told(config):
+                metrics = fit(context)
             context.run_log.plots(context.strategy.plots, context.state.progress.step, at_end=True)
             result = _result(config, context, metrics)
             context.checkpointer.close()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.ranks import run_ranks
@@ -67,6 +68,30 @@ def test_all_ranks_take_what_the_smallest_holds(tmp_path: Path, strategy: str) -
     given = run_ranks(ran, 2, free, *overrides, f"{SIZE}=8", f"run_dir={tmp_path}/given", init=False)
     assert found[0]["size"] == 8 and "16 failed on rank 1" in found[0]["told"][0]
     assert found[0]["hash"] == given[0]["hash"]  # rank 0 has it
+
+
+def unlike(kind: str, run_dir: str) -> str:
+    """What is said of a try that gives no answer, or of memory that ends after the try."""
+    if kind == "silent":
+        micro_batch._PATIENCE = 1e-3  # type: ignore[misc]
+        return refused([10 << 30], "strategy=single", f"{SIZE}=auto", f"run_dir={run_dir}")
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    torch.nn.Module.__call__ = no_memory  # type: ignore[method-assign, assignment]
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        ran([10 << 30], "strategy=single", f"{SIZE}=8", f"run_dir={run_dir}")
+    return error.value.__notes__[0]
+
+
+def test_a_try_without_an_answer_and_memory_that_ends_later_are_told(tmp_path: Path) -> None:
+    silent, later = (
+        run_ranks(unlike, 1, kind, str(tmp_path / kind), init=False)[0] for kind in ("silent", "later")
+    )
+    assert "gives no answer for 0 s" in silent and "set a larger distributed.timeout_s, or a number" in silent
+    assert "1 sample" not in silent
+    assert later.startswith("train.micro_batch_size=8 was too large: a smaller one makes the same")
 
 
 @pytest.mark.slow

@@ -38,7 +38,10 @@ _PATIENCE = 0.8  # of distributed.timeout_s, for which the other ranks wait
 
 @dataclass(frozen=True)
 class SizeTried:
-    """What one rank found: the largest size that should fit there, and whether two steps with it do."""
+    """What one rank found: the largest size that should fit there, and whether two steps with it do.
+
+    A rank without an answer has found size 0.
+    """
 
     size: int
     fits: bool
@@ -63,6 +66,7 @@ def with_micro_batch_size(config: Config, former: int | None, dist: Dist) -> Con
         return config
     local_size = split_batch(train.global_batch_size, None, dist.world_size).local_size
     sizes = [size for size in range(local_size, 0, -1) if local_size % size == 0]
+    is_prime = len(sizes) == 2
     if former in sizes:
         return _with(config, former)
     free = gather_objects(_free_bytes(dist))  # of all ranks, before one of them takes some
@@ -70,6 +74,12 @@ def with_micro_batch_size(config: Config, former: int | None, dist: Dist) -> Con
     while True:
         found = gather_objects(_try(config, dist, round(_SHARE * free[dist.rank]), sizes))
         size = min(tried.size for tried in found)
+        if size == 0:
+            rank = next(rank for rank, tried in enumerate(found) if tried.size == 0)
+            raise UserError(
+                f"train.micro_batch_size=auto: on {dist.describe(rank)} the process that makes 2 steps gives "
+                f"{found[rank].why}; set a larger distributed.timeout_s, or a number"
+            )
         too_large = [rank for rank, tried in enumerate(found) if not tried.fits]
         if not too_large:
             break
@@ -84,7 +94,7 @@ def with_micro_batch_size(config: Config, former: int | None, dist: Dist) -> Con
                 "does, or strategy=fsdp, strategy.activation_checkpointing=true or train.precision=bf16"
             )
     log.info(
-        "train.micro_batch_size=auto: %d of the %d samples of a rank%s%s%s",
+        "train.micro_batch_size=auto: %d of the %d samples of a rank%s%s%s%s",
         size,
         local_size,
         "".join(f"; {words}" for words in failed),
@@ -92,8 +102,24 @@ def with_micro_batch_size(config: Config, former: int | None, dist: Dist) -> Con
         "; batch norms see micro-batches, so another size makes another model"
         if found[0].batch_norm and size < local_size
         else "",
+        f"; only 1 and {local_size} divide {local_size}, so another train.global_batch_size may be faster"
+        if size == 1 and is_prime
+        else "",
     )
     return _with(config, size)
+
+
+@contextlib.contextmanager
+def smaller_is_told(config: Config) -> Iterator[None]:
+    """Within, a lack of memory tells what needs less of it."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        error.add_note(
+            f"train.micro_batch_size={config.train.micro_batch_size} was too large: a smaller one makes the "
+            "same global batch in more parts"
+        )
+        raise
 
 
 def _with(config: Config, size: int) -> Config:
@@ -112,7 +138,7 @@ def _try(config: Config, dist: Dist, budget: int, sizes: list[int]) -> SizeTried
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return SizeTried(1, False, f"no answer for {timeout_s:.0f} s, 0.8 distributed.timeout_s")
+        return SizeTried(0, False, f"no answer for {timeout_s:.0f} s, 0.8 distributed.timeout_s")
     found: dict[str, Any] = {"size": sizes[-1], "fits": False}
     for line in answers.splitlines():
         found |= json.loads(line)
