@@ -215,6 +215,16 @@ def _all_damaged(run_dir: Path) -> None:
         tiny.restore(tiny.checkpointer(run_dir), state, "auto")
 
 
+def _start_without_the_disk(run_dir: Path) -> None:
+    (run_dir / "checkpoints").symlink_to(run_dir / "not mounted")
+    with pytest.raises(UserError, match="is a file, or a link to nothing: is its disk there"):
+        tiny.checkpointer(run_dir).find("auto")
+
+
+def test_auto_does_not_start_anew_if_the_disk_of_the_checkpoints_is_away(tmp_path: Path) -> None:
+    run_ranks(_start_without_the_disk, 1, tmp_path)
+
+
 def test_auto_does_not_start_anew_over_damage(tmp_path: Path) -> None:
     run_ranks(_all_damaged, 1, tmp_path)
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,14 @@ class Listing(Generic[P]):
         """Every ``step_N`` directory that is not a link, lowest step first; of any run.
 
         Raises:
-            UserError: ``root`` cannot be read.
+            UserError: ``root`` cannot be read, or is no directory.
         """
         try:
             if not self.root.is_dir():
+                if isinstance(self.root, Path) and os.path.lexists(self.root):
+                    raise UserError(
+                        f"{printable(self.root)} is a file, or a link to nothing: is its disk there?"
+                    )
                 return []
             found = [
                 (int(match[1]), entry.name, entry)

@@ -185,8 +185,8 @@ class Remote(NoRemote):
         """Raise TakenError if another process, or nobody, owns the address now."""
         owner = _owner(self._address)
         if owner is None or owner["session"] != self._session:
-            by = "nobody any more" if owner is None else f"process {owner['process']}"
-            raise TakenError(f"{self._address} is now {by}'s")
+            by = f"no run, without its {OWNER}" if owner is None else f"process {owner['process']}"
+            raise TakenError(f"{self._address} belongs now to {by}")
 
     def _put_small_files(self) -> None:
         self._check_owner()
