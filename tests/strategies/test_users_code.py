@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.faults.test_ends import refusals
 from tests.ranks import run_ranks
 from tests.runs import job_as, settings, train, trained
 from tests.strategies.test_ddp import QUICK
+from trainer.errors import UserError
 from trainer.loop import fit
 from trainer.strategies.whole_scalars import whole_scalars
 
@@ -144,6 +145,65 @@ def _reads() -> list[Any]:
 def test_every_way_to_read_a_number_reads_that_of_the_whole() -> None:
     for read in run_ranks(_reads, 2):
         assert read == [2.0, [0.0, 0.0, 1.0, 1.0], 2.0, 2, 2 + 0j, True, True, True, True]
+
+
+def _drop_item(weight: Tensor) -> None:
+    weight[-1] = 0
+
+
+def _replace(weight: Tensor) -> None:
+    weight.data = weight * 2
+
+
+LOST = {
+    "item": lambda weight: weight[0].mul_(2),
+    "set item": _drop_item,
+    "rows": lambda weight: weight[:1].zero_(),
+    "one of all": lambda weight: weight.view(-1)[0].zero_(),
+    "chunk": lambda weight: weight.chunk(2)[1].zero_(),
+    "diagonal": lambda weight: weight.diagonal().zero_(),
+    "of the transposed": lambda weight: weight.T[:, 0].zero_(),
+    "detached": lambda weight: weight.detach()[0].zero_(),
+    "out": lambda weight: torch.mul(weight[0], 2, out=weight[0]),
+    "data": _replace,
+    "as a vector": lambda weight: nn.utils.vector_to_parameters(torch.ones(16), [weight]),
+    "by index": lambda weight: weight[:, 0].index_add_(0, torch.tensor([1]), torch.ones(1)),
+}
+KEPT = {
+    "whole": lambda weight: weight.mul_(2),
+    "columns": lambda weight: weight[:, :2].mul_(2),
+    "column": lambda weight: weight[..., 1].zero_(),
+    "all": lambda weight: weight[:].zero_(),
+    "flat": lambda weight: weight.view(-1).add_(1),
+    "transposed": lambda weight: weight.T.mul_(2),
+    "mask": lambda weight: weight.__setitem__(weight > 7, 0),
+    "read": lambda weight: weight.mul_(weight[0].clone()),
+    "of a copy": lambda weight: weight[0].clone().mul_(2),
+}
+
+
+def _written() -> dict[str, str]:
+    """What becomes of each way to write: refused, kept, or lost."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = {}
+    for name, write in (LOST | KEPT).items():
+        plain = torch.arange(16.0).reshape(4, 4)
+        sharded = nn.Parameter(distribute_tensor(plain, mesh, [Shard(0)]))
+        write(plain)
+        try:
+            with torch.no_grad(), whole_scalars(ByNumbers([nn.Parameter(torch.ones(1))], lr=0.1)):
+                write(sharded)
+            found[name] = "kept" if sharded.full_tensor().equal(plain) else "lost"
+        except UserError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_no_write_into_a_part_of_a_sharded_tensor_is_lost() -> None:
+    for found in run_ranks(_written, 2):
+        assert {name: found[name] for name in KEPT} == dict.fromkeys(KEPT, "kept")
+        for name in LOST:
+            assert "into a part of a sharded tensor, such as parameter[0]" in found[name], (name, found[name])
 
 
 NUMBERS = (

@@ -25,6 +25,7 @@ from trainer.data.digits import Digits
 from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling, MultiLabel, Regression
+from trainer.tasks.cross_entropy import IGNORED
 from trainer.tasks.label_counts import divided, label_count, loss_of
 
 STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in which no label counts
@@ -525,11 +526,26 @@ def test_a_collate_may_leave_samples_out(tmp_path: Path) -> None:
 
 def test_how_many_samples_a_batch_has_is_known_or_refused() -> None:
     task, rows = Unweighted(), torch.zeros(5, 2)
-    assert label_count(task, {"nodes": rows, "labels": rows[:4]}, 4) == 4  # as of 4 graphs
-    assert label_count(task, (rows, rows[:, 0], torch.tensor(0.1)), 4) == 5
+    assert label_count(task, (rows, rows[:, 0], torch.tensor(0.1), torch.ones(1, 9)), 4) == 5
+    assert label_count(task, (rows[:1], rows[:1, 0]), 4) == label_count(task, (rows[:1],), 1) == 1
     assert label_count(task, object(), 4) == label_count(task, (rows, rows[:2]), 4, is_alone=True) == 4
-    with pytest.raises(UserError, match=r"batch of 4 samples whose tensors have 2 and 5 rows.* give Unw"):
-        label_count(task, (rows, rows[:2]), 4)
+    unknown: list[tuple[int, Any]] = [
+        (4, (rows, rows[:2])),
+        (4, {"tokens": rows, "lengths": rows[:4, 0]}),  # its loss may be a mean over either
+        (1, {"tokens": rows, "lengths": rows[:1, 0]}),
+        (4, torch.zeros(5, 4, 2)),  # the time first
+    ]
+    for samples, batch in unknown:
+        with pytest.raises(UserError, match=rf"of {samples} samples whose tensors have the shapes.*give Unw"):
+            label_count(task, batch, samples)
+
+
+def test_a_task_without_a_weight_gets_no_uncounted_labels() -> None:
+    """Cross-entropy leaves them out of its mean, and the share of a micro-batch would be a wrong one."""
+    batch = torch.zeros(3, 2), torch.tensor([1, IGNORED, 0])
+    with pytest.raises(UserError, match=r"labels of -100, .* give Unweighted a method weight\(batch\)"):
+        label_count(Unweighted(), batch, 3)
+    assert label_count(Unweighted(), batch, 3, is_alone=True) == 3
 
 
 def test_labels_of_text_are_refused() -> None:

@@ -16,6 +16,7 @@ from trainer.local_shard import to_local
 from trainer.nested import leaves
 from trainer.tasks import Task
 from trainer.tasks.base import refuse_own_parameters
+from trainer.tasks.cross_entropy import IGNORED
 
 Divisor = float | Tensor | None
 """The divisor of a micro-batch's mean loss before losses are added; an int if all counts are equal. None: the
@@ -56,16 +57,25 @@ def label_count(task: Task, batch: Any, num_samples: int, *, is_alone: bool = Fa
 
 
 def _samples_in(batch: Any, num_samples: int, task: str) -> int:
-    """The rows of a batch's tensors: `num_samples` if any has as many."""
-    rows = {len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
-    if num_samples in rows or not rows:
-        return num_samples
-    if len(rows) > 1:
-        found = " and ".join(map(str, sorted(rows)))
+    """The rows of a batch's tensors; a single row among others is of the batch as a whole."""
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+    way_out = (
+        f"its share of the loss of a step is not known; give {task} a method weight(batch) that returns how "
+        "many samples or labels the mean of its loss is over"
+    )
+    if any(leaf.dtype == torch.int64 and (leaf == IGNORED).any() for leaf in tensors):
         raise UserError(
-            f"data.collate made a batch of {num_samples} samples whose tensors have {found} rows: its share "
-            f"of the loss of a step is not known; give {task} a method weight(batch) that returns how many "
-            "samples or labels the mean of its loss is over"
+            f"a batch has labels of {IGNORED}, which torch's cross-entropy leaves out of its mean: {way_out}"
+        )
+    rows = {len(leaf) for leaf in tensors} or {num_samples}
+    if num_samples != 1:
+        rows = rows - {1} or rows
+    time_first = num_samples not in rows and all(leaf.shape[1:2] == (num_samples,) for leaf in tensors)
+    if len(rows) > 1 or time_first:
+        found = " and ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in tensors))
+        raise UserError(
+            f"data.collate made a batch of {num_samples} samples whose tensors have the shapes {found}: "
+            f"{way_out}"
         )
     return rows.pop()
 

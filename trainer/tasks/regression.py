@@ -36,6 +36,9 @@ class Regression:
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return self._loss(*self._outputs(model, batch))
 
+    def weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        return len(batch[1])
+
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """[loss, squared error, absolute error, samples, K sums of targets, K sums of their squares]"""
         outputs, targets = (values.double() for values in self._outputs(model, batch))
