@@ -82,8 +82,8 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         """A hash of the first epoch's order, which must be equal on all ranks; None for torch's permutation.
 
         Raises:
-            UserError: the order has an index of no sample, is another one in a second call, or was made
-                without the `epoch_order` of a dataset that draws its samples.
+            UserError: the order has an index of no sample, is another one in a second call, or has others
+                than the `epoch_order` of a dataset that draws its samples.
         """
         if self._order is shuffled and not hasattr(self._dataset, "epoch_order"):
             return None
@@ -98,28 +98,27 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
                 "the order of an epoch is another one in a second call, so a resumed run would read other "
                 "samples: let it follow from the dataset and the generator alone"
             )
-        if getattr(self._dataset, "draws", False) and not self._asks_dataset():
+        if getattr(self._dataset, "draws", False) and not self._keeps_to_drawn():
             raise UserError(
-                "data.order does not ask the mixture for the samples that it draws for an epoch, and would "
+                "data.order does not keep to the samples that the mixture draws for an epoch, and would "
                 "train on others: call trainer.data.order.shuffled(dataset, generator), and return its "
                 "indices in another order; or set data.order=null"
             )
         return hashlib.blake2b(order.numpy().data, digest_size=8).hexdigest()
 
-    def _asks_dataset(self) -> bool:
-        """Whether the order calls the dataset's `epoch_order`."""
-        asked, sampler, dataset = [], copy.copy(self), copy.copy(self._dataset)
+    def _keeps_to_drawn(self) -> bool:
+        """Whether the order calls the dataset's `epoch_order`, and gives no other indices."""
+        drawn, sampler, dataset = [], copy.copy(self), copy.copy(self._dataset)
         own = dataset.epoch_order  # type: ignore[attr-defined]
 
         def noting(generator: torch.Generator) -> Tensor:
-            asked.append(generator)
-            order: Tensor = own(generator)
-            return order
+            drawn.append(own(generator))
+            return drawn[-1]
 
         dataset.epoch_order = noting  # type: ignore[attr-defined]
         sampler._dataset = dataset
-        sampler.order_of(0)
-        return bool(asked)
+        order = sampler.order_of(0)
+        return bool(drawn) and bool(torch.isin(order, torch.cat(drawn)).all())
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         order = self.order_of(self.epoch)
