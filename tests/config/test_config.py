@@ -24,6 +24,7 @@ OPTIONS = sorted(
 )
 GROUPS = [list(options) for _, options in groupby(OPTIONS, lambda option: option.partition("=")[0])]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+_slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 # Settings without which an option means nothing.
 NEEDS = {
     "model=vision": ["model.name=resnet18"],
@@ -80,114 +81,66 @@ def test_groups_are_not_empty() -> None:
     ("override", "words"),
     [
         ("+foo=1", "foo is not a setting"),
-        pytest.param(
-            "+train.epoch=1",
-            "train.epoch is not a setting; did you mean train.epochs?",
-            marks=pytest.mark.slow,
-        ),
+        _slow("+train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
         (
             "+strategy.bucket_cap=1",
             "strategy.bucket_cap is not a setting; did you mean strategy.bucket_cap_mb?",
         ),
-        pytest.param("+data.root=x", "data.root is not a setting", marks=pytest.mark.slow),
+        _slow("+data.root=x", "data.root is not a setting"),
         ("+train.batch_size=8", "train.batch_size is not a setting; did you mean train.global_batch_size?"),
         ("+train.seed=8", "train.seed is not a setting; did you mean seed?"),
         ("+train.colour=red", "train.colour is not a setting; `python train.py --cfg job` prints"),
         ("train.epochs=many", "train.epochs: Value 'many' of type 'str' could not be converted to Integer"),
-        pytest.param(
-            "train.compile=perhaps",
-            "train.compile: Value 'perhaps' is not a valid bool",
-            marks=pytest.mark.slow,
-        ),
+        _slow("train.compile=perhaps", "train.compile: Value 'perhaps' is not a valid bool"),
         ("train.epochs=0", "train.epochs is 0, but must be at least 1"),
-        pytest.param(
-            "train.max_steps=0", "train.max_steps is 0, but must be at least 1", marks=pytest.mark.slow
-        ),
+        _slow("train.max_steps=0", "train.max_steps is 0, but must be at least 1"),
         ("optim.lr=nan", "optim.lr is nan, but must be a finite number"),
-        pytest.param("optim.lr=-1", "optim.lr is -1, but must be at least 0", marks=pytest.mark.slow),
+        _slow("optim.lr=-1", "optim.lr is -1, but must be at least 0"),
         ("optim.lr=fast", "optim.lr is 'fast', but must be a number"),
-        pytest.param(
-            "schedule.final_fraction=inf",
-            "schedule.final_fraction is inf, but must be a finite number",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "train.precision=fp8",
-            "train.precision is fp8, but must be one of fp32, bf16, fp16",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "train.clip_grad_norm=0",
-            "train.clip_grad_norm is 0.0, but must be greater than 0",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1", marks=pytest.mark.slow),
-        pytest.param(
-            "seed=18446744073709551616",
-            "seed is 18446744073709551616, but must be from 0 to 2**64 - 1",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("run_dir=", "run_dir is empty, but must be a path, or null", marks=pytest.mark.slow),
-        pytest.param(
-            "resume=",
-            "resume is empty, but must be auto, the path of a checkpoint, or null",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        _slow("schedule.final_fraction=inf", "schedule.final_fraction is inf, but must be a finite number"),
+        _slow("train.precision=fp8", "train.precision is fp8, but must be one of fp32, bf16, fp16"),
+        _slow("train.clip_grad_norm=0", "train.clip_grad_norm is 0.0, but must be greater than 0"),
+        _slow("seed=-1", "seed is -1, but must be from 0 to 2**64 - 1"),
+        _slow("seed=18446744073709551616", "seed is 18446744073709551616, but must be from 0 to 2**64 - 1"),
+        _slow("run_dir=", "run_dir is empty, but must be a path, or null"),
+        _slow("resume=", "resume is empty, but must be auto, the path of a checkpoint, or null"),
+        _slow(
             "strategy.bucket_cap_mb=1e300",
             "strategy.bucket_cap_mb is 1e+300, but must be greater than 0, and at",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        _slow(
             "comm=ring comm.segment_mb=1e300",
             "comm.segment_mb is 1e+300, but must be at least 0.01, and at most",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "train=5", "train is 5, but must hold settings: train.NAME=VALUE", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "distributed=null", "distributed is None, but must hold settings", marks=pytest.mark.slow
-        ),
-        pytest.param(
+        _slow("train=5", "train is 5, but must hold settings: train.NAME=VALUE"),
+        _slow("distributed=null", "distributed is None, but must hold settings"),
+        _slow(
             "distributed.timeout_s=1e300",
             "distributed.timeout_s is 1e+300, but must be greater than 0, and at",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "distributed.timeout_s=0",
-            "distributed.timeout_s is 0.0, but must be greater than 0",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("train.epochs=???", "train.epochs has no value", marks=pytest.mark.slow),
-        pytest.param("~model._target_", "model has no _target_", marks=pytest.mark.slow),
-        pytest.param(
+        _slow("distributed.timeout_s=0", "distributed.timeout_s is 0.0, but must be greater than 0"),
+        _slow("train.epochs=???", "train.epochs has no value"),
+        _slow("~model._target_", "model has no _target_"),
+        _slow(
             "strategy.first_bucket_mb=30",
             "strategy.first_bucket_mb is 30.0, but must be at most strategy.bucket_cap_mb, 25.0",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        _slow(
             "checkpoint.keep_best={metric:eval/loss,mode:low}",
             "checkpoint.keep_best.mode is low, but must be one of min, max",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        _slow(
             "strategy=fsdp strategy.shard_group=0",
             "strategy.shard_group is 0, but must be world, host or a number of ranks",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        _slow(
             "checkpoint.keep_best={metric:eval/loss} train.eval_every_epochs=0",
             "checkpoint.keep_best needs evaluations",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "train.epochs=null", "train.epochs is null, but must have a value", marks=pytest.mark.slow
-        ),
-        pytest.param(
+        _slow("train.epochs=null", "train.epochs is null, but must have a value"),
+        _slow(
             "train.stop=eval/loss",
             "train.stop has several values; set null, or 'train.stop={metric: ..., patience: ...,",
-            marks=pytest.mark.slow,
         ),
         ("train.stop=[eval/loss]", "train.stop has several values; set null, or 'train.stop={metric: ...,"),
         (
@@ -200,15 +153,12 @@ def test_groups_are_not_empty() -> None:
             "train.stop={metrc:eval/loss}",
             "train.stop.metrc is not a setting; train.stop has metric, patience,",
         ),
-        pytest.param(
-            "train.stop={patience:3}",
-            "train.stop.metric has no value; set 'train.stop={metric: ..., ...}'",
-            marks=pytest.mark.slow,
+        _slow(
+            "train.stop={patience:3}", "train.stop.metric has no value; set 'train.stop={metric: ..., ...}'"
         ),
-        pytest.param(
+        _slow(
             "+strategy.shard_group=host",
             "strategy.shard_group is not a setting here, but under strategy=fsdp",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -225,28 +175,15 @@ def test_refuses(override: str, words: str) -> None:
         ("train.epoch=1", "train.epoch is not a setting; did you mean train.epochs?"),
         ("epochs=1", "epochs is not a setting; did you mean train.epochs?"),
         ("experimint=digits_mlp", "experimint is not a setting; did you mean experiment?"),
-        pytest.param(
-            "checkpoints=sharded",
-            "checkpoints is not a setting; did you mean checkpoint?",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "qqq=1",
-            "qqq is not a setting; `python train.py --cfg job` prints all settings",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        _slow("checkpoints=sharded", "checkpoints is not a setting; did you mean checkpoint?"),
+        _slow("qqq=1", "qqq is not a setting; `python train.py --cfg job` prints all settings"),
+        _slow(
             "experiment=digits_mpl",
             "experiment is digits_mpl, but must be one of digits_mlp, digits_multi_label",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "experiment=digits_mpl", "; did you mean experiment=digits_mlp?", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "strategy=zero",
-            "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single",
-            marks=pytest.mark.slow,
+        _slow("experiment=digits_mpl", "; did you mean experiment=digits_mlp?"),
+        _slow(
+            "strategy=zero", "strategy is zero, but must be one of ddp, dp, fsdp, parameter_server, single"
         ),
         (
             "data.dataset.root=x",
@@ -256,40 +193,21 @@ def test_refuses(override: str, words: str) -> None:
         ("data.collate._target_=mine.f", "has no place yet: +data.collate._target_=VALUE gives it one"),
         ("optim.groups={match:fc}", "optim.groups must be a list: [...]"),
         ("data.images=[0]", "data.images must be settings by name: {NAME: VALUE, ...}"),
-        pytest.param(
-            "strategy.shard_group=host",
-            "strategy.shard_group is not a setting here, but under strategy=fsdp",
-            marks=pytest.mark.slow,
+        _slow(
+            "strategy.shard_group=host", "strategy.shard_group is not a setting here, but under strategy=fsdp"
         ),
-        pytest.param(
-            "data={dataset:{colour:1}}", "data.dataset.colour is not a setting", marks=pytest.mark.slow
+        _slow("data={dataset:{colour:1}}", "data.dataset.colour is not a setting"),
+        _slow("data.dataset.colour=1", "(+data.dataset.colour=VALUE passes it to data.dataset._target_"),
+        _slow(
+            "+train=5", "Could not append to config. An item is already at 'train'. Either remove + prefix"
         ),
-        pytest.param(
-            "data.dataset.colour=1",
-            "(+data.dataset.colour=VALUE passes it to data.dataset._target_",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "+train=5",
-            "Could not append to config. An item is already at 'train'. Either remove + prefix",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value", marks=pytest.mark.slow
-        ),
-        pytest.param(
+        _slow("optim=sgd,adamw", "Ambiguous value for argument 'optim=sgd,adamw'"),
+        _slow("run_dir=~/a", "run_dir=~/a cannot be read from '~/a' on; quote the value"),
+        _slow(
             "train.stop.metric=eval/loss",
             "has no place, since train.stop is null; set all of it: 'train.stop={metric: ...",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "comm.segment=1",
-            "comm.segment is not a setting; did you mean comm.segment_mb?",
-            marks=pytest.mark.slow,
-        ),
+        _slow("comm.segment=1", "comm.segment is not a setting; did you mean comm.segment_mb?"),
     ],
 )
 def test_what_hydra_refuses_before_us_is_told_with_what_was_meant(override: str, words: str) -> None:
@@ -363,35 +281,21 @@ def test_config_imports_no_torch() -> None:
             ["strategy=single", "comm.wire_dtype=bf16"],
             "comm.wire_dtype=bf16 needs strategy=ddp, but strategy=single",
         ),
-        pytest.param(
+        _slow(
             ["comm=ring", "comm.wire_dtype=fp8"],
             "comm.wire_dtype is fp8, but must be one of fp32, bf16, fp16",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        _slow(
             ["train.compile_mode=max-autotune"],
             "train.compile_mode is max-autotune, but train.compile is false",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ["comm=hierarchical", "comm.segment_mb=0"],
-            "comm.segment_mb is 0.0, but must be at least 0.01",
-            marks=pytest.mark.slow,
+        _slow(
+            ["comm=hierarchical", "comm.segment_mb=0"], "comm.segment_mb is 0.0, but must be at least 0.01"
         ),
-        pytest.param(
-            ["comm=powersgd", "comm.start_step=1"],
-            "comm.start_step is 1, but must be at least 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["comm=powersgd", "+comm.wire_dtype=bf16"],
-            "comm.wire_dtype is not a setting",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["comm.algorithm=butterfly"],
-            "comm.algorithm is butterfly, but must be one of native, ring, tree",
-            marks=pytest.mark.slow,
+        _slow(["comm=powersgd", "comm.start_step=1"], "comm.start_step is 1, but must be at least 2"),
+        _slow(["comm=powersgd", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"),
+        _slow(
+            ["comm.algorithm=butterfly"], "comm.algorithm is butterfly, but must be one of native, ring, tree"
         ),
     ],
 )

@@ -260,9 +260,8 @@ class Fsdp(Strategy):
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
 
     def measured(self) -> dict[str, Any]:
-        sees_full_steps = (
-            self.mesh.ndim == 1 and not self._accumulates
-        )  # else a pass is only a part of a step
+        # Else a pass is only a part of a step.
+        sees_full_steps = self.mesh.ndim == 1 and not self._accumulates
         if not sees_full_steps or not isinstance(self.comm, ScheduleCommConfig):
             return {}
         return self._typical_pass(self.dist.hosts, self.comm.wire_dtype)
