@@ -16,7 +16,8 @@ def measure(day: Day) -> Iterator[Row]:
         *("experiment=text_gpt", f"model.size={model}", "train.global_batch_size=2", "train.max_steps=1000"),
         *("train.precision=bf16", "train.log_every_steps=1000"),
     )
-    for kind, in_background in (("full", False), ("full", True), ("sharded", False), ("sharded", True)):
+    kinds = [("full", False), ("full", True), ("sharded", False), ("sharded", True)]
+    for kind, in_background in day.size(kinds, kinds[::3]):
         what = f"save {model}, {kind}{' async' * in_background}"
         with tempfile.TemporaryDirectory() as run_dir, contexts() as context:
             options = (*common, f"checkpoint={kind}", f"checkpoint.async={str(in_background).lower()}")

@@ -16,14 +16,15 @@ COMMON = ("train.global_batch_size=64", "train.log_every_steps=5", "train.clip_g
 def measure(day: Day) -> Iterator[Row]:
     from trainer.run import run
 
+    strategies = day.size(STRATEGIES, ("single", "fsdp"))
     for model in day.size(list(MODELS), ["gpt"]):
         hashes = []
-        for strategy in STRATEGIES:
+        for strategy in strategies:
             with tempfile.TemporaryDirectory() as run_dir:
                 options = (*MODELS[model], *COMMON, f"strategy={strategy}", "train.exact=8")
                 config = settings(*options, f"train.max_steps={day.size(20, 2)}", f"run_dir={run_dir}")
                 hashes.append(quietly(lambda config=config: run(config))["param_sha256"])
-        found = f"{len(set(hashes))} hash(es) of {', '.join(STRATEGIES)}"
+        found = f"{len(set(hashes))} hash(es) of {', '.join(strategies)}"
         yield Row(f"{model} exact", float(len(set(hashes))), "", "one hash", len(set(hashes)) == 1, found)
     with contexts() as context:
         words = (*MODELS["gpt"], *COMMON, "train.max_steps=100000")

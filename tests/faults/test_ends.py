@@ -318,7 +318,7 @@ def test_an_abort_is_told_in_the_words_of_gloo_with_where_all_ranks_are(tmp_path
 @pytest.mark.slow
 def test_torchrun_shows_the_root_cause_and_ends_all(tmp_path: Path) -> None:
     raising = "data.dataset._target_=tests.user_parts.Raises"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     code, output = really(*launcher, "train.py", *TINY, raising, f"run_dir={tmp_path}")
     root_cause = output.partition("Root Cause")[2]
     assert code != 0
