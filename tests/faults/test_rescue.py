@@ -99,6 +99,15 @@ def test_if_all_ranks_raise_at_once_the_last_is_not_ended_while_it_saves(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_hang_in_the_first_update_is_found(tmp_path: Path) -> None:
+    """The others wait for it before they have saved anything, with checkpoint.timeout_s, an hour."""
+    how = (*fault("hang", 1, "update", step=1), "distributed.timeout_s=3")
+    ranks = finish_ranks(2, "train.py", *RUN, f"run_dir={tmp_path}", *how, timeout_s=50)
+    assert [rank.code for rank in ranks] == [1, -9], ranks
+    assert "hangs in optimizer of step 1" in message(tmp_path)
+
+
+@pytest.mark.slow
 def test_extra_state_is_that_of_the_last_step(tmp_path: Path) -> None:
     counting = ("model._target_=tests.user_parts.CountsPasses",)
     run_dir = tmp_path / "run"

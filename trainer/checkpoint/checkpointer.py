@@ -130,6 +130,7 @@ class Checkpointer:
                 or the optimizer keeps what cannot be loaded.
         """
         if not self._checked:
+            self._dist.heartbeat.enter("checkpoint")  # ahead of a rank that hangs in its first update
             self._agreement.everywhere(lambda: check_own(state, *self._parts.of(state, [])))
             compare_buffers(state.model, self._agreement, self._dist)
             self._remote.follow()
