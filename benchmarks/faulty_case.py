@@ -85,6 +85,15 @@ class Row:
             return "rank 0" if "0" in found.groups() else "another"
         return "nobody"
 
+    @property
+    def why_not(self) -> str:
+        """Why nobody saved."""
+        if found := _NOT_SAVED.search(self.verdict):
+            return found[1]
+        if self.kind == "nan":
+            return "after a NaN there is no save"
+        return "the only rank is gone" if self.case.world == 1 else "the verdict names no reason"
+
     def __str__(self) -> str:
         seconds = "-" if self.next_step_s is None else f"{self.next_step_s:.1f}"
         wrong = [*self.misjudged, *self.problems, *([] if self.equal else ["another hash"])]
@@ -110,11 +119,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         p90 = times[max(0, -(-9 * len(times) // 10) - 1)]
         seconds = f"{statistics.median(times):>7.1f} {p90:>7.1f}"
         lines.append(f"{name:<20} {kind:<7} " + " ".join(f"{count:>7}" for count in counts) + f" {seconds}")
-    reasons = Counter(
-        (row.kind, found[1] if (found := _NOT_SAVED.search(row.verdict)) else "the verdict names no reason")
-        for row in rows
-        if row.saved_by == "nobody" and row.lost
-    )
+    reasons = Counter((row.kind, row.why_not) for row in rows if row.saved_by == "nobody" and row.lost)
     lines += [f"{count} x {kind}, nobody saved: {reason}" for (kind, reason), count in reasons.items()]
     lost_in_all = sum(row.lost for row in rows)
     right = sum(row.right for row in rows)
