@@ -66,11 +66,18 @@ def with_micro_batch_size(config: Config, former: int | None, dist: Dist) -> Con
         return config
     local_size = split_batch(train.global_batch_size, None, dist.world_size).local_size
     sizes = [size for size in range(local_size, 0, -1) if local_size % size == 0]
-    is_prime = len(sizes) == 2
     if former in sizes:
         return _with(config, former)
+    size, notes = _largest_that_fits(config, sizes, dist)
+    more = "".join(f"; {note}" for note in notes)
+    log.info("train.micro_batch_size=auto: %d of the %d samples of a rank%s", size, local_size, more)
+    return _with(config, size)
+
+
+def _largest_that_fits(config: Config, all_sizes: list[int], dist: Dist) -> tuple[int, list[str]]:
+    """One of `all_sizes`, which descend, and what the user should know of it (a collective)."""
+    sizes, local_size, notes = all_sizes, all_sizes[0], list[str]()
     free = gather_objects(_free_bytes(dist))  # of all ranks, before one of them takes some
-    failed: list[str] = []
     while True:
         found = gather_objects(_try(config, dist, round(_SHARE * free[dist.rank]), sizes))
         size = min(tried.size for tried in found)
@@ -84,29 +91,23 @@ def with_micro_batch_size(config: Config, former: int | None, dist: Dist) -> Con
         if not too_large:
             break
         first = too_large[0]
-        failed.append(f"{found[first].size} failed on {dist.describe(first)} ({found[first].why})")
+        notes.append(f"{found[first].size} failed on {dist.describe(first)} ({found[first].why})")
         most = min(size, *(found[rank].size // 2 for rank in too_large))
         sizes = [each for each in sizes if each <= most]
         if not sizes:
             raise UserError(
-                f"train.micro_batch_size=auto: not even 1 sample fits; {'; '.join(failed)}. Of "
+                f"train.micro_batch_size=auto: not even 1 sample fits; {'; '.join(notes)}. Of "
                 f"{free[first] / 1e9:.3g} GB free there, {_SHARE:.0%} may be used. A smaller model or sample "
                 "does, or strategy=fsdp, strategy.activation_checkpointing=true or train.precision=bf16"
             )
-    log.info(
-        "train.micro_batch_size=auto: %d of the %d samples of a rank%s%s%s%s",
-        size,
-        local_size,
-        "".join(f"; {words}" for words in failed),
-        f"; not tried: {found[0].why}" if found[0].why else "",
-        "; batch norms see micro-batches, so another size makes another model"
-        if found[0].batch_norm and size < local_size
-        else "",
-        f"; only 1 and {local_size} divide {local_size}, so another train.global_batch_size may be faster"
-        if size == 1 and is_prime
-        else "",
-    )
-    return _with(config, size)
+    if found[0].why:
+        notes.append(f"not tried: {found[0].why}")
+    if found[0].batch_norm and size < local_size:
+        notes.append("batch norms see micro-batches, so another size makes another model")
+    if size == 1 and len(all_sizes) == 2:
+        divide = f"only 1 and {local_size} divide {local_size}"
+        notes.append(f"{divide}, so another train.global_batch_size may be faster")
+    return size, notes
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ def _try(config: Config, dist: Dist, budget: int, sizes: list[int]) -> SizeTried
     process = fresh.start([], module="trainer.memory.trial_steps", stdin=pipe, stdout=pipe, stderr=pipe)
     try:
         task = pickle.dumps((config, str(dist.device), world, budget, sizes))
-        answers, told = process.communicate(task, timeout=timeout_s)
+        answers, errors = process.communicate(task, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -145,7 +146,7 @@ def _try(config: Config, dist: Dist, budget: int, sizes: list[int]) -> SizeTried
     if process.returncode < 0:
         found |= {"fits": False, "why": f"killed by {signal.Signals(-process.returncode).name}"}
     elif process.returncode:
-        found |= {"fits": False, "why": (told.decode().splitlines() or ["no message"])[-1]}
+        found |= {"fits": False, "why": (errors.decode().splitlines() or ["no message"])[-1]}
     return SizeTried(**found)
 
 
