@@ -13,8 +13,11 @@ Rounds are repeated in a newly drawn order. Printed are medians, and the ratio t
     resume  as start, from that checkpoint
     MiB     peak memory of rank 0
 
+With --together all harnesses of a round train at the same time on one core, and ratios are those of `cpu ms`:
+other load on the machine slows all alike. The columns of wall time then say nothing.
+
     pip install 'ringmaster-trainer[peers]'
-    python -m benchmarks.peers [--jobs mlp gpt] [--processes 1 2] [--rounds 5] [--out FILE.json]
+    python -m benchmarks.peers [--jobs mlp gpt] [--processes 1 2] [--rounds 5] [--together] [--out FILE.json]
 """
 
 import argparse
@@ -27,7 +30,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +43,20 @@ from benchmarks.peer_loops import HARNESSES
 FIRST = "batches"  # of all ratios
 
 
-def measure(harness: str, job: str, processes: int) -> dict[str, float]:
-    """Train and save, then go on from there, each in new processes."""
+def measure(harness: str, job: str, processes: int, core: int | None = None) -> dict[str, float]:
+    """Train and save, then go on from there, each in new processes; all on `core` if one is given."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        first = _launch(harness, job, processes, folder / "first")
-        further = _launch(harness, job, processes, folder / "further", folder / "first" / "saved")
+        first = _launch(harness, job, processes, core, folder / "first")
+        further = _launch(harness, job, processes, core, folder / "further", folder / "first" / "saved")
     return first | {"resume": further["start"]}
 
 
 def _launch(
-    harness: str, job: str, processes: int, folder: Path, start: Path | None = None
+    harness: str, job: str, processes: int, core: int | None, folder: Path, start: Path | None = None
 ) -> dict[str, float]:
     folder.mkdir()
-    command = [sys.executable]
+    command = [sys.executable] if core is None else ["taskset", "-c", str(core), sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += ["-m", "benchmarks.peer_loops", harness, job, str(folder)]
@@ -64,7 +69,7 @@ def _launch(
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=1800,
     )
     if done.returncode:
         sys.exit(f"{done.stdout[-2000:]}{done.stderr[-4000:]}status {done.returncode} of {' '.join(command)}")
@@ -80,6 +85,7 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--harnesses", nargs="+", default=list(HARNESSES), choices=list(HARNESSES))
+    parser.add_argument("--together", action="store_true", help="all harnesses at once, on one core")
     parser.add_argument("--out", type=Path, help="write all figures as JSON, too")
     arguments = parser.parse_args()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {date.today()}"
@@ -88,22 +94,28 @@ def main() -> None:
         for processes in arguments.processes:
             found: dict[str, list[dict[str, float]]] = {name: [] for name in arguments.harnesses}
             for _ in range(arguments.rounds):
-                for name in random.sample(arguments.harnesses, len(arguments.harnesses)):
-                    found[name].append(measure(name, job_name, processes))
+                names = random.sample(arguments.harnesses, len(arguments.harnesses))
+                core = 0 if arguments.together else None
+                with ThreadPoolExecutor(len(names) if arguments.together else 1) as at_once:
+                    figures = at_once.map(
+                        partial(measure, job=job_name, processes=processes, core=core), names
+                    )
+                    for name, one in zip(names, figures, strict=True):
+                        found[name].append(one)
             everything[f"{job_name} {processes}"] = found
-            _print(job_name, processes, found)
+            _print(job_name, processes, found, "cpu ms" if arguments.together else "ms")
             if arguments.out:
                 arguments.out.write_text(json.dumps(everything, indent=1))
 
 
-def _print(job: str, processes: int, found: dict[str, list[dict[str, float]]]) -> None:
+def _print(job: str, processes: int, found: dict[str, list[dict[str, float]]], of: str) -> None:
     columns = ("ms", "cpu ms", "start", "save", "resume", "MiB", "norm")
-    print(f"\n{job}, {processes} process(es)   ratio of ms: median, least and most")
+    print(f"\n{job}, {processes} process(es)   ratio of {of}: median, least and most")
     print(f"{'':12s}{'ratio':>20s}" + "".join(f"{column:>10s}" for column in columns))
     for name, rounds in found.items():
         line = ""
         if FIRST in found:
-            ratios = sorted(one["ms"] / first["ms"] for one, first in zip(rounds, found[FIRST], strict=True))
+            ratios = sorted(one[of] / first[of] for one, first in zip(rounds, found[FIRST], strict=True))
             line = f"{statistics.median(ratios):6.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         values = [statistics.median(one.get(column, float("nan")) for one in rounds) for column in columns]
         print(f"{name:12s}{line:>20s}" + "".join(f"{value:10.5g}" for value in values), flush=True)
