@@ -39,6 +39,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.meta_init.deferred import deferred
+from trainer.meta_init.module_tensors import gets_each_micro_batchs_own, hooked_parameters
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import Frozen, build_optimizer, freeze
 from trainer.optim.progress import last_step
@@ -201,6 +202,8 @@ def _model(
     num_parameters = parameter_count(model.module.parameters())
     freeze(model.module, config.model)
     flops = model_flops(model.module, task, config.train, batch, strategy.devices, dist)
+    if batch.accumulation > 1 and (hooked := hooked_parameters(model.module)):
+        strategy.notes.append(gets_each_micro_batchs_own(hooked))
     wrapped = wrap_model(config, model, strategy)
     seed_everything(config.seed, strategy.replica)
     return wrapped, num_parameters, flops

@@ -70,7 +70,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
         idle(
             f"data.task._target_={__name__}.Parts"
         ): r"the loss uses model\.head, but .* a call of the model",
-        idle("+model.hook=true", "train.max_steps=1"): "accepted",
+        idle("+model.hook=true", "train.micro_batch_size=6"): layer,
     }
     mistakes = [(*options, f"run_dir={tmp_path}/{number}") for number, options in enumerate(expected)]
     for rank, messages in enumerate(run_ranks(refusals, 2, *mistakes, init=False)):
@@ -79,6 +79,7 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
             assert words not in (spare, layer) or f"the loss of rank {rank} " in message
     log = (tmp_path / str(len(expected) - 1) / "train.log").read_text()
     assert "hooks on the gradients of head.bias get each rank's own" in log
+    assert "hooks on the gradients of head.bias get those of each micro-batch" in log
 
 
 @pytest.mark.slow
