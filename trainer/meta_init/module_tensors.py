@@ -37,8 +37,8 @@ def gets_each_ranks_own(names: Iterable[str], strategy: str) -> str:
 def gets_each_micro_batchs_own(names: Iterable[str]) -> str:
     """As `gets_each_ranks_own`, where a step has several micro-batches."""
     return (
-        f"hooks on the gradients of {', '.join(sorted(names)[:5])} get those of each micro-batch, before all are "
-        "added, so the result depends on train.micro_batch_size"
+        f"hooks on the gradients of {', '.join(sorted(names)[:5])} get those of each micro-batch, "
+        "before all are added, so the result depends on train.micro_batch_size"
     )
 
 
