@@ -25,6 +25,8 @@ The functions and classes of the [Python API](python-api.md), as their docstring
 ::: trainer.data.stream.Stream
 ::: trainer.loggers.base.Logger
 ::: trainer.errors
+    options:
+      filters: ["^[A-Z]"]
 """
 
 

@@ -3,11 +3,17 @@
 python docs/generate_settings.py
 """
 
+import functools
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+from hydra.utils import get_object
+
 ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
 PAGE = ROOT / "docs" / "reference" / "settings.md"
 GROUPS = [
     "strategy",
@@ -37,9 +43,9 @@ has the settings of every run, the second the groups.
 
 def page() -> str:
     """The whole page."""
-    parts = [_INTRO, "## Every run\n", "`conf/train.yaml`.\n", table(ROOT / "conf" / "train.yaml")]
+    parts = [_INTRO, "## Every run\n", "`conf/train.yaml`.\n", table(CONF / "train.yaml")]
     for group in GROUPS:
-        for file in sorted((ROOT / "conf" / group).glob("*.yaml")):
+        for file in sorted((CONF / group).glob("*.yaml")):
             parts += [f"## `{group}={file.stem}`\n", head(file), table(file, f"{group.replace('/', '.')}.")]
     parts += ["## Experiments\n", "An experiment chooses one of each group, and sets what fits together.\n"]
     rows = [f"| `experiment={f.stem}` | {head(f).strip()} |" for f in _experiments()]
@@ -48,7 +54,7 @@ def page() -> str:
 
 
 def _experiments() -> list[Path]:
-    return sorted((ROOT / "conf" / "experiment").glob("*.yaml"))
+    return sorted((CONF / "experiment").glob("*.yaml"))
 
 
 def head(file: Path) -> str:
@@ -73,9 +79,33 @@ def escaped(text: str) -> str:
 
 
 def table(file: Path, prefix: str = "") -> str:
-    """The settings of a file: name, default, and what its comment says."""
-    rows = [f"| `{prefix}{name}` | `{value}` | {comment} |" for name, value, comment in settings(file)]
+    """The settings of a file: name, default, and what it means."""
+    rows = []
+    for name, value, comment in settings(file):
+        said = comment or _meaning(file, prefix + name, value)
+        rows.append(f"| `{prefix}{name}` | `{value}` | {said} |")
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n" if rows else ""
+
+
+def _meaning(file: Path, name: str, value: str) -> str:
+    """Of a setting without a comment: what its class, or a file that every run may have, says of it."""
+    if name.endswith("_target_") and value.startswith(("trainer.", "models.", "hydra_plugins.")):
+        docstring = inspect.getdoc(get_object(value)) or ""
+        return escaped(docstring.partition("\n")[0].replace("``", "`").removesuffix("."))
+    if value == file.stem:
+        return f"set by `{file.parent.name}={value}`"
+    return _common().get(name, "")
+
+
+@functools.cache
+def _common() -> dict[str, str]:
+    """The comments of train.yaml and of each group's default choice."""
+    found = {name: comment for name, _, comment in settings(CONF / "train.yaml")}
+    for entry in yaml.safe_load((CONF / "train.yaml").read_text())["defaults"]:
+        for group, choice in entry.items() if isinstance(entry, dict) else ():
+            if (file := CONF / group / f"{choice}.yaml").exists():
+                found |= {f"{group}.{name}": comment for name, _, comment in settings(file)}
+    return found
 
 
 def settings(file: Path) -> Iterator[tuple[str, str, str]]:

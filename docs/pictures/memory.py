@@ -32,7 +32,7 @@ if __name__ == "__main__":
             main([*ARGUMENTS.split(), *STRATEGIES[name]])
         found[name] = json.loads(printed.getvalue())[STRATEGIES[name][0].partition("=")[2]]
     style.use()
-    figure = Figure(figsize=(8, 3), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="GB of a rank at the peak of a step")
     left = [0.0] * len(SHOWN)
     for kind, colour in COLOURS.items():
@@ -46,5 +46,5 @@ if __name__ == "__main__":
     axes.set_xlim(0, 1.1 * max(left))
     axes.invert_yaxis()
     axes.tick_params(left=False)
-    figure.legend(loc="outside lower center", ncols=len(COLOURS))
+    figure.legend(loc="outside lower center", ncols=3)
     style.save(figure, "memory")

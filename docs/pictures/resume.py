@@ -5,7 +5,6 @@ recorded; of a long output the lines that match KEPT are shown.
 """
 
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -16,18 +15,19 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 HERE = Path(__file__).parent
+COLUMNS = 62  # 11 pixels a line on a page of 400
 TRAIN = "torchrun --standalone --nproc_per_node=2 train.py"
 COMMANDS = [
-    f"{TRAIN} run_dir=runs/whole",
-    f"{TRAIN} run_dir=runs/killed fault=kill fault.step=400",
-    f"{TRAIN} run_dir=runs/killed resume=auto",
-    "grep param_sha256 runs/whole/result.json runs/killed/result.json",
+    f"{TRAIN} \\\n    run_dir=runs/whole",
+    f"{TRAIN} \\\n    run_dir=runs/killed fault=kill fault.step=400",
+    f"{TRAIN} \\\n    run_dir=runs/killed resume=auto",
+    "grep -o 'sha256\": \"[0-9a-f]\\{16\\}' runs/*/result.json",
 ]
 KEPT = {
-    r"^strategy|^steps|^eval at step 660": "",
+    r"^steps|^eval at step 660": "",
     r"died of SIGKILL": "bold red",
     r"^resumed from": "bold yellow",
-    r"param_sha256": "bold green",
+    r"^runs/.*sha256": "bold green",
 }
 THEME = TerminalTheme(
     (13, 17, 23),
@@ -35,7 +35,7 @@ THEME = TerminalTheme(
     [(72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34), (88, 166, 255)] + [(230, 237, 243)] * 3,
 )
 # rich's own form, without the font that it fetches from a server.
-FORM = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+FORM = """<svg viewBox="0 0 {width} {height}" width="620" xmlns="http://www.w3.org/2000/svg">
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
   font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asian: full-width; }}
@@ -53,11 +53,11 @@ FORM = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg"
 
 def record(command: str, folder: Path, console: Console) -> None:
     """Run `command` in `folder`, and print it and what it said."""
-    words = shlex.split(command)
-    if words[0] == "torchrun":
-        words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-        words[words.index("train.py")] = str(HERE.parents[1] / "train.py")
-    done = subprocess.run(words, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    line = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    line = line.replace("train.py", str(HERE.parents[1] / "train.py"))
+    done = subprocess.run(
+        line, shell=True, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     console.print(Text(f"$ {command}", style="bold"))
     shown = True
     for line in done.stdout.splitlines():
@@ -72,7 +72,7 @@ def record(command: str, folder: Path, console: Console) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        console = Console(record=True, width=114, force_terminal=True, highlight=False)
+        console = Console(record=True, width=COLUMNS, force_terminal=True, highlight=False)
         for command in COMMANDS:
             record(command, Path(folder), console)
     svg = console.export_svg(title="", theme=THEME, code_format=FORM, unique_id="resume")

@@ -13,9 +13,8 @@ from trainer.sweep.settings import SweepConfig
 from trainer.sweep.trial_log import read_trials
 
 SWEEP = (
-    "-m optim.lr=tag(log,interval(1e-3,1)) optim.momentum=interval(0,0.98) "
-    "model.hidden=choice([64],[256],[256,256]) hydra.sweeper.search=tpe hydra.sweeper.trials=12 "
-    "train.epochs=2 train.eval_every_epochs=2"
+    "-m optim.lr=tag(log,interval(1e-3,1)) model.hidden=choice([16],[64],[64,64]) hydra.sweeper.search=tpe "
+    "hydra.sweeper.trials=12 train.epochs=2 train.eval_every_epochs=2"
 )
 ROOT = Path(__file__).parents[2]
 
