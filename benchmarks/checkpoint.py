@@ -104,7 +104,7 @@ def measure(state: TrainState, root: Path, rounds: int) -> dict[str, list[float]
         ),
         "verify full": lambda: timed(lambda: verify(root / "full" / "checkpoints" / "latest")),
         "async stall": async_stall,
-        "rest of async save": lambda: timed(in_background.close),
+        "rest of async save": lambda: timed(in_background.finish_saving),
     }
     times: dict[str, list[float]] = {}
     for number in range(rounds + 1):

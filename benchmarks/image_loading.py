@@ -27,8 +27,9 @@ from torchvision.transforms import v2
 
 from trainer.data.device import Normalise, ToDevice
 from trainer.data.imagefolder import MEAN, STD, ImageFolder
-from trainer.data.loading.base import TrainLoader
+from trainer.data.loading.base import Share
 from trainer.data.loading.batch import split_batch
+from trainer.data.loading.loaders import train_loader
 
 WIDTH, HEIGHT, SIZE, BATCH = 500, 375, 224, 64
 
@@ -42,6 +43,7 @@ class Reading:
     pin_memory: bool | None = None
     persistent_workers: bool = True
     on_bad_sample: str = "raise"
+    sharded: bool = False
 
 
 def write_photographs(root: Path, count: int) -> None:
@@ -87,13 +89,9 @@ def parts_of_the_way(files: list[Path], rounds: int) -> dict[str, float]:
 
 
 def loaders(root: Path, workers: int) -> dict[str, Callable[[], Iterable[object]]]:
-    ours = TrainLoader(
-        ImageFolder("train", str(root), SIZE),
-        Reading(workers),
-        split_batch(BATCH, None, 1),
-        replica=0,
-        seed=0,
-        device=torch.device("cpu"),
+    share = Share(replica=0, seed=0, device=torch.device("cpu"))
+    ours = train_loader(
+        ImageFolder("train", str(root), SIZE), Reading(workers), split_batch(BATCH, None, 1), share
     )
     to_device = ToDevice(torch.device("cpu"), False, Normalise(MEAN, STD, torch.device("cpu")))
     usual = v2.Compose(

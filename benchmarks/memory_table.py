@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import gc
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -76,19 +77,19 @@ def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> in
         return status("VmHWM") - base
 
 
-def predict(case: tuple[str, ...], ranks: int, micro: int) -> list[int]:
-    """The prediction for each rank, made in another process without a model. The host is the device, too."""
+def predict(case: tuple[str, ...], ranks: int, micro: int) -> int:
+    """The prediction for this rank, without the others. The host is the device, too.
+
+    One rank for each process: torch keeps meshes with the groups of the first.
+    """
     from trainer.memory.dry_run import DryRun
     from trainer.memory.pretend import DryRunWorld
 
     config = settings(*case)
-    dry_run, found = DryRun(config), []
-    for rank in range(ranks):
-        with dry_run.under(config, DryRunWorld(ranks, ranks, rank)) as stage:
-            accumulation = config.train.global_batch_size // micro // stage.num_replicas
-            footprint = stage.footprint(micro, accumulation)
-        found.append(footprint.peak + footprint.host)
-    return found
+    with DryRun(config).under(config, DryRunWorld(ranks, ranks, int(os.environ["RANK"]))) as stage:
+        accumulation = config.train.global_batch_size // micro // stage.num_replicas
+        footprint = stage.footprint(micro, accumulation)
+    return footprint.peak + footprint.host
 
 
 def main() -> None:
@@ -115,12 +116,13 @@ def main() -> None:
         batch = chosen.micro * (chosen.ranks - DEDICATED.get(name, 0))
         options = tuple(option.format(twice=2 * batch) for option in options)
         large = (*size, f"train.global_batch_size={batch}", *options)
-        predicted = run_ranks(predict, 1, large, chosen.ranks, chosen.micro, init=False, timeout_s=900)[0]
+        args = (large, chosen.ranks, chosen.micro)
+        predicted = run_ranks(predict, chosen.ranks, *args, init=False, timeout_s=900, fresh=True)
         own = (option for option in options if option.startswith("strategy"))
         little = (*small, f"train.global_batch_size={batch}", *own)
         with tempfile.TemporaryDirectory() as folder:
-            args = (Path(folder), little, large)
-            measured = run_ranks(measure, chosen.ranks, *args, init=False, timeout_s=3000)
+            runs = (Path(folder), little, large)
+            measured = run_ranks(measure, chosen.ranks, *runs, init=False, timeout_s=3000)
         found[name] = {"predicted": predicted, "measured": measured}
         listed = [" ".join(f"{value / 1e6:9.1f}" for value in values) for values in (predicted, measured)]
         ratios = " ".join(f"{p / m:.3f}" for p, m in zip(predicted, measured, strict=True))

@@ -62,7 +62,7 @@ def time_exchange(servers: str, num_bytes: int, repeat: int) -> tuple[float, flo
 
     def pull() -> None:
         if server is not None:
-            server.start(server.give)
+            server.start(server.send)
         if client is not None:
             client.ask()
             client.settle_all()

@@ -36,7 +36,7 @@ class Job:
 
     def __init__(self, name: str) -> None:
         self.is_gpt = name == "gpt"
-        self.batch, self.steps, self.log_every = (16, 100, 25) if self.is_gpt else (64, 400, 50)
+        self.batch, self.steps, self.log_every = (16, 100, 25) if self.is_gpt else (64, 2000, 50)
         self.data: Any = Bytes("train") if self.is_gpt else Digits("train")
 
     def model(self) -> nn.Module:

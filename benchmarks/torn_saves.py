@@ -59,7 +59,7 @@ def save_forever(rank: int, root: Path, way: str, gigabytes: float, done: Any) -
 
 def found_by_auto(root: Path) -> OpenCheckpoint | None:
     store = Store(root / "checkpoints", "tiny")
-    store.clean()
+    store.recover()
     for directory in store.newest_first():
         try:
             return verified(directory)

@@ -1,6 +1,7 @@
 """What did a change cost? Processor time of a step in two checkouts that train at the same time on one core.
 
     python -m benchmarks.two_checkouts BEFORE AFTER [--processes 2] [--rounds 3] [--steps 8800] [WORD ...]
+    python -m benchmarks.two_checkouts . . --after comm.timeline=false      what does a setting cost?
 
 BEFORE and AFTER are directories of two commits (`git worktree add`); words are those of train.py. The kernel
 gives both their turns within milliseconds, so that a machine that grows slower does so for both: the same
@@ -22,9 +23,9 @@ _QUIET = ("train.eval_every_epochs=0", "checkpoint.every_epochs=null", "schedule
 
 
 def processor_seconds(
-    checkouts: Sequence[Path], core: int, processes: int, words: Sequence[str]
+    checkouts: Sequence[Path], core: int, processes: int, words: Sequence[Sequence[str]]
 ) -> list[float]:
-    """Of a run of each, started at once; with those of its children."""
+    """Of a run of each with its `words`, started at once; with those of its children."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
@@ -37,10 +38,10 @@ def processor_seconds(
                 str(core),
                 *launcher,
                 "train.py",
-                *words,
+                *words[number],
                 f"run_dir={scratch}/{number}",
             ]
-            environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1"}
             with Path(scratch, f"{number}.log").open("w") as log:
                 runs.append(
                     subprocess.Popen(
@@ -63,12 +64,16 @@ def main() -> None:
     )
     parser.add_argument("checkouts", type=Path, nargs=2, metavar="CHECKOUT")
     parser.add_argument("words", nargs="*", help="settings of train.py")
+    parser.add_argument(
+        "--after", nargs="+", default=[], metavar="WORD", help="settings of the second run alone"
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8800)
     parser.add_argument("--core", type=int, default=0)
     arguments = parser.parse_intermixed_args()
     words = [*_QUIET, f"strategy={'ddp' if arguments.processes > 1 else 'single'}", *arguments.words]
+    words += ["train.epochs=100000"]
     ratios = []
     for _ in range(arguments.rounds):
         used = [
@@ -76,7 +81,7 @@ def main() -> None:
                 arguments.checkouts,
                 arguments.core,
                 arguments.processes,
-                [*words, "train.epochs=100000", f"train.max_steps={n}"],
+                [[*words, *more, f"train.max_steps={n}"] for more in ([], arguments.after)],
             )
             for n in (_START, arguments.steps)
         ]

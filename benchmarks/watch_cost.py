@@ -74,7 +74,7 @@ def switch_watch(is_on: threading.Event) -> None:
 
 def switch_gate(is_on: threading.Event) -> None:
     from trainer.faults.gate import NoGate
-    from trainer.training.last_step import KeptStep
+    from trainer.training.kept_step import KeptStep
     from trainer.training.mirrored_step import MirroredStep
 
     for gate in (KeptStep, MirroredStep):

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,7 +82,7 @@ def contexts() -> Iterator[Callable[..., Any]]:
             config = settings(*overrides)
             if config.run_dir is None:
                 run_dir = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-                config = settings(*overrides, f"run_dir={run_dir}")
+                config = replace(config, run_dir=run_dir)
             Path(config.run_dir).mkdir(parents=True, exist_ok=True)
             made = assemble(config, "gpu-day", dist, stop_request)
             made.run_log.open()

@@ -10,24 +10,25 @@ MODELS = {
     "resnet": ("experiment=digits_resnet", "schedule.warmup_steps=0"),
 }
 STRATEGIES = ("single", "single", "ddp", "fsdp")  # the first twice: kernels may have other bits each time
-COMMON = ("train.global_batch_size=64", "train.log_every_steps=5", "train.clip_grad_norm=1")
+COMMON = ("train.log_every_steps=5", "train.clip_grad_norm=1")
 
 
 def measure(day: Day) -> Iterator[Row]:
     from trainer.run import run
 
     strategies = day.size(STRATEGIES, ("single", "fsdp"))
+    common = (*COMMON, f"train.global_batch_size={day.size(64, 16)}")
     for model in day.size(list(MODELS), ["gpt"]):
         hashes = []
         for strategy in strategies:
             with tempfile.TemporaryDirectory() as run_dir:
-                options = (*MODELS[model], *COMMON, f"strategy={strategy}", "train.exact=8")
+                options = (*MODELS[model], *common, f"strategy={strategy}", "train.exact=8")
                 config = settings(*options, f"train.max_steps={day.size(20, 2)}", f"run_dir={run_dir}")
                 hashes.append(quietly(lambda config=config: run(config))["param_sha256"])
         found = f"{len(set(hashes))} hash(es) of {', '.join(strategies)}"
         yield Row(f"{model} exact", float(len(set(hashes))), "", "one hash", len(set(hashes)) == 1, found)
     with contexts() as context:
-        words = (*MODELS["gpt"], *COMMON, "train.max_steps=100000")
+        words = (*MODELS["gpt"], *common, "train.max_steps=100000")
         ways = {
             "exact": steps(context(*words, "train.exact=8")),
             "without": steps(context(*words, "train.micro_batch_size=8")),
