@@ -86,7 +86,7 @@ def leg(
         context.run_log.open()
         noting = Noting(context.task)
         end = loop.fit(dataclasses.replace(context, task=noting))
-    context.checkpointer.close()
+    context.checkpointer.finish_saving()
     context.strategy.close()
     context.run_log.close()
     accumulated = range(0, len(noting.numbers), context.batch.accumulation)

@@ -27,7 +27,7 @@ def _save(
     checkpointer.save(state, {"eval/loss": 1.0})
     saved = tiny.everything(state)
     tiny.train(state, more)
-    checkpointer.close()
+    checkpointer.finish_saving()
     return {"saved": saved, "end": tiny.everything(state)}
 
 
@@ -70,7 +70,7 @@ def _async(run_dir: Path, format: str) -> dict[str, Any]:
     threading.Timer(0.3, gate.set).start()
     checkpointer.save(state)  # at most one in flight: this one waits
     waited_s = time.monotonic() - begin
-    checkpointer.close()
+    checkpointer.finish_saving()
     return {"saved": saved, "visible_early": len(visible_early), "waited_s": waited_s}
 
 
@@ -214,7 +214,7 @@ def _save_while_training(run_dir: Path, wait: bool) -> bool:
 
     tiny.train(state, 1, before_update=before_update)
     stager.go.set()
-    checkpointer.close()
+    checkpointer.finish_saving()
     fresh = tiny.train_state(seed=4)
     tiny.restore(tiny.checkpointer(run_dir), fresh, "auto")
     restored = tiny.everything(fresh)["tensors"]
@@ -238,7 +238,7 @@ def _save_beside_an_idle_gpu(run_dir: Path) -> list[str]:
             state = tiny.train_state()
             checkpointer = tiny.checkpointer(run_dir / str(async_), async_=async_, state=state)
             checkpointer.save(state)
-            checkpointer.close()
+            checkpointer.finish_saving()
             assert tiny.restore(tiny.checkpointer(run_dir / str(async_)), tiny.train_state(seed=4), "auto")
     return asked
 
@@ -264,7 +264,7 @@ def _gpu_cpu_gpu(run_dir: Path, format: str, async_: bool) -> None:
     checkpointer = tiny.checkpointer(run_dir / "gpu", device, format=format, async_=async_, state=on_gpu)
     checkpointer.save(on_gpu)
     tiny.train(on_gpu, 1, before_update=checkpointer.wait_until_copied)
-    checkpointer.close()
+    checkpointer.finish_saving()
     on_cpu = tiny.train_state(seed=3)
     assert tiny.restore(tiny.checkpointer(run_dir / "gpu"), on_cpu, "auto")
     tiny.checkpointer(run_dir / "cpu", format=format, state=on_cpu).save(on_cpu)

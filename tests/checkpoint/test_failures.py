@@ -30,7 +30,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     checkpointer = tiny.checkpointer(run_dir, format=format, async_=async_, state=state)
     tiny.train(state, 1)
     checkpointer.save(state)
-    checkpointer.close()
+    checkpointer.finish_saving()
     saved = tiny.everything(state)
     ballast = run_dir / "ballast"
     if rank == 0:
@@ -41,7 +41,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     tiny.train(state, 1)
     with pytest.raises(UserError) as failure:
         checkpointer.save(state)
-        checkpointer.close()
+        checkpointer.finish_saving()
     torch_dist.barrier()
     entries = sorted(entry.name for entry in (run_dir / "checkpoints").iterdir())
     fresh = tiny.train_state(sharded=True, seed=8)
@@ -52,7 +52,7 @@ def _fill_the_disk(run_dir: Path, format: str, async_: bool) -> dict[str, Any]:
     torch_dist.barrier()
     tiny.train(state, 1)
     checkpointer.save(state)
-    checkpointer.close()
+    checkpointer.finish_saving()
     return {
         "message": str(failure.value),
         "entries": entries,
@@ -101,7 +101,7 @@ def _start_on_a_failing_disk(run_dir: Path) -> str:
 
     starting = tiny.checkpointer(run_dir)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as failure:
-        patch.setattr(Store, "clean", lambda store: patch.setattr(Path, "iterdir", fail))
+        patch.setattr(Store, "recover", lambda store: patch.setattr(Path, "iterdir", fail))
         starting.find(None)
     return str(failure.value)
 

@@ -78,7 +78,7 @@ def _refused(run_dir: Path, format: str, sharded: bool, async_: bool) -> list[st
         _poison(state, what, value)
         with pytest.raises(NonFiniteError) as refusal:
             checkpointer.save(state)
-        checkpointer.close()
+        checkpointer.finish_saving()
         messages.append(str(refusal.value))
         other = _state(sharded, seed=7)
         again = tiny.checkpointer(run_dir / what, format=format)

@@ -112,8 +112,8 @@ def test_a_store_that_fails_is_told_once_tried_again_and_never_waited_for(
         remote.finish(10)
     assert tried == ["a.txt", *5 * ["b.txt"]], "what has arrived is not put twice"
     told = [record.message for record in caplog.records if "no space left" in record.message]
-    assert len(told) == 1 and "training goes on. It holds step 0" in told[0]
-    assert "takes files again, and holds step 10" in caplog.text
+    assert len(told) == 1 and "training continues. It holds step 0" in told[0]
+    assert "accepts files again, and holds step 10" in caplog.text
 
 
 def test_a_file_that_arrives_cut_short_gets_no_manifest(
@@ -225,7 +225,7 @@ def test_a_new_run_dir_goes_on_with_the_run_that_is_there(
     for run_dir, resume in ((tmp_path / "third", None), (tmp_path / "third", "auto")):
         if resume:
             _save(Store(run_dir / "checkpoints", "three"), 1)
-        with pytest.raises(UserError, match="holds another run, one; take another address"):
+        with pytest.raises(UserError, match="holds another run, one; use another address"):
             _claimed(run_dir, resume, address)
     assert _claimed(tmp_path / "fourth", None, f"file://{tmp_path / 'elsewhere'}").run_id != "one"
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.0)

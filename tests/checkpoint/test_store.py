@@ -142,7 +142,7 @@ def test_cleans_up_after_a_kill(tmp_path: Path) -> None:
     (store.new_directory(2) / "half").write_text("...")
     _save(store, 3).rename(tmp_path / ".replaced_step_00000003")  # killed between the two renames
     (tmp_path / ".tmp_latest").symlink_to("step_00000001")
-    store.clean()
+    store.recover()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000003"]
     assert verify(tmp_path / "step_00000003").step == 3
 
@@ -156,10 +156,10 @@ def test_latest_is_put_right_after_a_kill_between_a_checkpoints_rename_and_it(tm
         (tmp_path / "latest").unlink()
         if before is not None:
             (tmp_path / "latest").symlink_to(before)
-        store.clean()
+        store.recover()
         assert (tmp_path / "latest").readlink() == Path("step_00000002")
     _save(other, 3)
-    Store(tmp_path, "a third").clean()
+    Store(tmp_path, "a third").recover()
     assert (tmp_path / "latest").readlink() == Path("step_00000003"), "it has none to point at"
 
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_once_and_goes_when_it_can(
         for step in (2, 3, 4):
             _save(store, step)
             store.prune(Retention(last=1))
-            store.clean()
+            store.recover()
         assert _steps(store) == ([1, 4] if how == "rename" else [4])
         (said,) = warnings
         assert "step_00000001 cannot be deleted" in said
@@ -281,7 +281,7 @@ def test_what_a_failed_deletion_left_does_not_hold_up_the_same_step(
             store.prune(Retention(last=1))
             assert _steps(store) == [step]
             assert verify(tmp_path / "latest").step == step
-    store.clean()
+    store.recover()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_00000001"]
 
 
@@ -296,7 +296,7 @@ def test_a_checkpoint_that_cannot_be_replaced_has_the_new_one_beside_it(
     assert (saved.name, verify(saved).step, step_in_name(saved)) == ("step_00000010-2", 10, 10)
     assert store.newest_first()[0] == saved == (tmp_path / "latest").resolve()
     assert ["cannot be replaced: [Errno 1]" in said for said in warnings] == [True]
-    store.clean()
+    store.recover()
     assert [path.name for path in store.directories()] == [
         "step_00000001",
         "step_00000010",
@@ -322,7 +322,7 @@ def test_a_latest_that_cannot_be_linked_is_named_once(
     store = Store(tmp_path, "mine")
     for step in (1, 2):
         _save(store, step)
-        store.clean()
+        store.recover()
     assert _steps(store) == [1, 2]
     (said,) = warnings
     assert "latest cannot be pointed at the newest checkpoint" in said and "Permission denied" in said

@@ -112,7 +112,7 @@ def _spread(points: list[list[str]], number: int) -> list[tuple[int, int]]:
 def _found_by_auto(run_dir: Path) -> OpenCheckpoint:
     """The checkpoint that resume=auto takes after its clean-up."""
     checkpoints = store.Store(run_dir / "checkpoints")
-    checkpoints.clean()
+    checkpoints.recover()
     for directory in checkpoints.newest_first():
         with contextlib.suppress(UserError):
             manifest.verify(directory)

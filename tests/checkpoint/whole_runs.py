@@ -78,7 +78,7 @@ def run(
         if save_at is not None:  # at each step, saving would be half of such a run
             context.checkpointer.due = lambda progress, end_of_epoch: progress.step in save_at  # type: ignore[method-assign]
         loop.fit(dataclasses.replace(context, task=recorder))
-    context.checkpointer.close()
+    context.checkpointer.finish_saving()
     context.strategy.close()
     context.run_log.close()
     return {"begin": begin, "end": _everything(context.state), "samples": recorder.samples}

@@ -46,7 +46,7 @@ def test_only_a_failure_that_is_written_is_pointed_to(
         (tmp_path / exit_report.FAILURE).mkdir()
     monkeypatch.setattr(exit_report, "leave", lambda status: None)
     members: Any = [SimpleNamespace(rank=rank, host=rank, attempt=0) for rank in range(2)]
-    ending = Ending(Heartbeat(), 0, members, {}, None, 5.0, False, lambda: None)
+    ending = Ending(Heartbeat(), 0, members, {}, None, 5.0, lambda: None)
     ending.writes_to(tmp_path)
     ending.end(Verdict((1,), "lost", 1, "host 1 is lost"))
     assert ("failure.json and stacks/ say more" in capfd.readouterr().err) == takes_it

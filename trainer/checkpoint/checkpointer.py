@@ -12,25 +12,27 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.background import InBackground, host_stager
+from trainer.checkpoint.copies import Copy
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.made_buffers import compare_buffers
-from trainer.checkpoint.matching import check_own, first_five, is_extra_state
+from trainer.checkpoint.matching import is_extra_state
+from trainer.checkpoint.matching_values import check_resumable
 from trainer.checkpoint.mirror import contents_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.resuming import Resuming
-from trainer.checkpoint.slots import Copy
 from trainer.checkpoint.state_file import DATA_STATES
 from trainer.checkpoint.state_parts import StateParts
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.writing import Contents, SaveLayout, write_checkpoint
+from trainer.checkpoint.writing import Contents, SaveLayout, layout_of, write_checkpoint
 from trainer.config import CheckpointConfig
 from trainer.distributed.agreement import Agreement, Alone
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.faults.disk_progress import at_disk
 from trainer.files.address import Address
+from trainer.files.untrusted import first_five
 from trainer.optim.plain_names import buffer_names
 from trainer.optim.train_state import Progress, TrainState
 
@@ -46,6 +48,7 @@ class Checkpointer:
     Attributes:
         restored_metrics: those saved with the checkpoint that ``restore`` went on from.
         restored_data_states: where the data of each rank stood then.
+        last_evaluation: its step and metrics, for a save at a fault; changed within `Gate.held`.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Checkpointer:
         self._layout: SaveLayout | None = None
         self.restored_metrics: dict[str, float] = {}
         self.restored_data_states: list[dict[str, Any]] = []
+        self.last_evaluation: tuple[int, Mapping[str, float]] = (0, {})
         self._in_flight: InBackground | None = None
         self._copied: Future[dict[str, Tensor]] | None = None
 
@@ -131,7 +135,7 @@ class Checkpointer:
         """
         if not self._checked:
             self._dist.heartbeat.enter("checkpoint")  # ahead of a rank that hangs in its first update
-            self._agreement.everywhere(lambda: check_own(state, *self._parts.of(state, [])))
+            self._agreement.everywhere(lambda: check_resumable(state, *self._parts.of(state, [])))
             compare_buffers(state.model, self._agreement, self._dist)
             self._remote.follow()
             self._checked = True
@@ -155,7 +159,7 @@ class Checkpointer:
 
         With ``checkpoint.async`` this returns at once. ``state`` is copied to host memory while the next step
         is computed, until ``wait_until_copied``, and is written while training continues. The next ``save``,
-        which waits for the previous one, or ``close`` then raises a failure.
+        which waits for the previous one, or ``finish_saving`` then raises a failure.
 
         Raises:
             UserError: on every rank alike, with the rank that failed and why; the attempt is deleted.
@@ -168,17 +172,17 @@ class Checkpointer:
         best = self._settings.keep_best
         if metrics and best is not None and best.metric not in metrics:
             raise UserError(f"checkpoint.keep_best.metric is {best.metric}; there is {', '.join(metrics)}")
-        self._finish()
+        self.finish_saving()
         data_states = self._agreement.gather(dict(data_state or {}))
         tensors, facts = self._agreement.everywhere(lambda: self._parts.of(state, data_states))
         compare_buffers(state.model, self._agreement, self._dist)
         of_modules = {name for name in tensors if is_extra_state(name) or name.startswith(f"{DATA_STATES}.")}
         only_rank_0 = buffer_names(state.model) | of_modules
-        contents = Contents.planned(
-            *(step, self._settings.format, tensors, facts, metrics),
-            *(self._agreement, only_rank_0, self._layout),
+        self._layout = layout_of(
+            tensors, self._settings.format, self._agreement, only_rank_0, former=self._layout
         )
-        self._layout = contents.layout
+        part = self._layout.plan.part_of(tensors, self._dist.rank)
+        contents = Contents(step, self._layout, part, facts, metrics)
         self._parts.refuse_not_finite(contents.tensors, step, self._agreement, self._dist)
         self._last_saved = step
         if self._settings.async_:
@@ -215,15 +219,15 @@ class Checkpointer:
         tensors, facts = self._parts.of(state, own, kept)
         if bad := sorted(self._parts.expected.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
-        return self._write_alone(
-            Contents.planned(state.progress.step, "full", tensors, facts, metrics, Alone())
-        )
+        layout = layout_of(tensors, "full", Alone())
+        part = layout.plan.part_of(tensors, rank=0)  # the only one of this plan
+        return self._write_alone(Contents(state.progress.step, layout, part, facts, metrics))
 
     def save_copies(self, copies: Mapping[int, Copy]) -> bool:
         """`save_alone` of the copies that a `Mirror` found, by rank.
 
         Raises:
-            UserError: a number is NaN or Inf, the copies are no whole state, or the disk fails; what was
+            UserError: a number is NaN or Inf, the copies are not a whole state, or the disk fails; what was
                 saved before is unchanged.
         """
         return self._write_alone(contents_of(copies, self._parts.facts, self._parts.expected))
@@ -254,34 +258,31 @@ class Checkpointer:
             self._copied.result()
             self._copied = None
 
-    def close(self) -> None:
-        """Wait for what is still being written. Called when a run ends well, not after an exception.
+    def finish_saving(self) -> None:
+        """Wait for what is still being written: at each save, and at the good end of a run.
 
         Raises:
             UserError: it could not be written; on every rank alike.
         """
-        self._finish()
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics for the log, by name."""
-        return self._remote.metrics()
-
-    def finish_remote(self) -> None:
-        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after `close`.
-
-        No collective: a logger that is slow to close may delay rank 0, while the others just end.
-        """
-        self._dist.heartbeat.enter("checkpoint")
-        with at_disk():
-            self._remote.finish(self._settings.timeout_s)
-
-    def _finish(self) -> None:
         if self._in_flight is None:
             return
         if not self._in_flight.is_done:
             log.info("waiting for the checkpoint of step %s, which is still being written", self._last_saved)
         in_flight, self._in_flight = self._in_flight, None
         in_flight.wait()
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics for the log, by name."""
+        return self._remote.metrics()
+
+    def finish_remote(self) -> None:
+        """Wait until `checkpoint.remote` has all, at most `checkpoint.timeout_s`; after `finish_saving`.
+
+        No collective: a logger that is slow to close may delay rank 0, while the others just end.
+        """
+        self._dist.heartbeat.enter("checkpoint")
+        with at_disk():
+            self._remote.finish(self._settings.timeout_s)
 
     def _write(self, contents: Contents) -> None:
         step = contents.step

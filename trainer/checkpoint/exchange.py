@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.futures import Future
 
-from trainer.checkpoint.slots import HEAD_BYTES, SlotMemory, head_of
+from trainer.checkpoint.copies import HEAD_BYTES, CopyMemory, head_of
 from trainer.comm.transport.blame import PeerError
 from trainer.comm.transport.gloo import RECEIVED, SENT, GlooLinks
 from trainer.distributed.process_group import Dist
@@ -47,13 +47,13 @@ class CopyExchange:
     def __init__(
         self,
         dist: Dist,
-        own: SlotMemory,
+        own: CopyMemory,
         holders: Sequence[int],
         group: torch_dist.ProcessGroup,
         timeout_s: float,
     ) -> None:
         receiver = receivers(holders, dist.hosts)
-        self.received = {rank: SlotMemory() for rank, to in receiver.items() if to == dist.rank}
+        self.received = {rank: CopyMemory() for rank, to in receiver.items() if to == dist.rank}
         self._dist, self._own, self._timeout_s, self._group = dist, own, timeout_s, group
         links = GlooLinks(group, timeout_s)
         self._target = links.to(torch_dist.get_group_rank(group, receiver[dist.rank]))

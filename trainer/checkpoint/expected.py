@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import DTYPES
-from trainer.checkpoint.matching import Shapes, compare_shapes, first_five, is_extra_state
+from trainer.checkpoint.matching import Shapes, compare_shapes, is_extra_state
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
-from trainer.files.untrusted import printable, reason
+from trainer.files.untrusted import first_five, printable, reason
 from trainer.local_shard import same_bits, to_local
 from trainer.optim.plain_names import every_parameter, load_model_state, model_state, named_buffers
 from trainer.optim.train_state import TrainState
@@ -48,7 +48,7 @@ class Expected:
         compare_shapes(
             _of_model(tensors),
             self._shapes,
-            "the model's state is no longer what it was before the first step, and no resume would take it",
+            "the model's state is no longer what it was before the first step, and no resume could load it",
             ("now", "then"),
             "; make buffers in __init__, in their final size, or with persistent=False if none need be saved",
         )

@@ -46,7 +46,7 @@ class Listing(Generic[P]):
         """Every ``step_N`` directory that is not a link, lowest step first; of any run.
 
         Raises:
-            UserError: ``root`` cannot be read, or is no directory.
+            UserError: ``root`` cannot be read, or is not a directory.
         """
         try:
             if not self.root.is_dir():

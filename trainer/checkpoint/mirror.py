@@ -5,13 +5,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed as torch_dist
 from torch import Tensor
 
+from trainer.checkpoint.copies import Copy, CopyWriter, copies_in
 from trainer.checkpoint.exchange import CopyExchange
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.hashing import FileDigest, HashingFile
@@ -23,17 +22,15 @@ from trainer.checkpoint.layout import (
     name_of,
     plan_of_shards,
 )
-from trainer.checkpoint.matching import first_five
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import tensors_in
-from trainer.checkpoint.slots import Copy, CopySlots, copies_in
 from trainer.checkpoint.state_file import DATA_STATES
 from trainer.checkpoint.tree import take_apart
 from trainer.checkpoint.writing import Contents, SaveLayout, files_of
 from trainer.distributed.agreement import Agreement, gather_objects
-from trainer.distributed.process_group import Dist
+from trainer.distributed.process_group import Dist, gloo_group
 from trainer.errors import UserError
-from trainer.files.untrusted import Fields
+from trainer.files.untrusted import Fields, first_five
 from trainer.local_shard import same_bits, to_local
 from trainer.optim.plain_names import buffer_names
 from trainer.optim.train_state import TrainState
@@ -46,7 +43,7 @@ class Mirror:
 
     Each host keeps copies of all shards of one model. Where several groups of ranks each hold a model, it is
     that of the first group that is whole on the host, or else of the first that is partly there. A group on
-    two hosts exchanges its copies. Creating this is a collective, and so are the exchanges.
+    two hosts exchanges its copies. Creating this and each exchange are collectives.
 
     Args:
         every: of how many steps one is copied.
@@ -61,7 +58,7 @@ class Mirror:
         self, dist: Dist, state: TrainState, every: int, own_buffers: bool, timeout_s: float
     ) -> None:
         self._dist, self._state, self._every = dist, state, every
-        self._slots = CopySlots(dist.device)
+        self._copies = CopyWriter(dist.device)
         self._plan: Plan | None = None
         self._layout: list[Any] = []
         self._index = ""
@@ -89,16 +86,15 @@ class Mirror:
                     "to host, or to as many ranks as one or two hosts have; or checkpoint.mirror_every=0"
                 )
             if num_hosts == 2:
-                made = torch_dist.new_group(holders, timedelta(seconds=timeout_s), "gloo")
+                group = gloo_group(timeout_s, holders)
                 if dist.rank in holders:
-                    group = cast(torch_dist.ProcessGroup, made)
-                    found = CopyExchange(dist, self._slots.memory, holders, group, timeout_s)
+                    found = CopyExchange(dist, self._copies.memory, holders, group, timeout_s)
         return found
 
     def _memories(self, holders: list[int]) -> dict[int, int]:
         """By rank of `holders`, a descriptor of the memory on this host with its copies (a collective)."""
         received = self._exchange.received if self._exchange is not None else {}
-        memories = {self._dist.rank: self._slots.memory, **received}
+        memories = {self._dist.rank: self._copies.memory, **received}
         places = {rank: (memory.fd, *_identity(memory.fd)) for rank, memory in memories.items()}
         told = gather_objects((os.getpid(), places))
         own_host = self._dist.hosts[self._dist.rank]
@@ -155,7 +151,7 @@ class Mirror:
         }
         text = f'{json.dumps(facts)[:-1]}, "index": {self._index}}}'
         number = step // self._every % 2
-        self._slots.write(number, step, files, text)
+        self._copies.write(number, step, files, text)
         if self._exchange is not None:
             self._exchange.begin(number, step)
 
@@ -226,8 +222,7 @@ def contents_of(copies: Mapping[int, Copy], facts: Mapping[str, Any], expected: 
     world_size = facts["world_size"]
     return CopiedContents(
         step=next(copy.step for copy in copies.values()),
-        format="sharded",
-        layout=SaveLayout(Plan(world_size, False, {}, {}), json.dumps(index)),
+        layout=SaveLayout("sharded", Plan(world_size, False, {}, {}), json.dumps(index)),
         tensors={},
         facts={
             **facts,

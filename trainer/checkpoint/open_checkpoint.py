@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.layout import Index, index_from_json
 from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, verify
-from trainer.checkpoint.matching import Shapes, first_five, is_extra_state
+from trainer.checkpoint.matching import Shapes, is_extra_state
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import Stored, as_tensor, read_header, stored_as
 from trainer.checkpoint.state_file import DATA_STATES, STATE, compare_names, read_facts
@@ -23,7 +23,7 @@ from trainer.checkpoint.tree import put_together, tensor_names
 from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
 from trainer.files.address import Location
-from trainer.files.untrusted import Fields, printable
+from trainer.files.untrusted import Fields, first_five, printable
 from trainer.local_shard import num_rows, own_rows, to_local
 from trainer.optim.train_state import Progress
 

@@ -144,7 +144,7 @@ class Remote(NoRemote):
                 self._done = self._done if self._is_taken else asked
                 self._changed.notify_all()
             if self._problem is not None and not self._is_taken:
-                log.info("%s takes files again, and holds step %d", self._address, self._safe_step)
+                log.info("%s accepts files again, and holds step %d", self._address, self._safe_step)
                 self._problem = None
             pause_s = _FIRST_PAUSE_S
 
@@ -155,7 +155,7 @@ class Remote(NoRemote):
         """Warn of the first failure since a success; keep later ones for `finish`."""
         words = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
         if self._problem is None:
-            more = "tried again, and training goes on"
+            more = "tried again, and training continues"
             log.warning("checkpoint.remote: %s; %s. It holds step %d", words, more, self._safe_step)
         self._problem = words
 

@@ -13,18 +13,17 @@ from trainer.checkpoint.listing import Listing, newest_of
 from trainer.checkpoint.made_buffers import make_buffers
 from trainer.checkpoint.matching import (
     begins_average,
-    check_fits,
-    first_five,
     other_buffers,
     saved_state,
     targets_for,
 )
+from trainer.checkpoint.matching_values import check_fits
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.store import Store
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.address import Address, Location
-from trainer.files.untrusted import printable
+from trainer.files.untrusted import first_five, printable
 from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Resuming:
         Raises:
             UserError: on every rank alike: the checkpoint is missing, damaged, or of a run on other data.
         """
-        self._agreement.on_main(self._clean)
+        self._agreement.on_main(self._recover)
         if resume is None:
             return None
         source = self._choose(resume)
@@ -68,8 +67,8 @@ class Resuming:
         self._agreement.everywhere(lambda: self._check_data(source))
         return source
 
-    def _clean(self) -> None:
-        self._store.clean()
+    def _recover(self) -> None:
+        self._store.recover()
         if names := [path.name for path in self._store.of_others()]:
             log.warning("left alone, as another run's: %s in %s", first_five(names), self._store.root)
 

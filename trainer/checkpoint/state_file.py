@@ -6,10 +6,9 @@ from typing import Any
 
 from trainer.checkpoint.hashing import check_blocks
 from trainer.checkpoint.manifest import Manifest, open_listed, step_in_name
-from trainer.checkpoint.matching import first_five
 from trainer.errors import UserError
 from trainer.files.address import Location
-from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json
+from trainer.files.untrusted import MAX_JSON_BYTES, Fields, first_five, printable, read_json
 from trainer.optim.train_state import Progress
 
 STATE = "state.json"

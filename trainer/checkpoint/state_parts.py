@@ -63,7 +63,7 @@ class StateParts:
                 kind = " and ".join(sorted(next(iter(theirs.values()))))
                 raise NonFiniteError(
                     f"{names} holds {kind} after step {step} on {dist.describe(rank)}; nothing of that step "
-                    "is saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto goes on from the "
-                    "checkpoint before",
+                    "is saved. Lower optim.lr, or set train.clip_grad_norm; resume=auto continues from "
+                    "the checkpoint before",
                     ranks=(rank,),
                 )

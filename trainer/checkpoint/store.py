@@ -8,7 +8,6 @@ the new one complete.
 
 import contextlib
 import fcntl
-import itertools
 import logging
 import os
 import shutil
@@ -21,6 +20,7 @@ from trainer.checkpoint.listing import Listing, Retention
 from trainer.checkpoint.manifest import MANIFEST, Manifest, manifest_text, read_manifest
 from trainer.errors import UserError, first_few
 from trainer.faults.disk_progress import at_disk
+from trainer.files.new_directory import unused_path
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Store(Listing[Path]):
         self._shared = shared
         self.saved_after = 0.0
         self._filling, self._begun_at = root, 0.0
-        self._named: set[Path] = set()
+        self._warned: set[Path] = set()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -100,12 +100,12 @@ class Store(Listing[Path]):
     def new_directory(self, step: int) -> Path:
         """An empty temporary directory to fill for ``step``."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        self._clear_leftovers()
         # Not the time of `commit`: a save at a fault may overtake one that is being written. If the clock was
         # set back, the newest must still have the latest time.
         before = max([self.saved_after, *map(_saved_at, self.directories())])
         self._begun_at = max(time.time(), before + 1e-3)
-        self._filling = _unused(self.root / f"{_TEMPORARY}{self.path(step).name}")
+        self._filling = unused_path(self.root / f"{_TEMPORARY}{self.path(step).name}")
         self._filling.mkdir()
         return self._filling
 
@@ -130,24 +130,24 @@ class Store(Listing[Path]):
         assert self.run_id is not None
         seal(self._filling, Manifest(format, step, self._begun_at, dict(files), values, self.run_id))
         check(self._filling)
-        final = self._vacated(step)
+        final = self._free_path(step)
         appear(self._filling, final)
-        self._sweep()
+        self._clear_leftovers()
         self._point_latest(final.name)
         return final
 
-    def _vacated(self, step: int) -> Path:
-        """The path for the checkpoint of ``step``; beside the usual one if that cannot be cleared."""
+    def _free_path(self, step: int) -> Path:
+        """The path for the checkpoint of ``step``; beside the usual one if what is there cannot be moved."""
         final = self.path(step)
         try:
-            self._clear(final)
+            self._move_aside(final)
         except OSError as error:  # such as an immutable directory, or a mount point
-            beside = _unused(final)
+            beside = unused_path(final)
             log.warning("%s cannot be replaced: %s; step %d is saved as %s", final, error, step, beside.name)
             return beside
         return final
 
-    def _clear(self, final: Path) -> None:
+    def _move_aside(self, final: Path) -> None:
         """Rename what has the path ``final`` of a new checkpoint, to replace it or to keep it.
 
         It is replaced if it is this run's, saved before the run was resumed from an earlier step; or if it is
@@ -159,7 +159,7 @@ class Store(Listing[Path]):
         with contextlib.suppress(UserError):  # not a checkpoint, or a damaged one: nothing to lose
             owner = self.run_id if final.is_symlink() else read_manifest(final).run_id
             if owner != self.run_id:
-                aside = _unused(final.with_name(f"{final.name}.of_{owner or 'unknown'}"))
+                aside = unused_path(final.with_name(f"{final.name}.of_{owner or 'unknown'}"))
                 log.warning("%s is another run's, and is now %s", final, aside.name)
         final.rename(aside)
 
@@ -170,7 +170,7 @@ class Store(Listing[Path]):
             link.unlink(missing_ok=True)
             link.symlink_to(name)
             if latest.is_dir() and not latest.is_symlink():
-                aside = _unused(latest)
+                aside = unused_path(latest)
                 log.warning(
                     "%s is not a link, as after a copy that followed links, and is now %s", latest, aside.name
                 )
@@ -181,25 +181,28 @@ class Store(Listing[Path]):
             self._warn(latest, f"cannot be pointed at the newest checkpoint, which no resume needs: {error}")
 
     @at_disk()
-    def abandon(self, temporary: Path) -> None:
+    def delete_failed(self, temporary: Path) -> None:
         """Remove what a failed save left. Never raises: the failure itself is reported."""
         shutil.rmtree(temporary, ignore_errors=True)
 
-    def clean(self) -> None:
+    def recover(self) -> None:
         """Called at the start: remove what a killed process left, and point ``latest`` at the newest.
 
         A checkpoint that it had renamed to replace it is put back.
         """
         if not self.root.is_dir():
             return
-        self._sweep()
+        self._clear_leftovers()
         own, latest = list(self.own()), self.root / "latest"
         may_be_pointed = latest.is_symlink() or not latest.exists()
         if own and may_be_pointed and latest.resolve().name != own[0].name:
             self._point_latest(own[0].name)  # a kill between a checkpoint's rename and this
 
-    def _sweep(self) -> None:
-        """Delete what kills, replacements and failed deletions left. Nothing is being written then."""
+    def _clear_leftovers(self) -> None:
+        """Delete what kills, replacements and failed deletions left; put back what was moved, not replaced.
+
+        Called when nothing is being written.
+        """
         if self._shared:
             return
         for entry in list(self.root.iterdir()):
@@ -207,7 +210,7 @@ class Store(Listing[Path]):
             if entry.name.startswith(_TEMPORARY):
                 self._delete(entry)
             elif entry != final and final.exists():
-                self._delete_checkpoint(entry)
+                self._rename_and_delete(entry)
             elif entry != final:
                 try:
                     entry.rename(final)
@@ -230,8 +233,8 @@ class Store(Listing[Path]):
 
     def _warn(self, path: Path, words: str) -> None:
         """Warn of ``path`` once."""
-        if path not in self._named:
-            self._named.add(path)
+        if path not in self._warned:
+            self._warned.add(path)
             log.warning("%s %s", path, words)
 
     @at_disk()
@@ -240,23 +243,17 @@ class Store(Listing[Path]):
 
         A directory without a manifest stays.
         """
-        return [path for path in self.beyond(retention) if path != spared and self._delete_checkpoint(path)]
+        return [path for path in self.beyond(retention) if path != spared and self._rename_and_delete(path)]
 
-    def _delete_checkpoint(self, path: Path) -> bool:
+    def _rename_and_delete(self, path: Path) -> bool:
         """Rename a checkpoint, then delete it; returns whether it is gone. A kill leaves a temporary."""
-        temporary = _unused(self.root / f"{_TEMPORARY}{path.name}")
+        temporary = unused_path(self.root / f"{_TEMPORARY}{path.name}")
         try:
             path.rename(temporary)
         except OSError as error:
             self._warn(path, f"cannot be deleted, which is tried again at each save: {error}")
             return False
         return self._delete(temporary)
-
-
-def _unused(path: Path) -> Path:
-    """``path``, or the first of ``path-2``, ``path-3``, ... that does not exist."""
-    beside = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(each for each in itertools.chain([path], beside) if not os.path.lexists(each))
 
 
 def _saved_at(directory: Path) -> float:

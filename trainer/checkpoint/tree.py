@@ -57,7 +57,7 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         return {"$dtype": str(tree).removeprefix("torch.")}
     if hasattr(tree, "item") and getattr(tree, "shape", None) == ():  # a NumPy scalar
         value = tree.item()
-        if isinstance(value, bool | int | float):  # of a long double it is no plain number
+        if isinstance(value, bool | int | float):  # of a long double it is not a plain number
             return value
     raise UserError(
         f"a checkpoint cannot hold {prefix}, a {type(tree).__name__}: only tensors and plain values"

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from trainer.checkpoint.expected import unusual
 from trainer.checkpoint.listing import Listing
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.checkpoint.matching import first_five, is_extra_state
+from trainer.checkpoint.matching import is_extra_state
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint, first_intact, verified
 from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
 from trainer.errors import UserError
 from trainer.files.address import Address, Location, location
-from trainer.files.untrusted import MAX_JSON_BYTES, Fields, printable, read_json, reason
+from trainer.files.untrusted import MAX_JSON_BYTES, Fields, first_five, printable, read_json, reason
 
 log = logging.getLogger(__name__)
 

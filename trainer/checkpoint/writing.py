@@ -27,15 +27,39 @@ class SaveLayout:
     """Where each tensor of a save will be.
 
     Attributes:
+        format: "full" or "sharded", for the manifest.
         index: as state.json has it, in JSON; on rank 0.
         of: for which tensors of this rank it was made: names, shapes, dtypes, and names of one tensor.
         was_read: whether a save with it was opened, and its files were as the index says.
     """
 
+    format: str
     plan: Plan
     index: str
     of: Any = None
     was_read: bool = False
+
+
+def layout_of(
+    tensors: Mapping[str, Tensor],
+    format: str,
+    agreement: Agreement,
+    only_rank_0: Collection[str] = (),
+    former: SaveLayout | None = None,
+) -> SaveLayout:
+    """Share the live ``tensors`` among ranks (a collective). ``only_rank_0`` is as for `plan_writers`.
+
+    Args:
+        former: that of the save before; returned if it fits. To make a layout for the 40,000 tensors of
+            10,000 parameters, and to read it back, takes as long as all the rest.
+    """
+    of = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], aliases_in(tensors)
+    if former is not None and all(agreement.gather(former.of == of)):
+        return former
+    gathered = format == "full" and agreement.world_size > 1
+    plan = plan_writers(tensors, only_rank_0, gathered, agreement)
+    index = json.dumps(index_to_json(plan.index(tensors))) if agreement.rank == 0 else ""
+    return SaveLayout(format, plan, index, of)
 
 
 @dataclass(frozen=True)
@@ -43,46 +67,16 @@ class Contents:
     """What a checkpoint will hold.
 
     Attributes:
-        format: "full" or "sharded", for the manifest.
         tensors: those that this rank writes, or sends, by their names in the checkpoint.
         facts: all else, as STATE has it.
         metrics: for the manifest.
     """
 
     step: int
-    format: str
     layout: SaveLayout
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
     metrics: Mapping[str, float]
-
-    @classmethod
-    def planned(
-        cls,
-        step: int,
-        format: str,
-        tensors: Mapping[str, Tensor],
-        facts: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        agreement: Agreement,
-        only_rank_0: Collection[str] = (),
-        before: SaveLayout | None = None,
-    ) -> "Contents":
-        """Share the live ``tensors`` among ranks (a collective). ``only_rank_0`` is as for `plan_writers`.
-
-        Args:
-            before: of the save before; used again if it fits. To make a layout for the 40,000 tensors of
-                10,000 parameters, and to read it back, takes as long as all the rest.
-        """
-        of = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()], aliases_in(tensors)
-        if before is None or not all(agreement.gather(before.of == of)):
-            gathered = format == "full" and agreement.world_size > 1
-            plan = plan_writers(tensors, only_rank_0, gathered, agreement)
-            index = json.dumps(index_to_json(plan.index(tensors))) if agreement.rank == 0 else ""
-            layout = SaveLayout(plan, index, of)
-        else:
-            layout = before
-        return cls(step, format, layout, layout.plan.part_of(tensors, agreement.rank), facts, metrics)
 
     def write_tensors(self, directory: Path, agreement: Agreement) -> dict[str, FileDigest]:
         """Write this rank's tensors, hashed on the way and fsynced; return the digests by file.
@@ -132,12 +126,12 @@ def write_checkpoint(store: Store, contents: Contents, agreement: Agreement, cle
         files = {name: digest for part in agreement.gather(digests) for name, digest in part.items()}
         agreement.on_main(
             lambda: store.commit(
-                contents.step, contents.format, files, contents.metrics, check=contents.read_back
+                contents.step, contents.layout.format, files, contents.metrics, check=contents.read_back
             )
         )
     except UserError:
         if directory is not None and clears:
-            store.abandon(directory)
+            store.delete_failed(directory)
         raise
 
 

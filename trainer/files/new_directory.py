@@ -1,7 +1,8 @@
-"""A new directory for a run, or for a sweep, that no other process uses."""
+"""New directories for runs and sweeps, and paths that are free."""
 
 import contextlib
 import itertools
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def new_directory(base: Path) -> Path:
             path.mkdir()
             return path
     raise AssertionError("unreachable")
+
+
+def unused_path(path: Path) -> Path:
+    """`path`, or the first of `path`-2, `path`-3 and so on where nothing is, not even a broken link."""
+    beside = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(each for each in itertools.chain([path], beside) if not os.path.lexists(each))
 
 
 def new_run_dir() -> Path:

@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-from trainer.errors import UserError, first_line
+from trainer.errors import UserError, first_few, first_line
 
 MAX_JSON_BYTES = 1 << 25  # parsed, JSON takes up to 25 times its size
 _MAX_JSON_DEPTH = 60
@@ -139,6 +139,11 @@ def printable(text: object, limit: int = _MAX_SHOWN) -> str:
     if words.isprintable():
         return words
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+
+
+def first_five(items: Iterable[object]) -> str:
+    """As `first_few`, each escaped."""
+    return first_few(map(printable, items))
 
 
 def reason(error: BaseException) -> str:

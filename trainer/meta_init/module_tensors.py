@@ -26,16 +26,16 @@ def hooked_parameters(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if has_gradient_hook(parameter)}
 
 
-def gets_each_ranks_own(names: Iterable[str], strategy: str) -> str:
-    """The message about hooks on the gradients of the parameters of these names."""
+def hooks_per_rank_note(names: Iterable[str], strategy: str) -> str:
+    """For the user: hooks on the gradients of the parameters of these names run before ranks are averaged."""
     return (
         f"{strategy}: hooks on the gradients of {', '.join(sorted(names)[:5])} get each rank's own, "
         "before it is averaged over ranks, so the result depends on the number of ranks"
     )
 
 
-def gets_each_micro_batchs_own(names: Iterable[str]) -> str:
-    """As `gets_each_ranks_own`, where a step has several micro-batches."""
+def hooks_per_micro_batch_note(names: Iterable[str]) -> str:
+    """For the user: these hooks run once for each of several micro-batches."""
     return (
         f"hooks on the gradients of {', '.join(sorted(names)[:5])} get those of each micro-batch, "
         "before all are added, so the result depends on train.micro_batch_size"

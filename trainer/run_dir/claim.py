@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import itertools
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from trainer.checkpoint import fetch_history, is_run_id, newest_run_id, read_man
 from trainer.errors import UserError, writing
 from trainer.files.address import Address, Location
 from trainer.files.atomic_file import atomic_file
-from trainer.files.new_directory import new_run_dir
+from trainer.files.new_directory import new_run_dir, unused_path
 from trainer.files.untrusted import Fields, load_json, printable
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ def claim(
 
     Raises:
         UserError: another run lives in it, or left files that this one does not resume; or it is not
-            writable. Or `remote` holds another run, cannot be reached, or is no place of its own.
+            writable. Or `remote` holds another run, cannot be reached, or is not a place of its own.
     """
     if wanted is not None and remote is not None:
         _refuse_remote_within(Path(wanted), remote)
@@ -92,14 +91,14 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
     run_id = (there if adopts else known if resumes else None) or secrets.token_hex(8)
     if there not in (None, run_id):
         raise UserError(
-            f"checkpoint.remote={remote} holds another run, {there}; take another address, or go on with "
+            f"checkpoint.remote={remote} holds another run, {there}; use another address, or continue "
             "that run: resume=auto in a new run_dir"
         )
     if run_id != known:
         with atomic_file(path / RUN) as file:
             file.write(json.dumps({"run_id": run_id}).encode() + b"\n")
     if adopts and remote is not None:
-        log.info("going on with run %s of checkpoint.remote=%s", run_id, remote)
+        log.info("continuing run %s of checkpoint.remote=%s", run_id, remote)
         fetch_history(remote, path)
     return RunDir(path, run_id, bool(used))
 
@@ -111,7 +110,7 @@ def _refuse_remote_within(path: Path, remote: str) -> None:
     there, own = Path(os.path.realpath(there)), Path(os.path.realpath(path))
     if there == own or there.is_relative_to(os.path.realpath(own / "checkpoints")):
         raise UserError(
-            f"checkpoint.remote={remote} is in run_dir={path}, among the checkpoints to be copied; take an "
+            f"checkpoint.remote={remote} is in run_dir={path}, among the checkpoints to be copied; use an "
             "address outside, best on another machine"
         )
 
@@ -122,7 +121,7 @@ def _run_at(remote: str, may_fail: bool) -> str | None:
     except UserError as error:
         if not may_fail:
             raise
-        log.warning("%s; going on with what is here", error)
+        log.warning("%s; continuing with what is here", error)
         return None
 
 
@@ -150,9 +149,7 @@ def _traces(path: Path) -> list[str]:
 
 def _unused_beside(path: Path) -> Path:
     named = path if path.name not in ("", "..") else path.resolve()  # `.` and `..` have no name
-    at = named.parent / (named.name or "run")
-    beside = (at.with_name(f"{at.name}-{n}") for n in itertools.count(2))
-    return next(candidate for candidate in beside if not candidate.exists())
+    return unused_path(named.parent / (named.name or "run"))
 
 
 @contextlib.contextmanager

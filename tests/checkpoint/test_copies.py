@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.copies import CopyWriter, copies_in
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.safetensors_files import ToStore, tensors_in
-from trainer.checkpoint.slots import CopySlots, copies_in
 
 CPU = torch.device("cpu")
 
@@ -30,33 +30,33 @@ def files(*tensors: Tensor) -> dict[str, list[ToStore]]:
 
 
 def test_copies_are_read_after_their_writer_was_killed() -> None:
-    slots = CopySlots(CPU)
+    writer = CopyWriter(CPU)
     if (child := os.fork()) == 0:
         for step in (5, 6):
-            slots.write(step % 2, step, files(torch.full((7,), step)), f'{{"of": {step}}}')
+            writer.write(step % 2, step, files(torch.full((7,), step)), f'{{"of": {step}}}')
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    found = copies_in(slots.memory.fd)
+    found = copies_in(writer.memory.fd)
     assert {step: copy.facts for step, copy in found.items()} == {5: {"of": 5}, 6: {"of": 6}}
     assert bytes(found[5].files["some.safetensors"]).endswith(torch.full((7,), 5).numpy().tobytes())
 
 
 def test_a_copy_that_is_replaced_is_gone_at_once_and_the_other_stays() -> None:
-    slots = CopySlots(CPU)
+    writer = CopyWriter(CPU)
     for step in (5, 6):
-        slots.write(step % 2, step, files(torch.full((7,), step)), "{}")
-    before = copies_in(slots.memory.fd)
+        writer.write(step % 2, step, files(torch.full((7,), step)), "{}")
+    before = copies_in(writer.memory.fd)
     seen = []
 
     def interrupted() -> Iterator[Tensor]:
-        seen.append(sorted(copies_in(slots.memory.fd)))
+        seen.append(sorted(copies_in(writer.memory.fd)))
         raise KeyboardInterrupt
         yield
 
     with pytest.raises(KeyboardInterrupt):
-        slots.write(1, 7, {**files(torch.zeros(7, dtype=torch.int64)), "one.safetensors": [
+        writer.write(1, 7, {**files(torch.zeros(7, dtype=torch.int64)), "one.safetensors": [
             ToStore("one", torch.float32, (1,), interrupted())]}, "{}")  # fmt: skip
-    assert seen == [[6]] and sorted(copies_in(slots.memory.fd)) == [6]
+    assert seen == [[6]] and sorted(copies_in(writer.memory.fd)) == [6]
     assert not before[5].is_there and before[6].is_there
 
 
@@ -69,9 +69,9 @@ def test_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
         torch.randn(5).bfloat16(),
         torch.tensor([True, False, True]),
     )
-    slots = CopySlots(CPU)
-    slots.write(1, 1, files(*tensors), "{}")
-    (tmp_path / "file").write_bytes(copies_in(slots.memory.fd)[1].files["some.safetensors"])
+    writer = CopyWriter(CPU)
+    writer.write(1, 1, files(*tensors), "{}")
+    (tmp_path / "file").write_bytes(copies_in(writer.memory.fd)[1].files["some.safetensors"])
     with PlainFile(tmp_path / "file") as file:
         found = tensors_in(file)
         assert torch.equal(found["0"].view(torch.complex64).view(4, 3), tensors[0])
@@ -80,13 +80,13 @@ def test_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_copy_may_become_another_or_larger() -> None:
-    slots = CopySlots(CPU)
+    writer = CopyWriter(CPU)
     facts = '{"of": 1}'
     for step, size in enumerate((10, 10, 5, 5, 10_000, 10_000, 3), start=1):
         if step == 3:
             facts = f'{{"of": "{"1" * 10_000}"}}'
-        slots.write(step % 2, step, files(torch.full((size,), step)), facts)
-        found = copies_in(slots.memory.fd)
+        writer.write(step % 2, step, files(torch.full((size,), step)), facts)
+        found = copies_in(writer.memory.fd)
         assert sorted(found) == ([step] if step in (1, 3, 5) else [step - 1, step])
         data = bytes(found[step].files["some.safetensors"])
         assert data.endswith(torch.full((size,), step).numpy().tobytes())
@@ -96,9 +96,9 @@ def test_without_memory_for_it_one_line_says_so(monkeypatch: pytest.MonkeyPatch)
     def full(*arguments: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    slots = CopySlots(CPU)
+    writer = CopyWriter(CPU)
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
         ValueError, match=r"mirror_every needs 0\.08 GB .* No space left on device; set it to 0"
     ):
-        slots.write(1, 1, files(torch.empty(10_000_000)), "{}")
+        writer.write(1, 1, files(torch.empty(10_000_000)), "{}")

@@ -24,7 +24,7 @@ HEAD_BYTES = _ALIGNED = 64
 Files = Mapping[str, Sequence[ToStore]]
 
 
-class SlotMemory:
+class CopyMemory:
     """The memory of two equal slots; another process opens it as /proc/PID/fd/FD."""
 
     def __init__(self) -> None:
@@ -63,16 +63,16 @@ def head_of(slot: Tensor) -> Tensor:
     return slot[:HEAD_BYTES].view(torch.int64)[:3]
 
 
-class CopySlots:
-    """The slots of this process, which it alone writes.
+class CopyWriter:
+    """Writes the copies of this process into its memory, which nobody else writes.
 
     Args:
         device: of the tensors. From a GPU they are copied in the order of its stream, the step last.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.memory, self._device = SlotMemory(), device
-        self._slots: dict[int, _Slot] = {}
+        self.memory, self._device = CopyMemory(), device
+        self._layouts: dict[int, _CopyLayout] = {}  # by the number of the slot
 
     def __del__(self) -> None:
         self._unpin()
@@ -83,17 +83,17 @@ class CopySlots:
         Raises:
             UserError: this host has no memory left for it.
         """
-        slot = self._slots.get(number)
-        if slot is None or not slot.fits(files, facts):
-            slot = _Slot(files, facts)
-            if 2 * slot.size > len(self.memory.bytes):
-                self._grow(slot.size)
-            self._slots[number] = slot
-            slot.lie_in(self.memory.slot(number), files)
-        slot.write(step, files, facts, self._device)
+        layout = self._layouts.get(number)
+        if layout is None or not layout.fits(files, facts):
+            layout = _CopyLayout(files, facts)
+            if 2 * layout.size > len(self.memory.bytes):
+                self._grow(layout.size)
+            self._layouts[number] = layout
+            layout.lie_in(self.memory.slot(number), files)
+        layout.write(step, files, facts, self._device)
 
     def _grow(self, size: int) -> None:
-        self._slots.clear()
+        self._layouts.clear()
         self._unpin()
         self.memory.make_room(size)
         if self._device.type == "cuda":  # else copies would wait for the device
@@ -106,8 +106,8 @@ class CopySlots:
             torch.cuda.cudart().cudaHostUnregister(self.memory.bytes.data_ptr())
 
 
-class _Slot:
-    """Where the parts of a copy are."""
+class _CopyLayout:
+    """Where the parts of a copy are in its slot."""
 
     def __init__(self, files: Files, facts: str) -> None:
         self._kinds = _kinds(files)
@@ -123,25 +123,25 @@ class _Slot:
 
     def fits(self, files: Files, facts: str) -> bool:
         end = self._text_begin + len(self._text(1 << 62, facts))
-        return end <= len(self._memory) and self._kinds == _kinds(files)
+        return end <= len(self._slot) and self._kinds == _kinds(files)
 
-    def lie_in(self, memory: Tensor, files: Files) -> None:
-        self._words = memory[:HEAD_BYTES].view(torch.int64)
+    def lie_in(self, slot: Tensor, files: Files) -> None:
+        self._words = slot[:HEAD_BYTES].view(torch.int64)
         self._words[0] = 0
-        self._memory, self._targets = memory, list[Tensor]()
+        self._slot, self._targets = slot, list[Tensor]()
         for name, (header, places) in self._headers.items():
             begin = self._places[name][0]
             first = begin + len(header)
-            memory[begin:first] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            slot[begin:first] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             self._targets += [
-                memory[first + here : first + there].view(tensor.dtype).view(tensor.shape)
+                slot[first + here : first + there].view(tensor.dtype).view(tensor.shape)
                 for tensor, (here, there) in zip(files[name], places, strict=True)
             ]
 
     def write(self, step: int, files: Files, facts: str, device: torch.device) -> None:
         self._set_step(0, device)
         text, begin = self._text(step, facts), self._text_begin
-        self._memory[begin : begin + len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+        self._slot[begin : begin + len(text)] = torch.frombuffer(text, dtype=torch.uint8)
         self._words[1], self._words[2] = begin, len(text)
         stored = (tensor for tensors in files.values() for tensor in tensors)
         for target, tensor in zip(self._targets, stored, strict=True):
@@ -174,7 +174,7 @@ class Copy:
 
 
 def copies_in(fd: int) -> dict[int, Copy]:
-    """The whole copies in the memory of a `CopySlots`, by step."""
+    """The whole copies in the memory of a `CopyWriter`, by step."""
     if not (size := os.fstat(fd).st_size):
         return {}
     memory = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
