@@ -318,13 +318,25 @@ def test_an_abort_is_told_in_the_words_of_gloo_with_where_all_ranks_are(tmp_path
 @pytest.mark.slow
 def test_torchrun_shows_the_root_cause_and_ends_all(tmp_path: Path) -> None:
     raising = "data.dataset._target_=tests.user_parts.Raises"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    code, output = really(*launcher, "train.py", *TINY, raising, f"run_dir={tmp_path}")
-    root_cause = output.partition("Root Cause")[2]
-    assert code != 0
+    ended = finish(*torchrun(2), *TINY, raising, f"run_dir={tmp_path}")
+    root_cause = ended.output.partition("Root Cause")[2]
+    assert ended.code != 0
     assert "rank      : 1 (local_rank: 1)" in root_cause
     assert "RuntimeError: the answer was 41" in root_cause
     assert "tests/user_parts.py" in root_cause
+
+
+def test_what_a_rank_raises_is_written_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun forks ranks within code that writes it as well; those that it executes do so themselves."""
+    from trainer.launch import exits
+
+    monkeypatch.setattr(exits, "signal_at_parents_death", lambda: None)  # it would be for this process
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(RuntimeError), exits.exits():
+        raise RuntimeError("the answer was 41")
+    told = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert told["message"] == "RuntimeError: the answer was 41"
+    assert "tests/faults/test_ends.py" in told["extraInfo"]["py_callstack"]
 
 
 @pytest.mark.parametrize("now", [100.0, 100.4, 100.999])

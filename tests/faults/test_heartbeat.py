@@ -131,7 +131,7 @@ def told(run_dir: Path) -> list[tuple[int, str]]:
         context = assemble(config, "tests", dataclasses.replace(dist, heartbeat=played), stop_request)
         context.run_log.open()
         fit(context)
-        context.checkpointer.close()
+        context.checkpointer.finish_saving()
         context.strategy.close()
         context.run_log.close()
     return played.told

@@ -7,16 +7,13 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.programs import Ended, finish, started
-from tests.ranks import ROOT
+from tests.programs import Ended, finish, started, torchrun
 from trainer.checkpoint.manifest import verify
 from trainer.errors import StoppedBySignal
 from trainer.launch.exits import exits
@@ -67,10 +64,6 @@ while text := os.read(reads, 1 << 16):
 """
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -97,7 +90,7 @@ def killed_at_step_ten(kind: str, folder: Path, *overrides: str) -> Path:
     script.write_text(LAUNCHER)
     with started(str(script), kind, *FOR_EVER, f"run_dir={run_dir}", *overrides) as launcher:
         wait_for(lambda: last_step(run_dir) >= 9, lambda: launcher.stdout + launcher.stderr)
-        ranks = children(launcher.pid)
+        ranks = launcher.ranks()
         assert len(ranks) == 2
         launcher.send_signal(signal.SIGKILL)
         begin = time.monotonic()
@@ -124,24 +117,14 @@ def test_ranks_that_cannot_save_end_too_when_their_launcher_is_killed(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torchrun", "local"])
 def test_ranks_of_a_true_launcher_that_is_killed_save_and_end(kind: str, tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "output"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    command = torchrun if kind == "torchrun" else ["train.py", "launch=local", "launch.processes=2"]
-    with log.open("w") as output:
-        launcher = subprocess.Popen(
-            [sys.executable, *command, *FOR_EVER, f"run_dir={run_dir}"],
-            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    try:
-        wait_for(lambda: last_step(run_dir) >= 10 or launcher.poll() is not None, log.read_text)
-        ranks = children(launcher.pid)
-        assert len(ranks) == 2, log.read_text()
-    finally:
-        launcher.kill()
-        launcher.wait()
-    begin = time.monotonic()
-    wait_for(lambda: not any(map(lives, ranks)), log.read_text, 100)
-    print(f"gone after {time.monotonic() - begin:.1f} s")
+    run_dir = tmp_path / "run"
+    command = torchrun(2) if kind == "torchrun" else ("train.py", "launch=local", "launch.processes=2")
+    with started(*command, *FOR_EVER, f"run_dir={run_dir}", forks=True) as launcher:
+        wait_for(lambda: last_step(run_dir) >= 10 or launcher.poll() is not None, lambda: launcher.stderr)
+        ranks = launcher.ranks()
+        assert len(ranks) == 2, launcher.stderr
+        launcher.send_signal(signal.SIGKILL)
+        wait_for(lambda: not any(map(lives, ranks)), lambda: launcher.stderr, 100)
     assert verify(run_dir / "checkpoints" / "latest").step == last_step(run_dir)
 
 

@@ -31,6 +31,7 @@ def pods(hosts: Sequence[Host], disks: Path, *argv: str) -> Iterator[list[Progra
     """Start the pods of a JobSet on `hosts`; their files are under `disks`, which nothing else has written.
 
     What Kubernetes would tell them comes from here: the index, and the address behind the name of the first.
+    Their ranks are forked.
     """
     container = container_of(printed(f"launch.nodes={len(hosts)}", *argv))
     told = {entry["name"]: entry.get("value", "") for entry in container["env"]}
@@ -42,7 +43,7 @@ def pods(hosts: Sequence[Host], disks: Path, *argv: str) -> Iterator[list[Progra
             disk.mkdir(parents=True)
             env = {**told, "PET_NODE_RANK": str(index), "PWD": str(disk)}
             command = (str(ROOT / "train.py"), *container["args"])
-            programs.append(stack.enter_context(started(*command, env=env, cwd=disk, host=host)))
+            programs.append(stack.enter_context(started(*command, env=env, cwd=disk, host=host, forks=True)))
         yield programs
 
 
@@ -50,13 +51,3 @@ def children(pid: int) -> list[int]:
     """The processes that `pid` has started and that live, by their number."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
-
-
-def ranks_of(launcher: Program) -> dict[int, int]:
-    """The pids of a launcher's ranks by rank, once they have begun."""
-    found = {}
-    for pid in children(launcher.pid):
-        with contextlib.suppress(OSError):
-            told = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found |= {int(word[5:]): pid for word in told if word.startswith(b"RANK=")}
-    return found

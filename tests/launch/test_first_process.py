@@ -27,7 +27,7 @@ def _entrypoint() -> list[str]:
     lines = re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.M)
     (program, *options), module = json.loads(lines[-1]), [sys.executable, "-m", "torch.distributed.run"]
     assert program == "torchrun"
-    return [*module, *options, "--standalone", "--nproc-per-node=2", "-m", "trainer"]
+    return [*module, *options, "--standalone", "--nproc-per-node=1", "-m", "trainer"]
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def _entrypoint() -> list[str]:
 def test_it_saves_at_sigterm_and_leaves_no_process(launcher: str, tmp_path: Path) -> None:
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("a PID namespace needs root and util-linux (unshare)")
-    local = [sys.executable, "-m", "trainer", "launch=local", "launch.processes=2"]
+    local = [sys.executable, "-m", "trainer", "launch=local", "launch.processes=1"]
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     command += [*(local if launcher == "local" else _entrypoint()), *LONG, f"run_dir={tmp_path}/run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

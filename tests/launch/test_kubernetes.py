@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.hosts import Host, hosts
-from tests.launch.pods import container_of, pods, printed, ranks_of
+from tests.launch.pods import container_of, pods, printed
 from tests.programs import Ended, finish_ranks
 from tests.ranks import ROOT
 from tests.runs import settings
@@ -169,8 +169,8 @@ def test_a_host_is_told_its_place(told: Any) -> None:
 # ---- pods
 
 
-TRAIN = ("logger=jsonl", "train.log_every_steps=10", "train.eval_every_epochs=0", "checkpoint.every_steps=20")
-TRAIN += ("checkpoint.every_epochs=null", "train.max_steps=100", "distributed.device=cpu", "seed=3")
+TRAIN = ("logger=jsonl", "train.log_every_steps=10", "train.eval_every_epochs=0", "checkpoint.every_steps=5")
+TRAIN += ("checkpoint.every_epochs=null", "train.max_steps=15", "distributed.device=cpu", "seed=3")
 
 
 def _ended(hosts: list[Host], disks: Path, *argv: str) -> list[Ended]:
@@ -200,20 +200,20 @@ def test_a_run_goes_on_in_new_pods_to_the_same_bits(tmp_path: Path) -> None:
     assert [rank.code for rank in calm] == [0] * 4, calm
     remote = f"checkpoint.remote=file://{tmp_path}/remote"
     with hosts(2) as pair:
-        slow = ("fault=slow", "fault.step=45", "fault.seconds=60")
+        slow = ("fault=slow", "fault.step=8", "fault.seconds=60")
         with pods(pair, tmp_path / "first", *run, remote, *slow) as programs:
-            _wait_for(tmp_path / "remote/checkpoints/step_00000040/manifest.json", programs)
-            os.kill(ranks_of(programs[1])[3], signal.SIGKILL)
+            _wait_for(tmp_path / "remote/checkpoints/step_00000005/manifest.json", programs)
+            os.kill(programs[1].ranks()[1], signal.SIGKILL)  # rank 3
             lost = [program.wait() for program in programs]
         again = _ended(pair, tmp_path / "second", *run, remote)
     assert [pod.code for pod in lost] == [1, 1], lost
     assert "rank 3 was ended by SIGKILL" in lost[1].output
     assert [pod.code for pod in again] == [0, 0], again
-    assert re.search(r"resumed from .*step_000000[4-9]\d", again[0].output), again[0].output
+    assert re.search(r"resumed from .*step_000000(0[5-9]|1\d)", again[0].output), again[0].output
     assert not (tmp_path / "second/pod1/runs/ringmaster/result.json").exists(), "a pod keeps its own files"
     results = [tmp_path / "calm/result.json", tmp_path / "second/pod0/runs/ringmaster/result.json"]
     first, second = (json.loads(path.read_text()) for path in results)
-    assert (second["world_size"], second["steps"]) == (4, 100)
+    assert (second["world_size"], second["steps"]) == (4, 15)
     assert first["param_sha256"] == second["param_sha256"]
 
 
@@ -221,13 +221,13 @@ def test_a_run_goes_on_in_new_pods_to_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.netns
 def test_a_pod_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
     """0 and 1 are shown above."""
-    with hosts(2) as pair:  # each process takes seconds to start, so the first has one pod
+    with hosts(2) as pair:
         mistake = _ended(pair[:1], tmp_path / "mistake", *TRAIN, "train.global_batch_size=2001")
         nan = _ended(pair, tmp_path / "nan", *TRAIN, "optim.lr=1e30")
         with pods(
             pair, tmp_path / "stop", *TRAIN, "train.max_steps=1000000", "train.epochs=1000000"
         ) as programs:
-            _wait_for(tmp_path / "stop/pod0/runs/ringmaster/checkpoints/step_00000020", programs)
+            _wait_for(tmp_path / "stop/pod0/runs/ringmaster/checkpoints/step_00000005", programs)
             programs[1].send_signal(signal.SIGTERM)  # one pod is evicted
             stopped = [program.wait() for program in programs]
     assert [pod.code for pod in mistake] == [2], mistake

@@ -4,16 +4,14 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.programs import started_ranks
-from tests.ranks import ROOT, RankFailure, run_ranks
+from tests.programs import started, started_ranks, torchrun
+from tests.ranks import RankFailure, run_ranks
 from trainer.checkpoint.manifest import verify
 from trainer.errors import StoppedBySignal
 from trainer.launch import signals
@@ -57,10 +55,6 @@ def test_a_second_signal_ends_the_process_at_once(number: int) -> None:
 
 
 # ---- whole runs
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _for_ever(run_dir: Path, workers: int) -> list[str]:
@@ -121,18 +115,11 @@ def test_a_signal_to_any_process_saves_and_ends_all_ranks(tmp_path: Path, name: 
 
 @pytest.mark.slow
 def test_a_signal_to_torchrun_saves_and_ends_all_ranks(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1", "train.py", *_for_ever(run_dir, workers=2)]
-    log = tmp_path / "output.txt"
-    with log.open("w") as output:
-        torchrun = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        _wait_for_ten_steps(run_dir, lambda: torchrun.poll() is None, log.read_text)
-        torchrun.send_signal(signal.SIGTERM)
-        assert torchrun.wait(200) != 0
-    finally:
-        torchrun.kill()
-        torchrun.wait()
-    assert "stopped by a signal after step" in log.read_text(), log.read_text()
+    command = torchrun(2, "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
+    with started(*command, *_for_ever(run_dir := tmp_path / "run", workers=2)) as launcher:
+        _wait_for_ten_steps(run_dir, lambda: launcher.poll() is None, lambda: launcher.stderr)
+        launcher.send_signal(signal.SIGTERM)
+        ended = launcher.wait()
+    assert ended.code != 0
+    assert ended.output.count("stopped by a signal after step") == 1, ended.output
     _assert_saved(run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -42,15 +43,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return sha(run_dir)
 
 
-def test_the_status_of_real_ranks_arrives_from_anywhere(tmp_path: Path) -> None:
-    """Of a mistake; for that of a loss that is NaN see the notebook of test_api.py, for a run that ends well
-    the wheel below."""
-    wrong = [*RUN, "train.global_batch_size=2001"]
-    launch = ["launch=local", "launch.processes=2", "run_dir=here"]
-    assert ended([*TRAIN, *wrong, *launch], cwd=tmp_path) == [2]
-    assert "2001" in (tmp_path / "here" / "train.log").read_text()
-
-
 @pytest.mark.parametrize("scheme", ["tcp", "file"])
 def test_by_hand(scheme: str, expected: str, tmp_path: Path) -> None:
     where = {"tcp": f"tcp://127.0.0.1:{free_port()}", "file": f"file://{tmp_path}/meet"}
@@ -65,25 +57,39 @@ def test_by_hand(scheme: str, expected: str, tmp_path: Path) -> None:
     assert sha(tmp_path / "run") == expected
 
 
+def started_by(launcher: list[str], folder: Path, env: dict[str, str]) -> str:
+    """The hash of a run whose ranks have the environment of those that `launcher` starts, and are forked."""
+    folder.mkdir()
+    assert ended([*launcher, "sh", "-c", f"env -0 > {folder}/$$"], env=env) == [0]
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for file in list(folder.iterdir()):
+            told = dict(entry.split("=", 1) for entry in file.read_text().split("\0") if entry)
+            ranks.append(stack.enter_context(started("train.py", *RUN, f"run_dir={folder}/run", env=told)))
+        ends = [rank.wait() for rank in ranks]
+    assert [end.code for end in ends] == [0, 0], ends
+    return sha(folder / "run")
+
+
 def test_mpirun(expected: str, tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("no mpirun: apt-get install openmpi-bin")
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    mpirun = ["mpirun", "--oversubscribe", "-n", "2"]
-    assert ended([*mpirun, *TRAIN, *RUN, f"run_dir={tmp_path}/run"], env=as_root) == [0]
-    assert sha(tmp_path / "run") == expected
+    assert started_by(["mpirun", "--oversubscribe", "-n", "2"], tmp_path / "ranks", as_root) == expected
 
 
 def test_srun_and_launch_slurm(expected: str, tmp_path: Path) -> None:
+    def launched(*words: str) -> int:
+        launch = ("launch=slurm", "launch.nodes=2", "launch.time=5", f"run_dir={tmp_path}/sbatch")
+        return finish("train.py", *launch, *RUN, *words, env=env).code
+
     with cluster(tmp_path / "slurm") as env:
-        assert ended(["srun", "-N2", "-n2", *TRAIN, *RUN, f"run_dir={tmp_path}/srun"], env=env) == [0]
-        launch = [*TRAIN, "launch=slurm", "launch.nodes=2", "launch.time=5"]
-        assert ended([*launch, *RUN, f"run_dir={tmp_path}/sbatch"], env=env) == [0]
-        assert ended([*launch, *RUN, "train.global_batch_size=2001", f"run_dir={tmp_path}/bad"], env=env) == [
-            2
-        ]
-        assert ended([*launch, *RUN, "launch.partition=none", f"run_dir={tmp_path}/no"], env=env) == [2]
-    assert sha(tmp_path / "srun") == sha(tmp_path / "sbatch") == expected
+        assert started_by(["srun", "-N2", "-n2"], tmp_path / "ranks", env) == expected
+        assert launched() == 0
+        assert sha(tmp_path / "sbatch") == expected
+        bad = f"run_dir={tmp_path}/bad"
+        assert launched("launch.nodes=1", "train.global_batch_size=2001", bad) == 2
+        assert launched("launch.partition=none", bad) == 2
 
 
 def test_a_wheel_in_an_empty_directory(expected: str, tmp_path: Path) -> None:

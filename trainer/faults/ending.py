@@ -32,7 +32,6 @@ class Ending:
         here: the ranks of this host that can be observed.
         connect: opens a connection to the store of this attempt; None if there is none.
         timeout_s: how long a rank may keep the others waiting.
-        launched: by a process that the run must not outlive.
         tick: keeps this rank awake for the others.
 
     Attributes:
@@ -48,11 +47,10 @@ class Ending:
         here: dict[int, Neighbour],
         connect: Callable[[], "Store"] | None,
         timeout_s: float,
-        launched: bool,
         tick: Callable[[], None],
     ) -> None:
         # Launchers of several hosts may count restarts differently.
-        self._attempt, self._launched = max(member.attempt for member in members), launched
+        self._attempt = max(member.attempt for member in members)
         self._heartbeat, self._rank, self._members, self._here = heartbeat, rank, members, here
         self._connect, self._timeout_s, self._tick = connect, timeout_s, tick
         self._own = next(member for member in members if member.rank == rank)
@@ -176,7 +174,7 @@ class Ending:
             return
         now = time.monotonic()
         self._orphan_since = self._orphan_since or now
-        if self._launched and now - self._orphan_since > ALONE_S - 1:
+        if now - self._orphan_since > ALONE_S - 1:
             own = self._here[self._rank].observe()
             words = "the launcher of this host died, and there was no time to save"
             verdict = exit_report.of_one(own, 1, words)

@@ -1,7 +1,7 @@
 """Keeps an update and a save at a fault apart."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trainer.faults.heartbeat import Heartbeat
@@ -16,14 +16,10 @@ class Gate:
     gives it back: no update begins while it reads, and it waits for one that has begun. An update waits for
     no other rank, so that wait is short. An exception within leaves the lock held: the state is then of no
     step.
-
-    Attributes:
-        evaluation: the last evaluation's step and figures, set within `held`.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat, self._lock = heartbeat, threading.Lock()
-        self.evaluation: tuple[int, Mapping[str, float]] = (0, {})
 
     def begin_update(self) -> None:
         self._lock.acquire()

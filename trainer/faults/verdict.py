@@ -264,7 +264,7 @@ def _unknown(ranks: Sequence[Observed]) -> Verdict:
     """Communication failed, but every process seems to be alive."""
     said = [rank for rank in ranks if rank.symptom] or list(ranks)
     first = max(said, key=lambda rank: rank.ended_s or 0.0)
-    message = f"cannot go on in {first.doing}: {first.error or 'all ranks wait'}"
+    message = f"cannot continue in {first.doing}: {first.error or 'all ranks wait'}"
     return _verdict(
         first,
         "unknown",

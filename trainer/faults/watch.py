@@ -62,7 +62,7 @@ class Watch:
                 with contextlib.suppress(OSError):  # in another container: known only from reports
                     self._here[member.rank] = Neighbour(member)
         self._alone = len(members) == 1
-        self.ending = Ending(heartbeat, rank, members, self._here, connect, timeout_s, launched, self._tick)
+        self.ending = Ending(heartbeat, rank, members, self._here, connect, timeout_s, self._tick)
         self._kill_timer = KillTimer(timeout_s + _KILL_TIMER_S)
         self._named_slow: tuple[int, int] | None = None
         self._suspicion, self._slowness = Debounce(), Debounce()
@@ -100,6 +100,9 @@ class Watch:
         if is_last:
             self.ending.send_last_report()
         self.close()
+        # It leads back here through the whole run. DataLoader, when left to the garbage collector, waits 5 s
+        # for each of its workers.
+        self.ending.rescue.last_step = None
 
     def _stop_looking(self) -> None:
         self._closed.set()
@@ -166,7 +169,8 @@ class Watch:
             self._kill_timer.put_off()
 
     def _look(self) -> None:
-        self.ending.leave_when_orphaned()
+        if self._launched:
+            self.ending.leave_when_orphaned()
         self._stacks.add_other_threads()
         for neighbour in self._others_here():
             neighbour.look_for_death()

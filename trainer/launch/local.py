@@ -39,7 +39,7 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     """Run `argv` in `launch.processes` processes on this host; return the exit status of the run.
 
     After a fault, up to `launch.max_restarts` further attempts start from the newest checkpoint. A UserError,
-    a loss that is not finite and a stop are final, and so is the same fault at the same step again.
+    a loss that is not finite, a stop, and the same fault at the same step again are final.
 
     Raises:
         UserError: this process is one of several itself; or `launch` asks for restarts of one host of
@@ -142,7 +142,8 @@ def _processes(config: Config, host: HostPlace) -> int:
             f"launch=local inside {place().launcher or 'ranks'} would start {place().world_size} runs; "
             "use only one of the two"
         )
-    return config.launch.processes or host.processes or _gpus(config) or 1
+    on_gpus = config.distributed.device != "cpu"
+    return config.launch.processes or host.processes or (num_gpus() if on_gpus else 0) or 1
 
 
 def _attempt(
@@ -219,9 +220,9 @@ def _fault(run_dir: Path) -> tuple[str, dict[str, Any]]:
         return "", {}
 
 
-def _gpus(config: Config) -> int:
-    """How many GPUs torch sees. Asked only if there is a driver, since it takes importing torch."""
-    if config.distributed.device == "cpu" or not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+def num_gpus() -> int:
+    """How many GPUs torch sees. Asked only if there is a driver, since importing torch takes seconds."""
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
         return 0
     import torch
 
