@@ -1,5 +1,7 @@
 """Runs with `train.exact=8` under any strategy, and the hashes that they end with."""
 
+import contextlib
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from tests.ranks import run_ranks
 
 LEAVES = 8
 COMMON = (
-    *(f"train.exact={LEAVES}", "train.max_steps=20", "train.log_every_steps=5", "train.clip_grad_norm=0.5"),
+    *(f"train.exact={LEAVES}", "train.max_steps=20", "train.log_every_steps=2", "train.clip_grad_norm=0.5"),
     "train.eval_every_epochs=100",  # at the end
     *("checkpoint.every_epochs=null", "distributed.timeout_s=100", "schedule=constant"),
 )
@@ -41,7 +43,8 @@ FIGURES = ("param_sha256", "train/loss", "eval/loss", "eval/accuracy")
 
 def trained_each(*all_overrides: tuple[str, ...]) -> list[tuple[Any, ...]]:
     """The figures that must be equal, of one run after another in these ranks."""
-    results = [runs.train(*overrides) for overrides in all_overrides]
+    with contextlib.redirect_stdout(io.StringIO()):
+        results = [runs.train(*overrides) for overrides in all_overrides]
     return [tuple(result.get(name) for name in FIGURES) for result in results]
 
 

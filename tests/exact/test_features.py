@@ -11,18 +11,23 @@ from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, trained
 from trainer.loop import fit
 
-MLP = (*MODELS["mlp"], *OPTIMIZERS["adamw"], "train.max_steps=6")
+MLP = (*MODELS["mlp"], *OPTIMIZERS["adamw"], "train.max_steps=4")
 FEATURES = {
-    "groups": ('optim.groups=[{match: "^second", weight_decay: 0, lr_scale: 10}]',),
-    "freeze": ('model.freeze=["^first"]', 'optim.groups=[{match: "^head", lr_scale: 10}]'),
-    "activation_checkpointing": ("strategy.activation_checkpointing=true",),
-    "average": ("ema.decay=0.9",),
+    "groups and average": (
+        'optim.groups=[{match: "^second", weight_decay: 0, lr_scale: 10}]',
+        "ema.decay=0.9",
+    ),
+    "freeze and activation checkpointing": (
+        'model.freeze=["^first"]',
+        'optim.groups=[{match: "^head", lr_scale: 10}]',
+        "strategy.activation_checkpointing=true",
+    ),
     "bf16": ("train.precision=bf16",),
     "split": ("strategy.devices_per_replica=2", "strategy.devices=[cpu,cpu]"),
 }
 # In bf16 fsdp computes with parameters in bf16, and autocast casts them op by op: both are told at the start.
 HASHES = {"bf16": [("single", 1), ("ddp", 2)], "split": [("single", 1), ("ddp", 2)]}
-ALL = [("single", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2)]
+ALL = [("single", 1), ("ddp", 2), ("fsdp", 2)]
 
 
 @pytest.mark.slow
@@ -93,9 +98,9 @@ def test_what_has_no_mean_over_leaves_is_refused(tmp_path: Path, how: str, words
 
 
 @pytest.mark.slow
-def test_in_bf16_the_shards_of_any_number_of_ranks_have_one_hash(tmp_path: Path) -> None:
+def test_in_bf16_shards_have_one_hash(tmp_path: Path) -> None:
     words = (*MLP, *FEATURES["bf16"], "strategy=fsdp")
-    found = [figures(tmp_path / str(world), world, words)[0] for world in (1, 2, 4)]
+    found = [figures(tmp_path / str(world), world, words)[0] for world in (1, 2)]
     assert len(set(found)) == 1, found
 
 

@@ -16,7 +16,7 @@ from tests.ranks import RankFailure, run_ranks
 from tests.runs import train
 from trainer.config import FsdpConfig, NativeCommConfig
 from trainer.errors import UserError
-from trainer.optim.schedules import check_optimizer
+from trainer.optim.optimizer_checks import check_optimizer
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.fsdp import Fsdp
 from trainer.strategies.sharding_mesh import ranks_by_host

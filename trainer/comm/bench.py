@@ -180,15 +180,7 @@ def _all_reduces(joined: JoinedRanks, me: GroupRank, options: argparse.Namespace
         nccl = dist.new_group(backend="nccl", timeout=timeout)
         assert isinstance(nccl, dist.ProcessGroup)
         reducer = NcclReducer(
-            nccl,
-            group,
-            schedule,
-            GpuClock(me.device),
-            wire,
-            segment_bytes,
-            options.timeout_s,
-            1,
-            options.cuda_graph,
+            nccl, links, schedule, GpuClock(me.device), wire, segment_bytes, options.cuda_graph
         )
 
         def reduce(bucket: Tensor) -> object:

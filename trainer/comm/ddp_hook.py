@@ -243,7 +243,7 @@ def _scheduled(transport: Transport, algorithm: str, divisor: int, cuda_graph: b
     kind = Collective.ALL_REDUCE
     schedules = {kind: build(algorithm, transport.rank, transport.hosts)}
     if transport.clock is not None:
-        return transport.on_gpu(schedules, divisor, cuda_graph)[kind].submit
+        return partial(transport.on_gpu(schedules, cuda_graph)[kind].submit, divisor=divisor)
     executor, timeline = transport.on_cpu(schedules)[kind], transport.timeline
     members = Members(transport.group)
 

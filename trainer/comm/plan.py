@@ -34,8 +34,8 @@ _MICROSECONDS = ("latency_us", "local_latency_us", "message_us")
 
 
 # The options of each mode; it refuses all others, which it would ignore.
-_FORMULAS_TAKE = {"formulas", "hosts", "per_host", "megabytes", "servers"}
-_TRAIN_TAKES_NOT = {"collective", "megabytes", "servers", "wire_dtype"}
+_WITH_FORMULAS = {"formulas", "hosts", "per_host", "megabytes", "servers"}
+_NOT_WITH_TRAIN = {"collective", "megabytes", "servers", "wire_dtype"}
 _MOST_RANKS = 65_536
 _MOST_MESSAGES = 1 << 18  # between workers and servers: counted one by one, 20 us of processor time each
 
@@ -99,7 +99,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options and derived values: `world`, and with --train `run` and `computed_s`."""
     parser = argparse.ArgumentParser(prog="python -m trainer.comm.plan", description=__doc__)
     _declare(parser)
-    options = _told(parser, argv)
+    options = _parsed(parser, argv)
     for name in _POSITIVE:
         value = getattr(options, name)
         if value is not None and not 0 < value <= entries.MOST:
@@ -156,8 +156,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _told(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; exits if one is given that the mode does not take."""
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; exits if one is given that --formulas or --train does not use."""
     not_given = object()
     names = set(vars(parser.parse_args(["--hosts", "1"])))
     options = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, not_given)))
@@ -165,7 +165,7 @@ def _told(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     for name in names - given:
         setattr(options, name, parser.get_default(name))
     ignored = (
-        given - _FORMULAS_TAKE if options.formulas else given & _TRAIN_TAKES_NOT if options.train else set()
+        given - _WITH_FORMULAS if options.formulas else given & _NOT_WITH_TRAIN if options.train else set()
     )
     if ignored:
         flags = ", ".join(sorted(map(_flag, ignored)))

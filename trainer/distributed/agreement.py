@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as torch_dist
 
-from trainer.distributed.process_group import Dist
+from trainer.distributed.process_group import Dist, gloo_group
 from trainer.errors import UserError
 from trainer.files.untrusted import reason
 
@@ -61,8 +60,7 @@ class Agreement:
     def __init__(self, dist: Dist, timeout_s: float) -> None:
         # Creating the group may wait for `timeout_s`, too: first check that all ranks are there.
         torch_dist.barrier()
-        group = torch_dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self.group = cast(torch_dist.ProcessGroup, group)
+        self.group = gloo_group(timeout_s)
         self.rank, self.world_size = dist.rank, dist.world_size
 
     def gather(self, value: _T) -> list[_T]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -164,6 +164,11 @@ def _is_of_communication(error: BaseException) -> bool:
             return True
         seen = seen.__cause__
     return False
+
+
+def gloo_group(timeout_s: float, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """A gloo group of `ranks`, or of all, created by every rank (a collective)."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo"))
 
 
 @torch.no_grad()

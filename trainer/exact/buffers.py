@@ -130,6 +130,6 @@ class LeafBuffers:
 
 
 def _flat(buffer: Tensor) -> Tensor:
-    """Its numbers as float64; of whole numbers their bytes, since 2**53 + 1 is no float64."""
+    """Its numbers as float64; of whole numbers their bytes, since no float64 is 2**53 + 1."""
     row = buffer.detach().contiguous().reshape(-1)
     return (row if row.is_floating_point() else row.view(torch.uint8)).double()

@@ -18,7 +18,7 @@ from trainer.exact.carried import Carried
 from trainer.exact.environment import NUM_THREADS
 from trainer.exact.norm import exact_norm
 from trainer.gradient_norm import gradient_norm
-from trainer.optim.several import parts_of
+from trainer.optim.combined import parts_of
 from trainer.optim.whole_matrices import WholeMatrices
 
 _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # compared bit by bit, in shards cut anywhere
@@ -144,14 +144,14 @@ class ByLeaves(SumOrder):
                 names = ", ".join(known.__name__ for known in _ELEMENTWISE)
                 raise UserError(
                     f"train.exact: {kind.__name__} is not known to update each number by itself, but "
-                    f"strategy=fsdp updates parts of tensors; take {names}, Muon, or strategy=ddp"
+                    f"strategy=fsdp updates parts of tensors; use {names}, Muon, or strategy=ddp"
                 )
 
     def begin_step(self) -> None:
         if (threads := torch.get_num_threads()) != NUM_THREADS:
             raise UserError(
                 f"train.exact: {self._where} computes with {threads} threads, though the run set "
-                f"{NUM_THREADS}: other bits would follow; take torch.set_num_threads out of your code"
+                f"{NUM_THREADS}: other bits would follow; remove torch.set_num_threads from your code"
             )
         assert self._carried is not None
         self._carried.begin_step()

@@ -16,8 +16,8 @@ from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdComm
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
 from trainer.meta_init.module_tensors import (
-    gets_each_ranks_own,
     hooked_parameters,
+    hooks_per_rank_note,
     without_gradient_hooks,
 )
 from trainer.optim.train_state import TrainState
@@ -50,7 +50,7 @@ class Ddp(Strategy):
         self.num_replicas, self.replica = dist.world_size, dist.rank
         self._hooked: set[str] | None = None  # names of parameters with hooks on their gradients
         self._local: _LocalGradients | None = None  # in a pass whose reduction is repeated
-        self._passes_missed = 0  # passes to repeat in a resumed run, until DDP has rebuilt its buckets
+        self._passes_to_repeat = 0  # in a resumed run, until DDP has rebuilt its buckets
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
         if isinstance(comm, ScheduleCommConfig) and comm.cuda_graph and dist.device.type != "cuda":
@@ -58,7 +58,7 @@ class Ddp(Strategy):
                 "comm.cuda_graph=true records the work of a GPU, but this run is on CPUs; leave it out"
             )
         # MPI has no store, in which the ranks could meet for a gloo group.
-        if dist.backend == "mpi" and _options(comm) is not None:
+        if dist.backend == "mpi" and _hook_options(comm) is not None:
             raise UserError(
                 f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, which mpirun does not "
                 "provide; use comm=native comm.wire_dtype=fp32 comm.timeline=false"
@@ -76,7 +76,7 @@ class Ddp(Strategy):
         if self.num_replicas > 1:  # a single rank has no peers
             self._hooked = hooked_parameters(model)
             if self._hooked:
-                self.notes.append(gets_each_ranks_own(self._hooked, "ddp"))
+                self.notes.append(hooks_per_rank_note(self._hooked, "ddp"))
             refuse_max_norm(model, "strategy=ddp", "on each rank by its own data")
             self.order.attach(model, reduces=True)
             self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -92,7 +92,7 @@ class Ddp(Strategy):
                 **_SENDS_NO_BUFFERS,
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
-            options = _options(self.comm, hooks=self.order.by_leaves)
+            options = _hook_options(self.comm, always=self.order.by_leaves)
             if options is not None:
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 options["leaf_sums"] = self.order.sums
@@ -114,7 +114,7 @@ class Ddp(Strategy):
         # ranks' values, and so its last bit: a resumed run repeats a pass's reduction in the rebuilt buckets.
         passes = 2 if self.settings.static_graph else 0 if self.settings.find_unused_parameters else 1
         if not self.order.by_leaves:  # integers have the same sum in any order
-            self._passes_missed = min(state.progress.step, passes)
+            self._passes_to_repeat = min(state.progress.step, passes)
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -141,10 +141,10 @@ class Ddp(Strategy):
                 "strategy.static_graph=true, but a step has several micro-batches, which DDP then cannot add "
                 "up; set strategy.static_graph=false, or train.micro_batch_size=null"
             )
-        return self._leaf(model, enabled)
+        return self._pass(model, enabled)
 
     @contextmanager
-    def _leaf(self, model: DistributedDataParallel, last: bool) -> Iterator[None]:
+    def _pass(self, model: DistributedDataParallel, last: bool) -> Iterator[None]:
         if not self.order.by_leaves:  # DDP itself knows no later buffers, and skips a pass after no_grad()
             self.sync_buffers(model)
         if last and self.settings.find_unused_parameters and self.order.sums is not None:
@@ -155,20 +155,20 @@ class Ddp(Strategy):
             late = hooked_parameters(model.module) - self._hooked
             self._hooked = None
             if late:
-                log.warning("%s", gets_each_ranks_own(late, "ddp"))
+                log.warning("%s", hooks_per_rank_note(late, "ddp"))
 
     @contextmanager
     def _reduced(self, model: DistributedDataParallel) -> Iterator[None]:
         with self.hook.plain_errors() if self.hook is not None else nullcontext(), self._all_used(model):
-            if not self._passes_missed:
+            if not self._passes_to_repeat:
                 yield
                 return
             self._local = _LocalGradients(model.module)
             yield
             gradients, self._local = self._local.end(), None
-            for _ in range(self._passes_missed):
+            for _ in range(self._passes_to_repeat):
                 _reduce_again(model, gradients)
-            self._passes_missed = 0
+            self._passes_to_repeat = 0
 
     @contextmanager
     def _all_used(self, model: DistributedDataParallel) -> Iterator[None]:
@@ -193,7 +193,8 @@ class Ddp(Strategy):
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
 
     def measured(self) -> dict[str, Any]:
-        wire_dtype = (_options(self.comm) or {}).get("wire_dtype")  # PowerSGD's messages are not its buckets
+        # PowerSGD's messages are not its buckets.
+        wire_dtype = (_hook_options(self.comm) or {}).get("wire_dtype")
         return self._typical_pass(self.hosts, wire_dtype) if wire_dtype is not None else {}
 
     def close(self) -> None:
@@ -251,8 +252,8 @@ def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Param
             parameter.backward(gradient if gradient is given[parameter] else torch.zeros_like(gradient))
 
 
-def _options(comm: CommConfig, hooks: bool = False) -> dict[str, Any] | None:
-    """The arguments of `attach` that the algorithm takes; None: no hook is needed, unless `hooks` says so."""
+def _hook_options(comm: CommConfig, always: bool = False) -> dict[str, Any] | None:
+    """The arguments of `attach` that follow from `comm`; None: it needs no hook, and not `always`."""
     match comm:
         case ScheduleCommConfig():
             names = ("wire_dtype", "segment_mb", "cuda_graph")
@@ -266,7 +267,7 @@ def _options(comm: CommConfig, hooks: bool = False) -> dict[str, Any] | None:
                 "warm_start": comm.warm_start,
             }
             return {"powersgd": state}
-        case NativeCommConfig() if hooks or comm.timeline or comm.wire_dtype != "fp32":
+        case NativeCommConfig() if always or comm.timeline or comm.wire_dtype != "fp32":
             return {"wire_dtype": comm.wire_dtype}
     return None
 

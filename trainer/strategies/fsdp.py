@@ -25,8 +25,8 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.gathered import GatheredParameters
-from trainer.strategies.reads import read_from_outside
+from trainer.strategies.gathered_parameters import GatheredParameters
+from trainer.strategies.outside_reads import read_from_outside
 from trainer.strategies.shardable import (
     StaleReferenceCheck,
     batch_norms,
@@ -37,7 +37,7 @@ from trainer.strategies.shardable import (
 from trainer.strategies.sharding_errors import backward_errors, forward_errors
 from trainer.strategies.sharding_mesh import sharding_mesh
 from trainer.strategies.units import named_units, units_by_size
-from trainer.strategies.used import UsedParameters
+from trainer.strategies.used_parameters import UsedParameters
 
 
 class Fsdp(Strategy):
@@ -45,7 +45,7 @@ class Fsdp(Strategy):
     not_whole = "each rank holds a shard only; checkpoint.mirror_every=1 keeps copies of all"
     no_gradients_hint = (
         "Either the loss depends on none of them, or the model returns an object: torch's fully_shard finds "
-        "outputs in tensors, tuples, lists, dicts and dataclasses; return one, or take strategy=ddp"
+        "outputs in tensors, tuples, lists, dicts and dataclasses; return one, or use strategy=ddp"
     )
 
     def __init__(

@@ -14,7 +14,7 @@ from trainer.errors import UserError, first_few
 from trainer.local_shard import spanned_bytes
 from trainer.meta_init.module_tensors import has_gradient_hook, named_tensors
 from trainer.meta_init.operations import storage_of
-from trainer.optim.schedules import sparse_weights
+from trainer.optim.optimizer_checks import sparse_weights
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -120,7 +120,7 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise UserError(
-                f"{strategy} needs a hook on {name or 'the model'}, a ScriptModule, which takes none; take "
+                f"{strategy} needs a hook on {name or 'the model'}, a ScriptModule, which takes none; use "
                 "strategy=ddp"
             )
 
@@ -161,7 +161,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) 
     for reason, applies in reasons.items():
         if found := [name for name, parameter in model.named_parameters() if applies(parameter)]:
             raise UserError(
-                f"strategy=fsdp cannot shard {first_few(found)}: parameters with {reason}; or take "
+                f"strategy=fsdp cannot shard {first_few(found)}: parameters with {reason}; or use "
                 "strategy=ddp"
             )
     names = {parameter: name for name, parameter in model.named_parameters()}

@@ -22,7 +22,7 @@ def sharding_mesh(shard_group: str, dist: Dist) -> DeviceMesh:
         if dist.world_size % size:
             raise UserError(
                 f"strategy.shard_group={shard_group} makes groups of {size} ranks, which do not divide the "
-                f"{dist.world_size} ranks of this run; take a divisor of {dist.world_size}, or world"
+                f"{dist.world_size} ranks of this run; use a divisor of {dist.world_size}, or world"
             )
         rows = [list(ranks[begin : begin + size]) for begin in ranks[::size]]
     if len(rows) == 1:
@@ -40,7 +40,7 @@ def ranks_by_host(hosts: Sequence[int]) -> list[list[int]]:
     if len({len(row) for row in rows}) > 1:
         counts = ", ".join(str(len(row)) for row in rows)
         raise UserError(
-            f"strategy.shard_group=host needs as many ranks on each host, but these have {counts}; take "
+            f"strategy.shard_group=host needs as many ranks on each host, but these have {counts}; use "
             "strategy.shard_group=world, or start as many on each"
         )
     return rows

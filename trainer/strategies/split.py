@@ -135,7 +135,7 @@ def stages_of(model: nn.Module, count: int) -> dict[nn.Module, int]:
     if len(units) < count:
         raise UserError(
             f"strategy.devices_per_replica={count}, but {type(model).__name__} has {len(units)} units to "
-            "place (its fsdp_units, or the modules that it calls one after another); take "
+            "place (its fsdp_units, or the modules that it calls one after another); use "
             f"{max(1, len(units))}, or list more"
         )
     total, before = sum(_bytes(unit) for unit in units), 0

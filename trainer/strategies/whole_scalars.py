@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.errors import UserError
-from trainer.optim.several import has_user_part
+from trainer.optim.combined import has_user_part
 
 _READS = {
     *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, torch.is_nonzero, Tensor.__contains__),

@@ -13,7 +13,7 @@ from trainer.comm.leaf_sums import Message
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord
 from trainer.comm.transport.bucket_layout import Layout, agree
-from trainer.comm.transport.gloo import GlooLink
+from trainer.comm.transport.gloo import GlooLinks
 
 _WIDTH = 1  # a sweep's messages are all in flight together, so one segment per stage keeps every link busy
 
@@ -33,12 +33,11 @@ class NcclReducer:
 
     Args:
         group: an NCCL group of all ranks that has no other user.
-        cpu_group: a gloo group of the same ranks, to compare layouts.
+        links: of the same ranks over gloo, to compare layouts.
         schedule: this rank's part.
         clock: of the GPU of the buckets.
-        wire_dtype, timeout_s: as for `CpuExecutor`.
+        wire_dtype: as for `CpuExecutor`.
         segment_bytes: bytes sent at once; None: the whole bucket.
-        divisor: of the sums of DDP's buckets.
         cuda_graph: whether to record and replay; results are the same.
         collective: the operation of the schedule.
         stream: to launch on, the same for all that use `group`; None creates one.
@@ -47,40 +46,40 @@ class NcclReducer:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        cpu_group: dist.ProcessGroup,
+        links: GlooLinks,
         schedule: Schedule,
         clock: GpuClock,
         wire_dtype: torch.dtype | None,
-        segment_bytes: int | None,
-        timeout_s: float,
-        divisor: int = 1,
+        segment_bytes: int | None = None,
         cuda_graph: bool = False,
         collective: Collective = Collective.ALL_REDUCE,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._group, self._schedule, self._clock, self._collective = group, schedule, clock, collective
         self._wire_dtype, self._segment_bytes = wire_dtype, segment_bytes
-        self._divisor, self._cuda_graph = divisor, cuda_graph
+        self._cuda_graph = cuda_graph
         self._recorded: dict[int, tuple[_Key, Callable[[], None] | None]] = {}  # by bucket
         self._pool = torch.cuda.graph_pool_handle() if cuda_graph else None
         self.stream = stream or torch.cuda.Stream(clock.device)
         self._send_to, self._receive_from = schedule.peers(Kind.SEND), schedule.peers(Kind.ADD, Kind.COPY)
         neighbours = {*self._send_to, *self._receive_from}
-        self._links = {peer: GlooLink(cpu_group, peer, timeout_s) for peer in neighbours}
+        self._links = {peer: links.to(peer) for peer in neighbours}
         self._agreed: set[Layout] = set()
         self._programs: dict[tuple[int, int], list[list[Visit]]] = {}  # as in CpuExecutor
         # The first call on an NCCL group must come from all its ranks; a batch may involve only some.
         dist.all_reduce(torch.zeros(1, device=clock.device), group=group)
 
-    def submit(self, bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
-        """Launch the all-reduce of `bucket` to its mean over all ranks; the Future's value waits on streams.
+    def submit(
+        self, bucket: dist.GradBucket | Message, record: BucketRecord, divisor: int = 1
+    ) -> Future[torch.Tensor]:
+        """Launch the all-reduce of `bucket` to its sum / `divisor`; the Future's value waits on streams.
 
         Raises:
             PeerError, ValueError: as `CpuExecutor.run`, at the first bucket of a layout.
         """
         gradients = bucket.buffer()
         future: Future[torch.Tensor] = Future(devices=[self._clock.device])
-        marks = self.launch(gradients, self._divisor, index=bucket.index())
+        marks = self.launch(gradients, divisor, index=bucket.index())
         record.read_gpu = self._clock.times(*marks)
         with torch.cuda.stream(self.stream):
             future.set_result(gradients)  # records the current stream

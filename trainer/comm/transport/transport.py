@@ -66,26 +66,15 @@ class Transport:
             for collective, schedule in schedules.items()
         }
 
-    def on_gpu(
-        self, schedules: Schedules, divisor: int = 1, cuda_graph: bool = False
-    ) -> dict[Collective, NcclReducer]:
-        """A reducer for each of `schedules`, on one stream; `divisor`, `cuda_graph`: see NcclReducer."""
+    def on_gpu(self, schedules: Schedules, cuda_graph: bool = False) -> dict[Collective, NcclReducer]:
+        """A reducer for each of `schedules`, on one stream; `cuda_graph`: see NcclReducer."""
         assert self.clock is not None
         nccl, stream = new_group(self._like, "nccl", self._timeout_s), torch.cuda.Stream(self.clock.device)
         segment_bytes = None if self._segment_mb is None else int(self._segment_mb * 2**20)
+        links = GlooLinks(self.group, self._timeout_s)
         return {
             collective: NcclReducer(
-                nccl,
-                self.group,
-                schedule,
-                self.clock,
-                self.wire,
-                segment_bytes,
-                self._timeout_s,
-                divisor,
-                cuda_graph,
-                collective,
-                stream,
+                nccl, links, schedule, self.clock, self.wire, segment_bytes, cuda_graph, collective, stream
             )
             for collective, schedule in schedules.items()
         }

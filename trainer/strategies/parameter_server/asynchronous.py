@@ -84,12 +84,12 @@ class AsyncParameterServer(ParameterServer):
             )
         counts = self._async_server.staleness if self._async_server is not None else {}
         self._staleness = StalenessStats(self.servers[0], counts)
-        if self._replica is not None:
+        if self._copy is not None:
             bounded = not math.isinf(self._max_staleness) and not self._replay.repeats
-            client = self._replica.client
+            client = self._copy.client
             waits = self.dist.heartbeat.ahead
             self._async_worker = AsyncWorker(client, self.num_replicas, bounded, lambda: self._stops(), waits)
-            self._replica.before_push, self._replica.commit = self._async_worker.before_push, self._commit
+            self._copy.before_push, self._copy.commit = self._async_worker.before_push, self._commit
 
     def prepare(self, state: TrainState) -> None:
         super().prepare(state)

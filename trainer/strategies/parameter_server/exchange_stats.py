@@ -19,7 +19,7 @@ class ExchangeStats:
     Args:
         servers, workers: their ranks.
         held: bytes on each server.
-        replica: this rank's, if it is a worker.
+        copy: this rank's, if it is a worker.
         of_timeline: a worker's metrics of its timeline.
     """
 
@@ -28,20 +28,20 @@ class ExchangeStats:
         servers: Sequence[int],
         workers: Sequence[int],
         held: Sequence[int],
-        replica: WorkerCopy | None,
+        copy: WorkerCopy | None,
         of_timeline: Callable[[Timeline], dict[str, float]],
     ) -> None:
         self._servers, self._workers, self._held = servers, workers, held
-        self._replica, self._of_timeline = replica, of_timeline
+        self._copy, self._of_timeline = copy, of_timeline
         self._seen: Timeline | None = None  # the first worker's, at the last call of metrics
 
     def metrics(self) -> dict[str, float]:
         """Means per step since the last call (a collective): bytes by server, waits by worker."""
         mine: dict[str, float] = {}
-        if self._replica is not None:
-            mine = self._replica.client.metrics() | self._of_timeline(self._replica.timeline)
+        if self._copy is not None:
+            mine = self._copy.client.metrics() | self._of_timeline(self._copy.timeline)
         metrics = self._of_workers(mine)
-        self._seen = self._of_workers(self._replica.timeline if self._replica is not None else None)[0]
+        self._seen = self._of_workers(self._copy.timeline if self._copy is not None else None)[0]
         pulls = max(1.0, sum(own["pulls"] for own in metrics) / len(metrics))
         found = {name: value for name, value in metrics[0].items() if name.startswith("comm/")}
         for number, server in enumerate(self._servers):
@@ -56,8 +56,8 @@ class ExchangeStats:
 
     def summary(self) -> str:
         """The table of the whole run (a collective)."""
-        timeline = self._replica.timeline if self._replica is not None else None
-        totals = self._of_workers((timeline, self._replica.client.totals() if self._replica else {}))
+        timeline = self._copy.timeline if self._copy is not None else None
+        totals = self._of_workers((timeline, self._copy.client.totals() if self._copy else {}))
         lines = [table(totals[0][0])] if totals[0][0] is not None else []
         return "\n".join([*lines, *self._lines([own for _, own in totals])])
 
@@ -74,5 +74,5 @@ class ExchangeStats:
     def _of_workers(self, value: Any) -> list[Any]:
         """The `value` of every worker, on every rank (a collective)."""
         everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, value if self._replica is not None else None)
+        dist.all_gather_object(everyones, value if self._copy is not None else None)
         return [everyones[worker] for worker in self._workers]

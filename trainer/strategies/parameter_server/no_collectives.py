@@ -12,7 +12,7 @@ _BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 
 OF_WORKERS = (
     "strategy=parameter_server: the forward pass or the loss calls a collective of its own ({}), in which "
-    "ranks that only serve, and workers without common steps, never take part; leave it out, or take "
+    "ranks that only serve, and workers without common steps, never take part; leave it out, or use "
     "strategy=ddp"
 )
 OF_OPTIMIZERS = (

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,9 @@ from trainer.comm.timeline.records import Timeline
 from trainer.comm.transport.blame import CommError, PeerError
 from trainer.config import ParameterServerConfig
 from trainer.distributed.agreement import compare_across_ranks, gather_objects
-from trainer.distributed.process_group import Dist, broadcast_buffers
+from trainer.distributed.process_group import Dist, broadcast_buffers, gloo_group
 from trainer.errors import UserError, first_few
-from trainer.meta_init.module_tensors import gets_each_ranks_own, hooked_parameters
+from trainer.meta_init.module_tensors import hooked_parameters, hooks_per_rank_note
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
@@ -71,7 +70,7 @@ class ParameterServer(Strategy):
         self._compared = False  # the ranks' buffers, after the first step
         self._meets_nobody = settings.servers != "all"  # whether a worker's pass needs no other rank
         self._is_first_pass: bool | None = None  # of training; None before it
-        self._replica: WorkerCopy | None = None
+        self._copy: WorkerCopy | None = None
         self._server: Server | None = None
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
@@ -85,7 +84,7 @@ class ParameterServer(Strategy):
         except ValueError as error:
             raise UserError(f"strategy=parameter_server: {error}") from error
         if (hooked := hooked_parameters(model)) and self.num_replicas > 1:
-            self.notes.append(gets_each_ranks_own(hooked, "parameter_server"))
+            self.notes.append(hooks_per_rank_note(hooked, "parameter_server"))
         self._shards = ServerShards(self._mesh, self.buckets, shapes)
         fill(model)
         for name, parameter in model.named_parameters():
@@ -99,8 +98,8 @@ class ParameterServer(Strategy):
 
     def _connect(self, model: nn.Module) -> None:
         rank = self.dist.rank
-        self._group = _group(list(range(self.dist.world_size)), self.timeout_s)
-        workers = self._workers_group = _group(self.workers, self.timeout_s)
+        self._group = gloo_group(self.timeout_s)
+        workers = self._workers_group = gloo_group(self.timeout_s, self.workers)
         itself = Loopback(rank, self.timeout_s)
 
         def link(peer: int) -> Link:
@@ -118,11 +117,9 @@ class ParameterServer(Strategy):
             client.greet()
             timeline = Timeline(workers, [self.dist.hosts[worker] for worker in self.workers])
             enter = self.dist.heartbeat.enter
-            self._replica = WorkerCopy(model, client, self.buckets, timeline, self.computing.compile, enter)
+            self._copy = WorkerCopy(model, client, self.buckets, timeline, self.computing.compile, enter)
         held = bytes_by_server(self.buckets)
-        self._exchange_stats = ExchangeStats(
-            self.servers, self.workers, held, self._replica, self._of_timeline
-        )
+        self._exchange_stats = ExchangeStats(self.servers, self.workers, held, self._copy, self._of_timeline)
         if self._server is not None:
             self._finish_serving()
 
@@ -140,11 +137,11 @@ class ParameterServer(Strategy):
 
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
-        assert self._replica is not None
+        assert self._copy is not None
         first, self._pulled = not self._pulled, True
         self._is_first_pass = self._is_first_pass is None
         self._before_forward()
-        with self._plain_errors(), self._replica.pass_(first, last=enabled):
+        with self._plain_errors(), self._copy.pass_(first, last=enabled):
             yield
 
     @contextmanager
@@ -188,7 +185,7 @@ class ParameterServer(Strategy):
         )
         if averaged and not set(self.servers) <= set(self.workers):
             raise UserError(
-                "ema.decay averages running statistics, too, but a rank that is only a server has none; take "
+                "ema.decay averages running statistics, too, but a rank that is only a server has none; use "
                 "strategy.servers=all, or ema.decay=null"
             )
         if not self.serves:
@@ -212,8 +209,8 @@ class ParameterServer(Strategy):
     def _refresh(self) -> None:
         for bucket, number, message in self._shards.broadcast(self.servers, self._group):
             unpack(bucket, number, message, self._parameters)
-            if self._replica is not None:
-                self._replica.client.keep(bucket.index, number, message)
+            if self._copy is not None:
+                self._copy.client.keep(bucket.index, number, message)
 
     def collect(self, model: nn.Module) -> None:
         """Send every rank the buffers of the first worker, and servers its extra state, too."""
@@ -248,8 +245,8 @@ class ParameterServer(Strategy):
     def finish_checks(self) -> None:
         """Raise UserError on every rank if a pass made parameters, or changed any, on any worker."""
         own = [name for name, _ in self._model.named_parameters() if name not in self._parameters]
-        if self._replica is not None:
-            own += self._replica.changed()
+        if self._copy is not None:
+            own += self._copy.changed()
         if names := sorted(set().union(*gather_objects(own))):
             raise UserError(CHANGES.format(first_few(names)))
 
@@ -275,8 +272,8 @@ class ParameterServer(Strategy):
         return self._exchange_stats.summary()
 
     def close(self) -> None:
-        if self._replica is not None:
-            self._replica.close()
+        if self._copy is not None:
+            self._copy.close()
 
     # ---- errors
 
@@ -296,8 +293,3 @@ class ParameterServer(Strategy):
             ) from error
         except LayoutError as error:
             raise RuntimeError(f"rank {self.dist.rank}: {error}; start all with the same model") from error
-
-
-def _group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of `ranks`, created by all ranks."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timedelta(seconds=timeout_s), backend="gloo"))

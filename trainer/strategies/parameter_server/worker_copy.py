@@ -16,7 +16,7 @@ from trainer.comm.parameter_server.layout import ShardedBucket
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.worker import Worker
 from trainer.errors import UserError, first_few
-from trainer.meta_init.module_tensors import gets_each_ranks_own, num_gradient_hooks
+from trainer.meta_init.module_tensors import hooks_per_rank_note, num_gradient_hooks
 from trainer.nested import leaves
 from trainer.turns import Turns
 
@@ -113,7 +113,7 @@ class WorkerCopy:
                 "would come after the gradient is sent; call register_post_accumulate_grad_hook in __init__"
             )
         if late := [self._names[p] for p, number in numbers.items() if number != self._num_hooks[p]]:
-            log.warning("%s", gets_each_ranks_own(late, "parameter_server"))
+            log.warning("%s", hooks_per_rank_note(late, "parameter_server"))
         self._num_hooks = numbers
         if names := self.changed(due):
             raise UserError(CHANGES.format(first_few(names)))
@@ -137,7 +137,7 @@ class WorkerCopy:
             raise UserError(
                 f"strategy=parameter_server sends a gradient as soon as it exists, but that of "
                 f"{self._names[parameter]} came in several parts of one backward pass, as with reentrant "
-                "activation checkpoints; take torch.utils.checkpoint's use_reentrant=False"
+                "activation checkpoints; use torch.utils.checkpoint's use_reentrant=False"
             )
         waiting.remove(parameter)
         if self._pushing and not waiting:

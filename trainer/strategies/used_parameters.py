@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist, extremes
 from trainer.errors import UserError, first_few
-from trainer.strategies.gathered import GatheredParameters
+from trainer.strategies.gathered_parameters import GatheredParameters
 
 _NUM_AHEAD = 3  # passes that are compared before they reduce
 
