@@ -3,6 +3,7 @@ fails, and what it left is ended."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -17,8 +18,14 @@ from pathlib import Path
 import pytest
 
 gc.disable()  # while all is imported: collections that find nothing are a quarter of it
+# To compile the tests and the project takes 2.5 s, and each process of a session would do it again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Several ranks share the cores of the machine, and a single process reduces in the same order as they do.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Of torch.compile the tests ask what it means, not how fast it is: vectors take half of its time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Inherited by all that the tests start, also through a parent that has died since.
 _MARK = f"RINGMASTER_TESTS_OF={os.getpid()}".encode()
 os.environ["RINGMASTER_TESTS_OF"] = str(os.getpid())
@@ -95,12 +102,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
+    # The interpreter means to end by taking all apart, and complains of what it cannot. Not before: pytest's end
+    # collects five times.
+    atexit.register(gc.unfreeze)
 
 
 def pytest_unconfigure() -> None:
     if _SETTINGS is not None:
         _SETTINGS.cleanup()
-    gc.unfreeze()  # the interpreter means to end by taking all apart, and complains of what it cannot
 
 
 @pytest.fixture(autouse=True)

@@ -15,18 +15,13 @@ from tests.programs import Program, started, torchrun
 from trainer.faults.injection import drilled_run
 
 
-def _command(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
 class Launcher:
     """A program with the part of Popen that a drill uses."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self.pid, self.poll, self.send_signal = program.pid, program.poll, program.send_signal
+        self.ranks = program.ranks
 
     def wait(self, timeout_s: float | None = None) -> int:
         if (code := self._program.join(timeout_s)) is None:
@@ -35,14 +30,6 @@ class Launcher:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
-
-    def children(self) -> list[int]:
-        """The ranks: forked children only, not executed programs."""
-        found = []
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{self.pid}/task").iterdir():
-                found += [int(pid) for pid in (task / "children").read_text().split()]
-        return [pid for pid in found if _command(pid) == _command(self.pid)]
 
 
 class Forked:
@@ -88,4 +75,4 @@ class Forked:
 
     def ranks(self, mark: str) -> dict[int, int]:
         """As `drilled_run.ranks_of`, which looks for an environment that forked processes do not show."""
-        return {pid: 0 for launcher in self._launchers for pid in launcher.children()}
+        return {pid: 0 for launcher in self._launchers for pid in launcher.ranks()}

@@ -14,8 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,35 +127,6 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
 
-@dataclass
-class Launch:
-    """One torchrun per host, all of one job."""
-
-    agents: list[Process]
-    files: list[Path]
-
-    def outputs(self) -> list[str]:
-        """What each host has printed so far, stdout and stderr together."""
-        return [file.read_text(errors="replace") for file in self.files]
-
-    def wait(self, timeout_s: float = 200.0) -> list[int]:
-        """Exit codes by host. Raises AssertionError with all output when some host is not done in time."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            return [agent.wait(max(0.0, deadline - time.monotonic())) for agent in self.agents]
-        except subprocess.TimeoutExpired:
-            running = [i for i, agent in enumerate(self.agents) if agent.poll() is None]
-            raise AssertionError(
-                f"torchrun on hosts {running} still runs after {timeout_s} s\n" + "\n".join(self.outputs())
-            ) from None
-
-    def succeed(self, timeout_s: float = 200.0) -> list[str]:
-        """Outputs by host of a job that must end with exit code 0 everywhere."""
-        codes = self.wait(timeout_s)
-        assert codes == [0] * len(codes), f"exit codes {codes}\n" + "\n".join(self.outputs())
-        return self.outputs()
-
-
 def torchrun(members: Sequence[Host], index: int, nproc: int, conf: str = "") -> list[str]:
     """The command on host `index`; its environment needs GLOO_SOCKET_IFNAME, where gloo listens.
 
@@ -173,27 +142,3 @@ def torchrun(members: Sequence[Host], index: int, nproc: int, conf: str = "") ->
         f"--rdzv-endpoint={members[0].address}:29400", f"--rdzv-conf=is_host={int(index == 0)},{conf}".rstrip(","),
         f"--local-addr={members[index].address}",
     ]  # fmt: skip
-
-
-@contextlib.contextmanager
-def torchrun_on(
-    members: Sequence[Host], nproc: int, *args: str, env: dict[str, str] | None = None
-) -> Iterator[Launch]:
-    """`torchrun --nnodes=N --nproc_per_node=nproc ARGS` on each host; leaving kills what still runs there."""
-    with tempfile.TemporaryDirectory(prefix="torchrun-") as folder:
-        launch = Launch([], [])
-        try:
-            for i, host in enumerate(members):
-                command = [*torchrun(members, i, nproc), *args]
-                environment = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1", **(env or {})}
-                file = Path(folder) / f"host{i}.log"
-                with file.open("w") as out:
-                    agent = host.popen(command, environment, stdout=out, stderr=subprocess.STDOUT)
-                launch.agents.append(agent)
-                launch.files.append(file)
-            yield launch
-        finally:
-            for host in members:
-                host.kill_all()
-            for agent in launch.agents:
-                agent.wait()

@@ -2,7 +2,8 @@
 
 `python train.py` takes 4 s to import what it needs on a slow core; forked it starts at once. The program
 has its own arguments, environment, directory, session, standard streams and exit code. It lacks the start and end
-of an interpreter; tests of these, and of torchrun itself, start a real one.
+of an interpreter; tests of these, and of torchrun itself, start a real one. Settings that any process of the
+session has composed it takes from there: Hydra is half the time of a short run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import gc
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -32,6 +34,9 @@ from hydra.core.global_hydra import GlobalHydra
 
 from tests.hosts import Host
 from tests.ranks import ROOT, enter_network, fork_server, place, rendezvous
+
+# Neither an option, nor one of Hydra's own settings, nor text that the environment or the moment decides.
+_OVERRIDE = re.compile(r"(?!-|\W*hydra)[^$]+")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,14 @@ class Program:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def ranks(self) -> list[int]:
+        """The pids of a launcher's ranks that live, by rank: its forked children, not executed programs."""
+        found = []
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{self.pid}/task").iterdir():
+                found += [int(pid) for pid in (task / "children").read_text().split()]
+        return sorted(pid for pid in found if _command(pid) == _command(self.pid))
+
     @property
     def stdout(self) -> str:
         """Its output so far."""
@@ -85,6 +98,12 @@ class Program:
         return Ended(code, self.stdout, self.stderr)
 
 
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 @contextlib.contextmanager
 def started(
     *argv: str,
@@ -100,7 +119,8 @@ def started(
         env: added to this process's environment.
         host: a `Host` is the network namespace it runs in.
         output: a file to which both of its streams are appended.
-        forks: what it starts by `trainer.launch.fresh`, ranks of launch=local and trials of a sweep, it forks.
+        forks: what it starts by `trainer.launch.fresh`, ranks of launch=local and trials of a sweep, it forks;
+            but not standbys.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as streams:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -187,10 +207,15 @@ def _main(
         with (streams / name).open(mode) as file:
             os.dup2(file.fileno(), number)
     if forks:
-        from trainer.launch import fresh
-
-        fresh.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})  # type: ignore[assignment]
+        fork_what_starts()
     _program(argv, environment, cwd)
+
+
+def fork_what_starts() -> None:
+    """From now on this process forks what `trainer.launch.fresh` would start as a new program."""
+    from trainer.launch import fresh
+
+    fresh.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})  # type: ignore[assignment]
 
 
 def _program(argv: Sequence[str], environment: Mapping[str, str], cwd: Path) -> None:
@@ -201,6 +226,7 @@ def _program(argv: Sequence[str], environment: Mapping[str, str], cwd: Path) -> 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    _compose_once_in_a_session()
     try:
         if argv[0] == "-m":
             sys.argv, sys.path[0] = list(argv[1:]), str(cwd)
@@ -217,10 +243,34 @@ def _program(argv: Sequence[str], environment: Mapping[str, str], cwd: Path) -> 
         sys.exit(1)
 
 
+def _compose_once_in_a_session() -> None:
+    """Have train.py take its settings from `runs.settings`; Hydra's options, and what fails, stay Hydra's own."""
+    from tests import runs
+    from trainer import cli, config
+
+    compose, load = cli.compose, config.load
+
+    def found() -> list[Any]:
+        if all(_OVERRIDE.fullmatch(word) for word in sys.argv[1:]):
+            with contextlib.suppress(Exception):
+                return [runs.settings(*sys.argv[1:])]
+        return compose()
+
+    cli.compose = found
+    cli.config = SimpleNamespace(  # type: ignore[assignment]
+        load=lambda settings: settings if isinstance(settings, config.Config) else load(settings)
+    )
+
+
 def _forked(
     command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = (), **popen: Any
 ) -> subprocess.Popen[Any]:
-    """subprocess.Popen of `python ...`, whose child goes on as a copy of this process instead of executing it."""
+    """subprocess.Popen of `python ...`, whose child goes on as a copy of this process instead of executing it.
+
+    Not of a standby, which launch=local knows by its command line.
+    """
+    if "trainer.standby" in command:
+        return subprocess.Popen(command, env=env, pass_fds=pass_fds, **popen)
     argv = [word for word in command[1:] if word != "-P"]
 
     def child() -> None:

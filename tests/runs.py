@@ -111,7 +111,7 @@ def job_as(config: config.Config) -> Iterator[TrainingContext]:
         context = assemble(config, "tests", dist, stop_request)
         context.run_log.open()
         yield context
-        context.checkpointer.close()
+        context.checkpointer.finish_saving()
         context.strategy.close()
         context.run_log.close()
 

@@ -143,20 +143,44 @@ def test_pictures_are_there_and_small_and_each_is_shown() -> None:
     assert shown == made and all(file.stat().st_size < 150_000 for file in made)
 
 
+RESULT = re.compile(r"\[([^\]]*)\]\((\S*benchmarks/results/\w+\.json)\)")
+
+
+def _covered(text: str, at: int) -> str:
+    """What a link to a result at `at` speaks for: its row, without the first cell; its item or paragraph; or, if
+    its paragraph begins with "Recorded", the table or block before that."""
+    begin, end = text.rfind("\n\n", 0, at) + 2, text.find("\n\n", at)
+    passage, before = text[begin:end], text[:begin].rstrip()
+    line = text[text.rfind("\n", 0, at) + 1 : text.find("\n", at)]
+    if line.startswith("|"):
+        return line.split("|", 2)[2]
+    if not passage.startswith("Recorded "):
+        return next(item for item in re.split(r"\n(?=- )", passage) if line in item)
+    if before.endswith("```"):
+        return before[before.rfind("```text") :]
+    table = before[before.rfind("\n\n") :].strip().splitlines()
+    return "\n".join(row.split("|", 2)[2] for row in table[2:])
+
+
+def _numbers(text: str) -> list[str]:
+    plain = re.sub(r"`[^`\n]+`|\]\(\S+\)|\d{4}-\d\d-\d\d", "", text)
+    return re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", plain))
+
+
 def test_figures_are_those_that_a_benchmark_wrote() -> None:
-    """A row of a table that links to a result has no number that the result lacks, and the result's date."""
-    rows = [(page, row) for page in PAGES for row in re.findall(r"^\|.*\|$", page.read_text(), re.M)]
+    """What a link to a result speaks for has no number that the result lacks, rounded; the link has its date."""
     linked = 0
-    for page, row in rows:
-        for file in re.findall(r"\]\((\S*benchmarks/results/\w+\.json)\)", row):
-            result = json.loads((page.parent / file).read_text())
-            written, figures = (
-                set(re.findall(r"\d+(?:\.\d+)?", text))
-                for text in ("\n".join(result["output"]), row.split("|")[2])
-            )
-            wrong = figures - written
-            assert not wrong, f"{page}: {wrong} are not in {file}"
-            assert result["date"] in row, f"{page}: {file} is of {result['date']}"
+    for page in PAGES:
+        text = page.read_text()
+        for link in RESULT.finditer(text):
+            result = json.loads((page.parent / link[2]).read_text())
+            written = [*map(float, _numbers("\n".join([result["command"], *result["output"]])))]
+            for figure in _numbers(_covered(text, link.start())):
+                places = len(figure.partition(".")[2])
+                assert float(figure) in {round(number, places) for number in written}, (
+                    f"{page}: {figure} is not in {link[2]}"
+                )
+            assert link[1] == result["date"], f"{page}: {link[2]} is of {result['date']}"
             linked += 1
     assert linked
 
@@ -180,6 +204,19 @@ def test_the_settings_page_is_made_from_conf() -> None:
         for name, _ in leaves(OmegaConf.to_container(OmegaConf.load(file), resolve=False), group):
             if name and not name.startswith(("experiment", "hydra.", "defaults", f"{group}.defaults")):
                 assert f"`{name.rstrip('.')}`" in page, f"{file}: {name}"
+    unexplained = re.findall(r"^\| `(\S+)` \| .* \| +\|$", page, re.M)
+    assert not unexplained, f"needs a comment in conf/: {unexplained}"
+
+
+def test_the_commands_page_has_every_choice_of_every_group() -> None:
+    text = (ROOT / "docs/reference/commands.md").read_text()
+    listed = {
+        group: re.findall(r"`(\w+)", row) for group, row in re.findall(r"^\| `(\w+)=` \| (.*)$", text, re.M)
+    }
+    for folder in (ROOT / "conf").iterdir():
+        if folder.is_dir() and folder.name != "hydra":
+            choices = {file.stem for file in folder.glob("*.yaml")}
+            assert choices <= {*listed[folder.name]}, f"{folder.name}: {choices - {*listed[folder.name]}}"
 
 
 @pytest.mark.parametrize("block", _blocks("python", "yaml"), ids=str)

@@ -219,15 +219,14 @@ def test_what_comes_before_torch_loads_none(room: str) -> None:
 def test_no_strategy_imports_a_sibling() -> None:
     shared = {
         "base",
-        "buffers",
-        "gathered",
-        "reads",
+        "gathered_parameters",
+        "outside_reads",
         "shardable",
         "sharding_errors",
         "sharding_mesh",
         "split",
         "units",
-        "used",
+        "used_parameters",
         "whole_scalars",
         "parameter_server",
     }

@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import runs
 from tests.programs import end_with_parent, finish, finish_ranks, started
 from tests.ranks import RankFailure, run_ranks
+from trainer import cli, config
+from trainer.config.overrides import for_hydra
 
 _TELLS = """
     import os, sys
@@ -86,6 +89,21 @@ def test_what_a_forked_program_starts_may_be_forked_too(tmp_path: Path) -> None:
     forked, real = (finish(script, cwd=tmp_path, forks=forks) for forks in (True, False))
     assert (forked.code, forked.output) == (real.code, real.output)
     assert "--one" in real.stdout and real.stdout.endswith(" 7\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=vit optim=adamw ~optim.betas +optim.eps=1e-6 optim.lr=0.1 run_dir=runs/1 resume=auto",
+        "fault=nan fault.step=3 strategy=fsdp checkpoint.every_epochs=null model.hidden=[3,4]",
+    ],
+)
+def test_settings_composed_once_are_those_of_the_command_line(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", for_hydra(["train.py", *words.split()]))
+    (composed,) = cli.compose()
+    assert runs.settings(*words.split()) == config.load(composed)
 
 
 def test_an_exception_is_shown_with_its_traceback(tmp_path: Path) -> None:

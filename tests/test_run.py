@@ -1,9 +1,11 @@
 """The results of a run: its directory, metrics and TensorBoard page; and a user's own parts in it."""
 
+import gc
 import json
 import math
 from collections.abc import Callable
 from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +236,17 @@ def test_what_is_built_must_be_what_it_stands_for(tmp_path: Path, overrides: lis
 class Unsummarised:
     def loss(self, model: torch.nn.Module, batch: Any) -> None: ...
     def eval_sums(self, model: torch.nn.Module, batch: Any) -> None: ...
+
+
+def _workers_after(run_dir: Path) -> int:
+    gc.disable()
+    train("run_dir=" + str(run_dir), "strategy=single", "train.max_steps=1", "data.num_workers=1")
+    return len(active_children())
+
+
+def test_data_workers_end_with_the_run_not_with_a_garbage_collection(tmp_path: Path) -> None:
+    """In which each of them would take 5 s."""
+    assert run_ranks(_workers_after, 1, tmp_path, init=False, fresh=True) == [0]
 
 
 class Uncounted:

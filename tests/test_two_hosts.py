@@ -1,5 +1,6 @@
 """Two hosts, each a network namespace: the command of the README, and a host that is lost."""
 
+import contextlib
 import json
 import re
 import time
@@ -7,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import hosts, torchrun_on
+from tests.forked import Forked
+from tests.hosts import hosts
 from tests.programs import finish_ranks, started_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns]
-QUICK = ("train.epochs=2", "train.log_every_steps=10", "model.hidden=[32]")
+QUICK = ("train.max_steps=11", "train.log_every_steps=10", "model.hidden=[32]")
 
 
 def options(shard_group: str, run_dir: Path) -> list[str]:
@@ -20,17 +22,21 @@ def options(shard_group: str, run_dir: Path) -> list[str]:
 
 def assert_one_run(run_dir: Path, first: str, second: str) -> None:
     result = json.loads((run_dir / "result.json").read_text())
-    assert (result["world_size"], result["steps"]) == (4, 44)
+    assert (result["world_size"], result["steps"]) == (4, 11)
     assert "2 x 2 processes" in first
     assert second.count("\n") == 0 or "strategy" not in second, "one voice, that of rank 0"
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
 
 
 def test_torchrun_on_two_hosts_makes_one_run(tmp_path: Path) -> None:
-    with hosts(2) as pair, torchrun_on(pair, 2, "train.py", *options("host", tmp_path / "run")) as job:
-        first, second = job.succeed()
-    assert_one_run(tmp_path / "run", first, second)
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    with hosts(2) as pair, contextlib.ExitStack() as stack:
+        start, environment = Forked(stack).on(pair, 2), {"OMP_NUM_THREADS": "1"}
+        launchers = start(options("host", tmp_path / "run"), environment, tmp_path)
+        ended = [launcher.wait(200) for launcher in launchers]
+    first, second = (tmp_path / f"output{host}" for host in (0, 1))
+    assert ended == [0, 0], first.read_text() + second.read_text()
+    assert_one_run(tmp_path / "run", first.read_text(), second.read_text())
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "output0", "output1"}
 
 
 def test_two_hosts_make_one_run(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """A user's own models, datasets and tasks, including faulty ones."""
 
+import ctypes
 import json
 import logging
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -248,9 +249,11 @@ def _act(how: str) -> str:
     if how == "exit":
         sys.exit(7)
     while how == "loop":
-        pass
+        time.sleep(0.01)
     if how == "loop in C":
-        re.match(r"(a+)+$", "a" * 64 + "b")  # it holds the interpreter for years
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):  # the second waits for the first, and holds the interpreter
+            ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     return how
 
 
@@ -326,5 +329,5 @@ class Scratch(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
 
     def forward(self, x: Tensor) -> Tensor:
-        scratch = bytearray(len(x) << 26 if type(x) is Tensor else 1)
-        return super().forward(x) + scratch[0]
+        scratch = np.zeros(len(x) << 26 if type(x) is Tensor else 1, np.uint8)  # pages that nobody touches
+        return super().forward(x) + int(scratch[0])

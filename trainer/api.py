@@ -11,8 +11,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from trainer.cli import LAUNCHERS
-from trainer.config import Config, KubernetesLaunchConfig, LaunchConfig, SlurmLaunchConfig, flatten, load
+from trainer.config import Config, flatten, load
 from trainer.config.overrides import CONF, for_hydra, in_words, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
@@ -22,6 +21,7 @@ from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json
 from trainer.inference.restore import restored_model
 from trainer.launch.fresh import launched_by
+from trainer.launch.launchers import launcher
 from trainer.run import run
 
 _composing = threading.Lock()  # Hydra has one state for all threads
@@ -39,18 +39,22 @@ def train(
     if processes is not None and processes != 1:
         overrides += ["launch=local", f"launch.processes={processes}"]
     settings = composed(overrides)
-    if settings.launch.name not in LAUNCHERS and not _in_main_thread() and launched_by() is None:
+    if launcher(settings.launch) is None and not _in_main_thread() and launched_by() is None:
         overrides += ["launch=local", "launch.processes=1"]
         settings = composed(overrides)
-    launcher = LAUNCHERS.get(settings.launch.name)
-    if launcher is None or launched_by() is not None:
+    launch = launcher(settings.launch)
+    if launch is None:
         return run(settings)
     _refuse_classes_of_main(settings)
-    _refuse_without_result(settings.launch)
+    if not settings.launch.leaves_result:
+        raise UserError(
+            "launch=kubernetes, launch.dry_run=true and launch.wait=false leave no result to return; use "
+            f"them on a command line: ringmaster launch={settings.launch.name} ..."
+        )
     settings.run_dir = settings.run_dir or str(new_run_dir())  # else the launcher would choose another
     run_dir = Path(settings.run_dir)
     written_at = exit_report.failure_written_at(run_dir)
-    status = launcher(settings, [*overrides, set_to("run_dir", settings.run_dir)])
+    status = launch(settings, [*overrides, set_to("run_dir", settings.run_dir)])
     if status:
         raise _end(status, run_dir, written_at)
     return load_json(run_dir / "result.json")
@@ -86,15 +90,6 @@ def _searched(config_dirs: Sequence[str | Path]) -> list[str]:
             raise UserError(f"config_dirs names {folder}, which is not a folder; give folders like conf/")
     quoted = ",".join(QuotedString(f"file://{folder}", Quote.single).with_quotes() for folder in folders)
     return [f"hydra.searchpath=[{quoted}]"] if folders else []
-
-
-def _refuse_without_result(launch: LaunchConfig) -> None:
-    submits = isinstance(launch, SlurmLaunchConfig) and (launch.dry_run or not launch.wait)
-    if submits or isinstance(launch, KubernetesLaunchConfig):
-        raise UserError(
-            "launch=kubernetes, launch.dry_run=true and launch.wait=false leave no result to return; use "
-            f"them on a command line: ringmaster launch={launch.name} ..."
-        )
 
 
 def _refuse_classes_of_main(settings: Config) -> None:

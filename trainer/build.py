@@ -45,7 +45,7 @@ def split(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     Raises:
         UserError: a size does not divide evenly.
     """
-    size, micro, replicas = train.global_batch_size, train.micro_size, strategy.num_replicas
+    size, micro, replicas = train.global_batch_size, train.known_micro_batch_size, strategy.num_replicas
     if train.exact is None:
         return split_batch(size, micro, replicas)
     return split_leaves(size, micro, train.exact, replicas, train.own_leaves(replicas, strategy.replica))

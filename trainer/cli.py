@@ -20,12 +20,10 @@ from trainer import config
 from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, for_hydra, in_words
 from trainer.errors import UserError
 from trainer.faults.left_running import ends_in_time
-from trainer.launch import kubernetes, local, slurm
 from trainer.launch.exits import exits
-from trainer.launch.fresh import die_with_parent, extend_path, launched_by
+from trainer.launch.fresh import die_with_parent, extend_path
+from trainer.launch.launchers import launcher
 from trainer.launch.place import place, publish
-
-LAUNCHERS = {"local": local.launch, "slurm": slurm.launch, "kubernetes": kubernetes.launch}
 
 
 @ends_in_time()
@@ -87,9 +85,8 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
     Raises:
         SystemExit: with the status of the launched processes, unless it is 0.
     """
-    launcher = LAUNCHERS.get(settings.launch.name)
-    if launcher is not None and launched_by() is None:
-        if status := launcher(settings, argv):
+    if (launch := launcher(settings.launch)) is not None:
+        if status := launch(settings, argv):
             sys.exit(status)
         return None
     publish(place(settings.distributed))

@@ -45,23 +45,23 @@ def _evaluate(config: Config, checkpoint: str) -> dict[str, Any] | None:
     from trainer.inference.restore import evaluates_ema, held_out, restored_run
 
     config.train.eval_every_epochs = config.train.eval_every_epochs or 1  # so that the task must evaluate
-    with restored_run(config, checkpoint) as at_work:
-        _, loader = held_out(at_work)
-        metrics = {"eval/": evaluation.evaluate(at_work, loader).metrics}
+    with restored_run(config, checkpoint) as restored:
+        _, loader = held_out(restored)
+        metrics = {"eval/": evaluation.evaluate(restored, loader).metrics}
         if config.ema.decay is not None and not evaluates_ema(config):
-            at_work.take_averages()
-            metrics["eval/ema/"] = evaluation.evaluate(at_work, loader).metrics
+            restored.take_averages()
+            metrics["eval/ema/"] = evaluation.evaluate(restored, loader).metrics
         found = {
-            "checkpoint": str(at_work.source.directory),
-            "step": at_work.source.progress.step,
+            "checkpoint": str(restored.checkpoint.directory),
+            "step": restored.checkpoint.progress.step,
             "strategy": config.strategy.name,
-            "world_size": at_work.dist.world_size,
+            "world_size": restored.dist.world_size,
             "samples": loader.num_samples and loader.num_samples - loader.num_skipped,  # null for a stream
             **{f"{of}{name}": value for of, those in metrics.items() for name, value in those.items()},
         }
         path = location(config.run_dir or "") / "evaluation.json"
-        on_main(lambda: _write(path, found), at_work.dist)
-    return found if at_work.dist.is_main else None
+        on_main(lambda: _write(path, found), restored.dist)
+    return found if restored.dist.is_main else None
 
 
 def _write(path: Location, found: dict[str, Any]) -> None:

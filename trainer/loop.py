@@ -94,7 +94,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
         if settings.logs(progress.step):
             log_begin = time.perf_counter()
             heartbeat.enter("log")
-            log_step(context, meter, window, result.grad_norm)
+            log_step(context, window, result.grad_norm)
             window = meter.mark()
             meter.rest_s += time.perf_counter() - log_begin
         mid_epoch = progress.epoch == epoch and not is_over(context)
@@ -106,7 +106,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
             if stop or save_now:
                 save(context, evaluation)
             if stop:
-                context.checkpointer.close()
+                context.checkpointer.finish_saving()
                 context.checkpointer.finish_remote()
                 raise StoppedBySignal(progress.step)
             meter.start()
@@ -164,7 +164,7 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     progress = context.state.progress
     if context.eval_loader is None or not evaluation_due(context):
         return {}
-    of_step, known = context.gate.evaluation
+    of_step, known = context.checkpointer.last_evaluation
     if of_step == progress.step:  # in mid-epoch, and it ended the run
         return dict(known)
     metrics: dict[str, float] = {}
@@ -180,7 +180,7 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     with context.gate.held():
         after_evaluation(context.state.schedule, metrics)
         context.state.early_end.after_evaluation(progress.step, metrics)
-        context.gate.evaluation = progress.step, metrics
+        context.checkpointer.last_evaluation = progress.step, metrics
     return metrics
 
 

@@ -51,16 +51,16 @@ def _predict(config: Config, checkpoint: str, out: Path) -> int:
     from trainer.tasks import offers
 
     kind = kind_of(out)
-    with restored_run(config, checkpoint) as at_work, ExitStack() as written:
-        if not offers(at_work.task, "predict"):
+    with restored_run(config, checkpoint) as restored, ExitStack() as written:
+        if not offers(restored.task, "predict"):
             raise UserError(
                 f"data.task: {config.data.task['_target_']} predicts nothing: it has no method predict (see "
                 "trainer.tasks.Task)"
             )
-        dataset, loader = held_out(at_work, by_leaves=False)
+        dataset, loader = held_out(restored, by_leaves=False)
         name_of, num_rows = _names(dataset), 0
-        file = kind(written.enter_context(output_file(out))) if at_work.dist.is_main else None
-        for of_all in predict(at_work, loader):
+        file = kind(written.enter_context(output_file(out))) if restored.dist.is_main else None
+        for of_all in predict(restored, loader):
             if file is None or of_all is None:
                 continue
             indices, rows = of_all

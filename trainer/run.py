@@ -39,10 +39,10 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
 from trainer.meta_init.deferred import deferred
-from trainer.meta_init.module_tensors import gets_each_micro_batchs_own, hooked_parameters
+from trainer.meta_init.module_tensors import hooked_parameters, hooks_per_micro_batch_note
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import Frozen, build_optimizer, freeze
-from trainer.optim.progress import last_step
+from trainer.optim.progress import planned_steps
 from trainer.optim.schedules import ScheduleFacts, build_schedule, check_schedule
 from trainer.optim.train_state import Progress, TrainState
 from trainer.run_dir.claim import RunDir, claim
@@ -54,10 +54,10 @@ from trainer.tasks import Task
 from trainer.training import run_hash
 from trainer.training.context import Checks, TrainingContext
 from trainer.training.gradient_check import GradientCheck
-from trainer.training.last_step import build_gate
+from trainer.training.kept_step import build_gate
 from trainer.training.meter import Meter
 from trainer.training.mfu import ModelFlops, model_flops
-from trainer.training.micro_batch import smaller_is_told, with_micro_batch_size
+from trainer.training.micro_batch import out_of_memory_explained, with_micro_batch_size
 from trainer.training.profiler import Profile
 from trainer.training.replica_check import ReplicaCheck
 from trainer.training.start_table import start_table
@@ -98,11 +98,11 @@ def run(config: Config) -> dict[str, Any]:
             on_main(context.run_log.open, dist)
             resources.callback(context.run_log.leave_terminal)
             _log_start(config, context)
-            with smaller_is_told(config):
+            with out_of_memory_explained(config):
                 metrics = fit(context)
             context.run_log.plots(context.strategy.plots, context.state.progress.step, at_end=True)
             result = _result(config, context, metrics)
-            context.checkpointer.close()
+            context.checkpointer.finish_saving()
             if summary := context.strategy.summary():
                 log.info("%s", summary)
             context.strategy.close()
@@ -149,7 +149,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     checkpointer = Checkpointer(config.checkpoint, run_dir, dist, run_id, num_samples, flatten(config))
     checkpoint = checkpointer.find(config.resume)
     progress = checkpoint.progress if checkpoint else Progress()
-    total_steps = last_step(progress, train, num_samples)
+    total_steps = planned_steps(progress, train, num_samples)
 
     wrapped, num_parameters, flops = _model(config, data, task, batch, strategy, dist)
     state = _state(config, strategy, wrapped, total_steps, data.train_loader.steps_per_epoch)
@@ -203,7 +203,7 @@ def _model(
     freeze(model.module, config.model)
     flops = model_flops(model.module, task, config.train, batch, strategy.devices, dist)
     if batch.accumulation > 1 and (hooked := hooked_parameters(model.module)):
-        strategy.notes.append(gets_each_micro_batchs_own(hooked))
+        strategy.notes.append(hooks_per_micro_batch_note(hooked))
     wrapped = wrap_model(config, model, strategy)
     seed_everything(config.seed, strategy.replica)
     return wrapped, num_parameters, flops

@@ -60,8 +60,8 @@ def _sample(options: Any, config: Config) -> None:
     from trainer.inference.restore import restored_run
 
     config.train.compile = False  # each length would be compiled separately
-    with restored_run(config, options.checkpoint) as at_work:
-        model, tokenizer = at_work.module, getattr(at_work.train_set(), "tokenizer", None)
+    with restored_run(config, options.checkpoint) as restored:
+        model, tokenizer = restored.module, getattr(restored.train_set(), "tokenizer", None)
         block_size = getattr(model, "block_size", None)
         if tokenizer is None or not isinstance(block_size, int):
             raise UserError(
@@ -83,15 +83,15 @@ def _sample(options: Any, config: Config) -> None:
             options.tokens,
             block_size=block_size,
             vocab_size=tokenizer.vocab_size,
-            device=at_work.dist.device,
+            device=restored.dist.device,
             generator=torch.Generator().manual_seed(options.seed),
             temperature=options.temperature,
             top_k=options.top_k,
             use_cache=use_cache,
         )
-        with at_work.strategy.autocast():
-            tokens = _in_time(tokens, at_work.dist.heartbeat.enter)
-            if at_work.dist.is_main:
+        with restored.strategy.autocast():
+            tokens = _in_time(tokens, restored.dist.heartbeat.enter)
+            if restored.dist.is_main:
                 _print(tokens, prompt, tokenizer, "with" if use_cache else "without")
             else:
                 collections.deque(tokens, maxlen=0)

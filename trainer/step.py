@@ -87,9 +87,9 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
             scale_down(state.model.parameters(), max_norm, grad_norm)
         context.checkpointer.wait_until_copied()
         context.gate.begin_update()  # the loop ends it, when it has counted the step
-        # Replicas draw the same in an optimizer with noise, and ranks that update shards do not.
-        updater = context.dist.rank if strategy.gradients_differ else 0
-        seed_micro_batch(context.seed, step, -1 - updater, strategy.devices)
+        if state.update_may_draw:  # replicas the same, and ranks that update shards not
+            updater = context.dist.rank if strategy.gradients_differ else 0
+            seed_micro_batch(context.seed, step, -1 - updater, strategy.devices)
         strategy.update(state, finite)
     if log_now:
         context.weight_statistics.after_update()
@@ -98,9 +98,9 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
 
 def label_counts_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
     """Read this rank's micro-batches of the next step, and return how many labels of each count."""
-    begin, split = time.perf_counter(), context.batch
-    alone = split.num_micro_batches == 1
-    counts = [label_count(context.task, batch, split.micro_size, is_alone=alone) for batch in batches.ahead()]
+    begin, task = time.perf_counter(), context.task
+    size, alone = context.batch.micro_batch_size, context.batch.num_micro_batches == 1
+    counts = [label_count(task, batch, size, is_alone=alone) for batch in batches.ahead()]
     context.meter.data_s += time.perf_counter() - begin
     return counts
 

@@ -21,6 +21,7 @@ from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.ddp_hook import attach
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.transport.gloo import GlooLinks
 from trainer.comm.transport.nccl import NcclReducer
 from trainer.data.device import Normalise, ToDevice
 from trainer.distributed.process_group import Dist
@@ -145,7 +146,7 @@ def test_the_reducer_and_the_clock_do_not_wait() -> None:
     clock = GpuClock(GPU)
     gloo = dist.new_group(backend="gloo")
     nccl = dist.new_group(backend="nccl")
-    reducer = NcclReducer(nccl, gloo, build("ring", 0, (0,)), clock, torch.bfloat16, None, 60.0, 1)
+    reducer = NcclReducer(nccl, GlooLinks(gloo), build("ring", 0, (0,)), clock, torch.bfloat16)
     bucket = torch.randn(1_000_000, device=GPU)
     expected = bucket.clone()
     given: Any = type("Bucket", (), {"buffer": lambda self: bucket, "index": lambda self: 0})()

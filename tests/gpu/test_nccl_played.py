@@ -23,6 +23,7 @@ from trainer.comm.timeline.records import BucketRecord
 from trainer.comm.transport import nccl
 
 _DEADLINE_S = 60
+NO_LINKS = SimpleNamespace(to=lambda peer: None)
 
 
 class Network:
@@ -88,8 +89,7 @@ def test_a_bucket_is_one_group_a_round_and_recorded_when_it_comes_again(
     def rank_main(rank: int) -> None:
         network.me.rank = rank
         schedule = build(algorithm, rank, hosts)
-        options = (None, None, 60.0, len(hosts))  # fp32, in one segment
-        reducer = nccl.NcclReducer(None, None, schedule, clock, *options, cuda_graph=True)  # type: ignore[arg-type]
+        reducer = nccl.NcclReducer(None, NO_LINKS, schedule, clock, wire_dtype=None, cuda_graph=True)  # type: ignore[arg-type]
         buckets = [torch.empty(size) for size in sizes]
         for turn in range(4):
             if turn == 3:
@@ -97,7 +97,7 @@ def test_a_bucket_is_one_group_a_round_and_recorded_when_it_comes_again(
             for index, bucket in enumerate(buckets):
                 bucket.copy_(torch.arange(len(bucket)) % 7 + rank + turn)
                 given = SimpleNamespace(buffer=lambda b=bucket: b, index=lambda i=index: i)
-                future = reducer.submit(given, BucketRecord(index, bucket.nbytes, 0.0))  # type: ignore[arg-type]
+                future = reducer.submit(given, BucketRecord(index, bucket.nbytes, 0.0), len(hosts))  # type: ignore[arg-type]
                 found[rank, turn, index] = future.wait().clone()
 
     threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(len(hosts))]
@@ -129,7 +129,7 @@ def test_blocks_are_gathered_and_reduced(monkeypatch: pytest.MonkeyPatch) -> Non
         own = slice(rank * size, (rank + 1) * size)
         for algorithm, wire in product(("halving_doubling", "hierarchical"), (None, torch.bfloat16)):
             for collective, make in BUILDS.items():
-                options = (None, None, make(algorithm, rank, hosts), clock, wire, None, 60.0)
+                options = (None, NO_LINKS, make(algorithm, rank, hosts), clock, wire)
                 executor = nccl.NcclReducer(*options, collective=collective)  # type: ignore[arg-type]
                 bucket = torch.arange(4.0 * size) + (rank if collective is Collective.REDUCE_SCATTER else 0)
                 if collective is Collective.ALL_GATHER:

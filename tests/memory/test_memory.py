@@ -12,7 +12,7 @@ from tests.runs import settings
 from trainer.errors import UserError
 from trainer.memory.__main__ import STRATEGIES, main
 from trainer.memory.dry_run import DryRun, Footprint
-from trainer.memory.fit import MOST, largest_micro_size
+from trainer.memory.fit import MOST, largest_micro_batch_size
 from trainer.memory.ledger import MemoryLedger
 from trainer.memory.pretend import DryRunWorld, FusedAttention
 from trainer.strategies.data_parallel import to_gather
@@ -209,7 +209,7 @@ def test_the_largest_micro_batch_is_found_in_few_tries(peak: Callable[[int], int
         tried.append(size)
         return peak(size)
 
-    assert largest_micro_size(counted, 1000, 4) == answer
+    assert largest_micro_batch_size(counted, 1000, 4) == answer
     assert len(tried) <= 6, tried
 
 

@@ -14,7 +14,8 @@ from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, train
 from trainer.checkpoint.tree import put_together, take_apart
 from trainer.errors import UserError
-from trainer.optim.schedules import check_optimizer, check_schedule
+from trainer.optim.optimizer_checks import check_optimizer
+from trainer.optim.schedules import check_schedule
 from trainer.optim.train_state import Progress, TrainState
 
 PLATEAU = (

@@ -76,7 +76,12 @@ class Sweep:
             overrides = (*overrides, f"hydra.sweep.dir={self.folder}")
         environment = {"ACTS": json.dumps(acts or {}), "HOUSE": str(ROOT), **env}
         return started(
-            str(self.tmp_path / "sweeper.py"), "-m", *overrides, env=environment, cwd=self.tmp_path
+            str(self.tmp_path / "sweeper.py"),
+            "-m",
+            *overrides,
+            env=environment,
+            cwd=self.tmp_path,
+            forks=True,
         )
 
     def run(self, *overrides: str, acts: dict[str, list[str]] | None = None, **env: str) -> Ended:

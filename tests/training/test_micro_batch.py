@@ -2,16 +2,20 @@
 
 import logging
 import resource
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from tests.programs import fork_what_starts
 from tests.ranks import run_ranks
 from tests.runs import settings
 from trainer.errors import UserError
+from trainer.launch import fresh
 from trainer.run import run
 from trainer.training import micro_batch
 
@@ -23,7 +27,17 @@ RUN = (
 )
 
 
-def ran(free: list[int], *overrides: str) -> dict[str, Any]:
+def forked_tries(most: int) -> list[subprocess.Popen[bytes]]:
+    """Fork the processes of the next tries, which wait for their task, while this one has no threads yet."""
+    fork_what_starts()
+    pipe = subprocess.PIPE
+    module = "trainer.memory.trial_steps"
+    waiting = [fresh.start([], module=module, stdin=pipe, stdout=pipe, stderr=pipe) for _ in range(most)]
+    micro_batch.fresh = SimpleNamespace(start=lambda *_, **__: waiting.pop())  # type: ignore[assignment]
+    return waiting
+
+
+def ran(free: list[int], *overrides: str, forks: bool = True) -> dict[str, Any]:
     """A run whose ranks have `free` bytes each, its size in config.yaml, and what it said of sizes."""
     told: list[str] = []
     handler = logging.Handler()
@@ -31,19 +45,22 @@ def ran(free: list[int], *overrides: str) -> dict[str, Any]:
     micro_batch.log.addHandler(handler)
     micro_batch._free_bytes = lambda dist: free[dist.rank]
     config = settings(*RUN, *overrides)
+    waiting = forked_tries(3) if forks else []
     try:
         result = run(config)
     finally:
         micro_batch.log.removeHandler(handler)
+        for process in waiting:
+            process.communicate()
     size = yaml.safe_load((Path(str(config.run_dir)) / "config.yaml").read_text())["train"][
         "micro_batch_size"
     ]
     return {"hash": result["param_sha256"], "size": size, "told": told}
 
 
-def refused(free: list[int], *overrides: str) -> str:
+def refused(free: list[int], *overrides: str, forks: bool = True) -> str:
     with pytest.raises(UserError) as error:
-        ran(free, *overrides)
+        ran(free, *overrides, forks=forks)
     return str(error.value)
 
 
@@ -95,10 +112,11 @@ def test_a_try_without_an_answer_and_memory_that_ends_later_are_told(tmp_path: P
 
 
 @pytest.mark.slow
-def test_without_room_for_one_sample_it_is_told_in_one_line(tmp_path: Path) -> None:
+def test_without_room_for_one_sample_a_program_of_its_own_tells_in_one_line(tmp_path: Path) -> None:
     [words] = run_ranks(
         *(refused, 1, [60 << 20], "strategy=single", "train.global_batch_size=2", f"{SIZE}=auto"),
         f"run_dir={tmp_path}/auto",
+        forks=False,
         init=False,
     )
     assert "not even 1 sample fits" in words and "1 failed on rank 0" in words and "\n" not in words

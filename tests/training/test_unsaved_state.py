@@ -20,7 +20,7 @@ from torch.nn.utils import weight_norm
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from tests.runs import train
-from trainer.optim.several import Several
+from trainer.optim.combined import CombinedOptimizer
 from trainer.tasks import Classification
 from trainer.training.unsaved_state import UnsavedState
 
@@ -196,9 +196,9 @@ class Deciding(LongerSteps):
         return super().state_dict() | {"num_steps": self.num_steps}
 
 
-def _two(params: Any, lr: float) -> Several:
+def _two(params: Any, lr: float) -> CombinedOptimizer:
     weight, bias = params
-    return Several([Deciding([weight], lr), torch.optim.SGD([bias], lr)])
+    return CombinedOptimizer([Deciding([weight], lr), torch.optim.SGD([bias], lr)])
 
 
 class Sharing(torch.optim.SGD):
@@ -366,7 +366,7 @@ def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptu
     assert message.startswith("optimizer.num_steps changes from step to step"), message
     assert not warnings_of(nn.Linear(6, 2), caplog, "sharing")
     assert not warnings_of(nn.Linear(6, 2), caplog, "deciding")
-    (message,) = warnings_of(nn.Linear(6, 2), caplog, "two")  # Several makes no use of its state dict
+    (message,) = warnings_of(nn.Linear(6, 2), caplog, "two")  # their combination does not use its state dict
     assert message.startswith("optimizer.num_steps changes from step to step"), message
 
 

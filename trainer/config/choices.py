@@ -1,7 +1,7 @@
 """The settings of each choice of the groups strategy, comm, fault and launch."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -145,9 +145,17 @@ class CutFaultConfig(TimedFaultConfig):
 
 @dataclass
 class LaunchConfig:
-    """How the processes of a run are started."""
+    """How the processes of a run are started; `as_started`: as this process was, by torchrun for instance."""
+
+    in_cluster: ClassVar[bool] = False
+    """Whether a scheduler starts them, maybe later and on other hosts, with devices of their own."""
 
     name: str = MISSING
+
+    @property
+    def leaves_result(self) -> bool:
+        """Whether the run has ended, and left its result, when its launcher returns."""
+        return True
 
 
 @dataclass
@@ -159,6 +167,8 @@ class LocalLaunchConfig(LaunchConfig):
 
 @dataclass
 class SlurmLaunchConfig(LaunchConfig):
+    in_cluster = True
+
     nodes: int = at_least(1)
     processes: int = at_least(1)
     gpus: int | None = at_least(0)
@@ -172,9 +182,15 @@ class SlurmLaunchConfig(LaunchConfig):
     wait: bool = MISSING
     dry_run: bool = MISSING
 
+    @property
+    def leaves_result(self) -> bool:
+        return self.wait and not self.dry_run
+
 
 @dataclass
 class KubernetesLaunchConfig(LaunchConfig):
+    in_cluster = True
+
     job_name: str = like(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "up to 40 lower-case letters, digits and -")
     image: str = MISSING
     nodes: int = at_least(1)
@@ -185,6 +201,10 @@ class KubernetesLaunchConfig(LaunchConfig):
     save_within_s: int = at_least(1)
     max_restarts: int = at_least(0)
     dry_run: bool = MISSING
+
+    @property
+    def leaves_result(self) -> bool:
+        return False
 
 
 STRATEGIES: dict[str, type[StrategyConfig]] = {

@@ -148,7 +148,7 @@ def _check_exact(config: Config) -> None:
         ),
         f"comm={comm.algorithm}": (
             comm.algorithm not in ("native", *SCHEDULES),
-            f"which is not a sum; take comm=native, {', '.join(SCHEDULES)}",
+            f"which is not a sum; use comm=native, {', '.join(SCHEDULES)}",
         ),
         f"comm.wire_dtype={wire_dtype}": (
             wire_dtype != "fp32",
@@ -156,7 +156,7 @@ def _check_exact(config: Config) -> None:
         ),
         "train.precision=fp16": (
             train.precision == "fp16",
-            "whose scale follows the ranks; take bf16 or fp32",
+            "whose scale follows the ranks; use bf16 or fp32",
         ),
         "train.compile=true": (
             train.compile,
@@ -175,7 +175,7 @@ def _check_exact(config: Config) -> None:
     if isinstance(strategy, FsdpConfig):
         refused[f"strategy.shard_group={strategy.shard_group}"] = (
             strategy.shard_group != "world",
-            "whose replicas add sums of their own; take strategy.shard_group=world",
+            "whose replicas add sums of their own; use strategy.shard_group=world",
         )
         refused["train.channels_last=true"] = (
             train.channels_last,

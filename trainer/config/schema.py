@@ -30,7 +30,7 @@ class ProfileConfig:
 
 @dataclass
 class StopConfig:
-    """Ends a run after `patience` evaluations in a row whose `metric` is no better by `min_delta`."""
+    """Ends a run after `patience` evaluations in a row whose `metric` does not improve by `min_delta`."""
 
     metric: str = MISSING
     patience: int = at_least(1)
@@ -74,7 +74,7 @@ class TrainConfig:
         return range(replica * self.exact // num_replicas, (replica + 1) * self.exact // num_replicas)
 
     @property
-    def micro_size(self) -> int | None:
+    def known_micro_batch_size(self) -> int | None:
         """The number of micro_batch_size; None also for `auto`, in whose place a run puts a number."""
         return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 

@@ -1,7 +1,7 @@
 """Converts text to token files: ``python -m trainer.data.tokenize PATH OUT --tokenizer bytes|gpt2``.
 
 PATH is a file or a folder of text or .jsonl. OUT becomes a folder with train.bin and val.bin, of uint16
-or uint32, and tokens.json, which describes them; data=tokens trains on it, and so does nanoGPT.
+or uint32, and tokens.json, which describes them; data=tokens and nanoGPT train on it.
 """
 
 import argparse

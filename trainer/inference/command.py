@@ -64,7 +64,7 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
     try:
         with exits():
             config = saved_settings(options.run, options.overrides)
-            if config.launch.name in ("slurm", "kubernetes"):
+            if config.launch.in_cluster:
                 raise UserError(
                     f"launch={config.launch.name} is for training; in a job of your own, use "
                     f"python -m {module} {options.run}, after srun under SLURM; or use launch=local"

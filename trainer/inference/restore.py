@@ -44,7 +44,7 @@ class RestoredRun(ModelContext):
     """A `ModelContext` from a run's settings, and the checkpoint of its weights."""
 
     config: Config
-    source: OpenCheckpoint  # the checkpoint
+    checkpoint: OpenCheckpoint
     agreement: Agreement
     train_set: Callable[[], Any]  # built at the first call
 
@@ -55,7 +55,7 @@ class RestoredRun(ModelContext):
 
     def take_averages(self) -> None:
         """Replace the weights by their moving averages (a collective)."""
-        read_averages(self.strategy.owned(self.model), self.source, self.agreement)
+        read_averages(self.strategy.owned(self.model), self.checkpoint, self.agreement)
         self.strategy.weights_changed(self.model)
 
 
@@ -99,7 +99,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
             to_device=build_to_device(config, dist.device, train_set()),
             seed=config.seed,
             config=config,
-            source=source,
+            checkpoint=source,
             agreement=agreement,
             train_set=train_set,
         )
@@ -157,7 +157,7 @@ def evaluates_ema(config: Config) -> bool:
     return config.ema.decay is not None and config.ema.evaluate == "instead"
 
 
-def held_out(at_work: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLoader]:
+def held_out(restored: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLoader]:
     """The held-out data and the loader of this process's part.
 
     Args:
@@ -166,7 +166,7 @@ def held_out(at_work: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLoa
     Raises:
         UserError: the run has no held-out data.
     """
-    config, dist, strategy = at_work.config, at_work.dist, at_work.strategy
+    config, dist, strategy = restored.config, restored.dist, restored.strategy
     train = config.train if by_leaves else dataclasses.replace(config.train, exact=None)
     dataset, loader = load_held_out(config, _batch(train, strategy), strategy, dist)
     compare_across_ranks({"the length of the evaluation data": loader.num_samples}, dist)
@@ -175,7 +175,7 @@ def held_out(at_work: RestoredRun, by_leaves: bool = True) -> tuple[Any, EvalLoa
 
 def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     """The batch split of training, for bit-identical sums; if it does not divide, a similar one."""
-    size, micro = train.global_batch_size, train.micro_size
+    size, micro = train.global_batch_size, train.known_micro_batch_size
     try:
         return split(train, strategy)
     except UserError:

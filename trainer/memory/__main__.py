@@ -32,7 +32,7 @@ from trainer.faults.left_running import ends_in_time
 from trainer.launch.exits import exits
 from trainer.launch.fresh import extend_path
 from trainer.memory.dry_run import DryRun, Footprint, Stage
-from trainer.memory.fit import MOST, largest_micro_size
+from trainer.memory.fit import MOST, largest_micro_batch_size
 from trainer.memory.ledger import KINDS
 from trainer.memory.pretend import DryRunWorld
 
@@ -128,9 +128,9 @@ def _rows(options: argparse.Namespace, strategy: str, config: Config, dry_run: D
             fits: Row = {}
             if options.gpu_gb is not None:
                 budget = round((options.gpu_gb - options.reserve_gb) * 1e9)
-                largest = largest_micro_size(partial(_peak, tried), budget, split.micro_size)
+                largest = largest_micro_batch_size(partial(_peak, tried), budget, split.micro_batch_size)
                 fits = {"largest_micro_batch": largest}
-            for device, footprint in tried(split.micro_size).items():
+            for device, footprint in tried(split.micro_batch_size).items():
                 name = ", ".join(filter(None, (strategy, part, device)))
                 found[name] = _row(footprint, split if stage.trains else None) | fits
     return found
@@ -148,14 +148,14 @@ def _ranks(options: argparse.Namespace, config: Config) -> dict[str, int]:
     return {"": 0 if _is_one_process(config) else options.rank or 0}
 
 
-def _peak(tried: Callable[[int], dict[str, Footprint]], micro_size: int) -> int:
-    return max(footprint.peak for footprint in tried(micro_size).values())
+def _peak(tried: Callable[[int], dict[str, Footprint]], micro_batch_size: int) -> int:
+    return max(footprint.peak for footprint in tried(micro_batch_size).values())
 
 
 def _row(footprint: Footprint, split: BatchSplit | None) -> Row:
     return {
         **dataclasses.asdict(footprint),
-        "micro_batch": split.micro_size if split else None,
+        "micro_batch": split.micro_batch_size if split else None,
         "accumulation": split.accumulation if split else None,
     }
 
@@ -168,7 +168,7 @@ def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSp
     if config.train.exact is not None:
         leaves = config.train.exact
         return BatchSplit(size, replicas, max(1, size // leaves), -(-leaves // replicas))
-    micro = config.train.micro_size or max(1, size // among) * gpus
+    micro = config.train.known_micro_batch_size or max(1, size // among) * gpus
     return BatchSplit(size, replicas, micro, max(1, size // replicas // micro))
 
 

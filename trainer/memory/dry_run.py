@@ -1,7 +1,7 @@
 """Two steps of a run on tensors without memory, as one of its ranks; counts the bytes that they would take.
 
-The model, its strategy, the loss and the optimizer are those of the run; tensors are fake (shapes and dtypes
-without data), and so are the other ranks. Nothing is computed.
+The model, its strategy, the loss and the optimizer are those of the run; tensors (shapes and dtypes without
+data) and the other ranks are fake. Nothing is computed.
 """
 
 import dataclasses
@@ -32,11 +32,12 @@ from trainer.errors import UserError, first_line
 from trainer.local_shard import to_local
 from trainer.memory.ledger import MemoryLedger
 from trainer.memory.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
-from trainer.memory.simulated import CPU, SimulatedStrategy, simulated_strategy
+from trainer.memory.simulated import CPU, PlacedStrategy, simulated_strategy
 from trainer.meta_init.deferred import Deferred, deferred
 from trainer.nested import mapped
+from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.param_groups import build_optimizer, freeze
-from trainer.optim.schedules import constant, sparse_weights
+from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies import build_strategy
 from trainer.strategies.base import parameter_count
@@ -110,15 +111,15 @@ class DryRun:
             config.strategy = dataclasses.replace(config.strategy, reduce_every_micro_batch=True)
         model = self._model(config)
         with as_rank_of(world) as dist:
-            simulated = simulated_strategy(config, dist, world.per_host)
-            to_device = self.to_device(simulated.device)
-            numberless = without_values(model, simulated)
+            placed = simulated_strategy(config, dist, world.per_host)
+            to_device = self.to_device(placed.device)
+            numberless = without_values(model, placed)
             fakes = FakeTensorMode(allow_non_fake_inputs=True)
             # for outputs that are views; more are with fake tensors
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), MemoryLedger(staged_sends=True) as ledger:
-                module = wrap_model(config, numberless, simulated.strategy)
-                yield Stage(config, world, self, simulated, to_device, module, ledger)
+                module = wrap_model(config, numberless, placed.strategy)
+                yield Stage(config, world, self, placed, to_device, module, ledger)
 
     @contextmanager
     def for_real(self, config: Config, world: DryRunWorld, device: torch.device) -> Iterator["Stage"]:
@@ -131,9 +132,9 @@ class DryRun:
             else:  # ddp, too, without its reducer: `Stage` makes the buckets
                 alone = dataclasses.replace(config, strategy=SplitConfig("single"))
                 strategy = build_strategy(alone, dataclasses.replace(dist, world_size=1))
-            real = SimulatedStrategy(strategy, {"": device})
+            placed = PlacedStrategy(strategy, {"": device})
             module = wrap_model(config, model, strategy)
-            yield Stage(config, world, self, real, self.to_device(device), module, MemoryLedger())
+            yield Stage(config, world, self, placed, self.to_device(device), module, MemoryLedger())
 
 
 class Stage:
@@ -144,14 +145,14 @@ class Stage:
         config: Config,
         world: DryRunWorld,
         dry_run: DryRun,
-        simulated: SimulatedStrategy,
+        placed: PlacedStrategy,
         to_device: Any,
         module: nn.Module,
         ledger: MemoryLedger,
     ) -> None:
         self._config, self._world, self._dry_run, self._ledger = config, world, dry_run, ledger
-        self._strategy, self._devices = simulated.strategy, simulated.devices
-        self._host = simulated.host
+        self._strategy, self._devices = placed.strategy, placed.devices
+        self._host = placed.host
         self._module, self._to_device = module, to_device
         self._owned = self._strategy.owned(module)
         ledger.name("parameters", [*module.parameters(), *module.buffers(), *self._owned.parameters()])
@@ -176,17 +177,17 @@ class Stage:
     def trains(self) -> bool:
         return self._strategy.trains
 
-    def footprint(self, micro_size: int, accumulation: int) -> Footprint:
+    def footprint(self, micro_batch_size: int, accumulation: int) -> Footprint:
         """The footprint of the fullest of the rank's devices."""
-        return max(self.footprints(micro_size, accumulation).values(), key=lambda found: found.peak)
+        return max(self.footprints(micro_batch_size, accumulation).values(), key=lambda found: found.peak)
 
-    def footprints(self, micro_size: int, accumulation: int) -> dict[str, Footprint]:
+    def footprints(self, micro_batch_size: int, accumulation: int) -> dict[str, Footprint]:
         """The memory of a step with this accumulation and micro-batch size, on each of the rank's devices.
 
         Raises:
             UserError: the model reads the data of tensors, which have none.
         """
-        batch = mapped(self._dry_run.sample, lambda value: repeated(value, micro_size))
+        batch = mapped(self._dry_run.sample, lambda value: repeated(value, micro_batch_size))
         self.steps(batch, accumulation)
         return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 MOST = 1 << 16  # samples; an upper limit for the search
 
 
-def largest_micro_size(peak: Callable[[int], int], budget: int, first: int) -> int:
+def largest_micro_batch_size(peak: Callable[[int], int], budget: int, first: int) -> int:
     """The largest size whose peak is within `budget` bytes; 0 if there is none, at most MOST.
 
     The peak is a maximum of straight lines, since each part of it grows linearly with the size or not at all.

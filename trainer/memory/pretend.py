@@ -16,7 +16,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from trainer.distributed.process_group import Dist
 from trainer.memory.ledger import parts
-from trainer.memory.simulated import CPU, SimulatedStrategy
+from trainer.memory.simulated import CPU, PlacedStrategy
 from trainer.meta_init.deferred import Deferred
 from trainer.meta_init.module_tensors import named_tensors, replace_all
 
@@ -44,16 +44,16 @@ def as_rank_of(world: DryRunWorld, device: torch.device = CPU) -> Iterator[Dist]
         torch_dist.destroy_process_group()
 
 
-def without_values(model: Deferred, simulated: SimulatedStrategy) -> Deferred:
+def without_values(model: Deferred, placed: PlacedStrategy) -> Deferred:
     """`model`, filled with fake tensors on their devices instead of its values."""
-    elsewhere = simulated.lies_on(model.module)
+    elsewhere = placed.lies_on(model.module)
     # Read before the fake mode, in which every sparse tensor is empty.
     sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
 
     def fake(tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor | DTensor):
             return tensor
-        device = elsewhere.get(id(tensor), simulated.device)
+        device = elsewhere.get(id(tensor), placed.device)
         if tensor.layout == torch.strided:
             return torch.empty_like(tensor, device=device)
         held = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in sparse[id(tensor)]]

@@ -30,11 +30,11 @@ FIRST = torch.device("cpu", 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class SimulatedStrategy:
-    """A strategy and the simulated devices, by their names for people; the first is the process's own.
+class PlacedStrategy:
+    """A strategy and the devices on which it keeps tensors, by names for people; the first is its own.
 
-    `split_over` are the devices of the model's units, if not all are on the first; `host` is where the
-    strategy keeps tensors off the devices, if it does.
+    `split_over` are the devices of the model's units, if not all are on the first; `host` is where it keeps
+    tensors off the devices, if it does.
     """
 
     strategy: Strategy
@@ -56,7 +56,7 @@ class SimulatedStrategy:
         return found
 
 
-def simulated_strategy(config: Config, dist: Dist, gpus: int) -> SimulatedStrategy:
+def simulated_strategy(config: Config, dist: Dist, gpus: int) -> PlacedStrategy:
     """Simulate the strategy of `config`; `gpus` is the number of the host's GPUs, all of which dp uses.
 
     Raises:
@@ -65,16 +65,14 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> SimulatedStrate
     settings, computing = config.strategy, Computing(config.train.precision)
     if isinstance(settings, FsdpConfig):  # offloaded tensors are separated later: here all are on one device
         settings = dataclasses.replace(settings, cpu_offload=False)
-        return SimulatedStrategy(
-            build_strategy(dataclasses.replace(config, strategy=settings), dist), {"": CPU}
-        )
+        return PlacedStrategy(build_strategy(dataclasses.replace(config, strategy=settings), dist), {"": CPU})
     if isinstance(settings, ParameterServerConfig):
         dist = dataclasses.replace(dist, device=FIRST)
         server = Unconnected(settings, dist, computing, config.distributed.timeout_s)
-        return SimulatedStrategy(server, {"": FIRST}, host=CPU)
+        return PlacedStrategy(server, {"": FIRST}, host=CPU)
     if settings.name == "dp" and gpus > 1:
         devices = {"first GPU": FIRST, "each other": torch.device("cpu", 1)}
-        return SimulatedStrategy(_Scattering(list(devices.values()), gpus, computing), devices)
+        return PlacedStrategy(_Scattering(list(devices.values()), gpus, computing), devices)
     split_over: list[torch.device] = []
     devices = {"": CPU}
     if isinstance(settings, SplitConfig) and settings.devices_per_replica > 1:
@@ -84,7 +82,7 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> SimulatedStrate
         devices = distinct if len(distinct) > 1 else {"": FIRST}
     strategy = _Whole(next(iter(devices.values())), computing, split_over)
     strategy.num_replicas = dist.world_size
-    return SimulatedStrategy(strategy, devices, split_over)
+    return PlacedStrategy(strategy, devices, split_over)
 
 
 class _Whole(Strategy):

@@ -24,7 +24,7 @@ from trainer.errors import first_line
 from trainer.faults.processes import numbers_in
 from trainer.launch.fresh import die_with_parent, extend_path
 from trainer.memory.dry_run import STATE, DryRun, Footprint
-from trainer.memory.fit import largest_micro_size
+from trainer.memory.fit import largest_micro_batch_size
 from trainer.memory.pretend import DryRunWorld
 
 _NO_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread", "could not create a memory")
@@ -34,7 +34,7 @@ def main() -> None:
     die_with_parent()
     extend_path()
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
-        os.dup2(2, 1)  # what user code prints is no answer
+        os.dup2(2, 1)  # what user code prints is not an answer
 
         def answer(**found: Any) -> None:
             answers.write(json.dumps(found) + "\n")
@@ -75,7 +75,7 @@ class TrialSteps:
             with self._dry_run.under(self._config, self._world) as stage:
                 peak = functools.cache(lambda size: self._bytes(stage.footprint(size, 2)))
                 fits_whole = peak(sizes[0]) <= self._left
-                found = sizes[0] if fits_whole else largest_micro_size(peak, self._left, 1)
+                found = sizes[0] if fits_whole else largest_micro_batch_size(peak, self._left, 1)
                 size = next((size for size in sizes if size <= found), sizes[-1])
                 return size, stage.footprint(size, 2)
         except Exception:  # of a model that reads numbers, or takes memory as if there were some

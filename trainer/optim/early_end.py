@@ -57,16 +57,16 @@ class EarlyEnd:
     def why(self) -> str:
         """Why the run ends here, and how to go on, for people."""
         if self._stop is None or self.setting != "train.stop":
-            return f"train.max_hours={self._max_hours:g} are over; a larger one, or null, goes on from here"
+            return f"train.max_hours={self._max_hours:g} are over; a larger one, or null, continues from here"
         gained = f" by more than {self._stop.min_delta:g}" if self._stop.min_delta else ""
         return (
             f"train.stop: {self._stop.metric} has not become better{gained} than {self._best:.6g}, of step "
             f"{self._best_step}, in {self._waited} evaluations; a larger train.stop.patience, or "
-            "train.stop=null, goes on from here"
+            "train.stop=null, continues from here"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: of what is set alone, since no two runs take equally long."""
+        """Plain values, only of what is set: hours would differ between runs that are otherwise equal."""
         found: dict[str, Any] = {}
         if self._stop is not None:
             found |= {"best": self._best, "best_step": self._best_step, "waited": self._waited}

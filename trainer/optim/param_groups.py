@@ -14,10 +14,10 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError, first_few
+from trainer.optim.combined import CombinedOptimizer, parts_of
 from trainer.optim.layout import is_dense, lay_out_gradients
+from trainer.optim.optimizer_checks import check_optimizer, sparse_weights
 from trainer.optim.plain_names import parameter_names
-from trainer.optim.schedules import check_optimizer, sparse_weights
-from trainer.optim.several import Several, parts_of
 from trainer.optim.whole_matrices import WholeMatrices
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any], fused_on_cpu: bool 
     """
     sets = parameter_sets(model, optim)
     parts = [_part(name, model, optim, own, fused_on_cpu) for name, own in sets.items()]
-    return parts[0] if len(parts) == 1 else Several(parts)
+    return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
 
 
 def _part(
@@ -261,7 +261,7 @@ def learning_rates(optimizer: Optimizer, rates: Sequence[Any]) -> dict[str, floa
 def described(optimizer: Optimizer) -> dict[str, str]:
     """The size of each of several groups, its weight decay and its learning rate, for people."""
     groups, parts = optimizer.param_groups, parts_of(optimizer)
-    kinds = [f"{type(part).__name__}, " * isinstance(optimizer, Several) for part in parts]
+    kinds = [f"{type(part).__name__}, " * isinstance(optimizer, CombinedOptimizer) for part in parts]
     return {
         f"  {group.get('name', 'base')}": f"{kind}{len(group['params'])} tensors, "
         f"{sum(parameter.numel() for parameter in group['params']):,} parameters"

@@ -54,8 +54,8 @@ class Progress:
         return self.epoch + (self.samples_in_epoch / num_samples if num_samples else 0.0)
 
 
-def last_step(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
-    """The number of the run's last step; `begin` may come from a run with another batch size.
+def planned_steps(begin: Progress, train: TrainConfig, num_samples: int | None) -> int:
+    """The steps of the whole run; `begin` may come from a run with another batch size.
 
     A stream of unknown length, for which `num_samples` is None, may end earlier, with its last epoch.
 

@@ -1,35 +1,31 @@
 """Learning-rate schedules, each a factor of `optim.lr` by step; and which of torch's schedules are supported.
 
 Every schedule here warms up linearly over its first `warmup_steps` steps; step 0 already changes the weights.
-Optimizers are torch's own, set in conf/optim.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError
-from trainer.nested import leaves
-from trainer.optim.layout import is_dense
 
 WATCHED = "eval/loss"  # the metric for ReduceLROnPlateau
 
 
 def constant(optimizer: Optimizer, warmup_steps: int = 0) -> LambdaLR:
+    """A factor of 1 after the warm-up."""
     return LambdaLR(optimizer, lambda step: _warmup(step, warmup_steps))
 
 
 def linear(
     optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, final_fraction: float = 0.0
 ) -> LambdaLR:
+    """After the warm-up a straight line from 1 to `final_fraction`."""
     return _decay(optimizer, total_steps, warmup_steps, final_fraction, lambda done: 1 - done)
 
 
@@ -190,100 +186,3 @@ def check_schedule(schedule: LRScheduler, evaluates: bool) -> None:
         )
     if schedule.mode != "min":
         raise UserError(f"schedule.mode is {schedule.mode}, but {WATCHED} should fall; set it to min")
-
-
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise UserError, with the way out, for an optimizer that would fail at its first step of `model`, or
-    would not resume in the state in which it stopped.
-    """
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise UserError(f"optim is a {name}; it must be a torch.optim.Optimizer")
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise UserError(
-            f"optim: {name} evaluates the loss several times within a step, but this trainer only once; use "
-            "optim=adamw, or any optimizer whose step() needs no closure"
-        )
-    optimized: set[Tensor] = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if (kept := _outside_of_state(optimizer, optimized)) is not None:
-        raise UserError(
-            f"optim: {name} keeps tensors in its attribute {kept}, which no checkpoint holds; let it keep "
-            "them in self.state, under a parameter or a name"
-        )
-    sparse = sparse_weights(model)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    if isinstance(optimizer, SparseAdam) and (dense := [names[p] for p in names if p in optimized - sparse]):
-        raise UserError(
-            f"optim: SparseAdam takes sparse gradients only, but {dense[0]} has dense ones ({len(dense)} of "
-            f"{len(names)} parameters); use optim=adamw and embeddings with sparse=False, or optim=sgd"
-        )
-    takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
-    if isinstance(optimizer, SGD | Adagrad) and any(
-        group["weight_decay"] for group in optimizer.param_groups
-    ):
-        takes_sparse, name = False, f"{name} with weight_decay"  # weight decay of all rows is dense
-    if not takes_sparse and (found := [names[p] for p in names if p in optimized & sparse]):
-        raise UserError(
-            f"optim: {name} takes no sparse gradients, but {found[0]} has them; build its embedding with "
-            "sparse=False, or use optim=sgd optim.momentum=0 optim.weight_decay=0"
-        )
-    _check_choices(optimizer, names, optimized)
-
-
-def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], optimized: set[Tensor]) -> None:
-    """Raise UserError for options or state of `optimizer` that torch does not support here."""
-    name, sharded = type(optimizer).__name__, [p for p in optimized if isinstance(p, DTensor)]
-    chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
-    on_cpu = [names[parameter] for parameter in names if parameter in optimized and parameter.is_cpu]
-    if sharded and isinstance(optimizer, Adafactor):
-        raise UserError(
-            "optim: Adafactor keeps sums over rows and columns, which torch cannot compute for sharded "
-            "parameters; use strategy=ddp, or optim=adamw"
-        )
-    unsharded = {"fused": isinstance(optimizer, SGD | Adagrad), "foreach": isinstance(optimizer, Rprop)}
-    if found := [key for key in unsharded if sharded and unsharded[key] and key in chosen]:
-        raise UserError(
-            f"optim.{found[0]}=true: torch has no such step of {name} for sharded parameters; leave it out, "
-            "or use strategy=ddp, or optim=adamw"
-        )
-    odd = [names[p] for p in names if p in optimized and p.is_cpu and not is_dense(p)]
-    if "fused" in chosen and odd:
-        raise UserError(
-            f"optim.fused=true: {odd[0]} is a view with gaps or in another order, which torch's kernel takes "
-            "for a contiguous one; leave it out, or make the parameter contiguous"
-        )
-    if "capturable" in chosen and on_cpu:
-        raise UserError(
-            f"optim.capturable=true is for steps in a CUDA graph, but {on_cpu[0]} is on the CPU: leave it out"
-        )
-    if "differentiable" in chosen:
-        raise UserError("optim.differentiable=true is for gradients through a step; leave it out")
-
-
-def sparse_weights(model: nn.Module) -> set[Tensor]:
-    """The parameters with sparse gradients."""
-    return {
-        module.weight
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
-
-
-def _outside_of_state(optimizer: Optimizer, optimized: set[Tensor]) -> str | None:
-    """The name of an attribute with tensors, or with a stateful optimizer, that is not in `state_dict`."""
-    if type(optimizer).state_dict is not Optimizer.state_dict:
-        return None
-
-    def is_own(value: object) -> bool:
-        if isinstance(value, Optimizer):
-            return value.state is not optimizer.state
-        return isinstance(value, Tensor) and value not in optimized
-
-    known = {"state", "param_groups", "defaults"}
-    values = {name: value for name, value in vars(optimizer).items() if name not in known}
-    return next((name for name, value in values.items() if any(map(is_own, leaves(value)))), None)
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.")

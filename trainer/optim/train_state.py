@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import NonFiniteError
+from trainer.optim.combined import has_user_part
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.ema import MovingAverage
 from trainer.optim.layout import laid_out_as
@@ -46,6 +48,11 @@ class TrainState:
     _skipped_in_a_row: int = 0
     _loss_scale: float | None = None  # after the last update
 
+    @cached_property
+    def update_may_draw(self) -> bool:
+        """Whether an update may draw random numbers; none of torch's optimizers does."""
+        return has_user_part(self.optimizer)
+
     def keep_average(self, decay: float, warmup: bool) -> None:
         """Start a moving average of the trained parameters, and of floating-point buffers."""
         parameters = {name: p for name, p in every_parameter(self.model) if p.requires_grad}
@@ -67,7 +74,7 @@ class TrainState:
         In fp16 this waits for the device.
 
         Args:
-            finite: whether to; otherwise, too, only the schedule moves.
+            finite: whether the gradients are; if not, too, only the schedule moves.
 
         Raises:
             NonFiniteError: on every rank: no update was made in 50 steps in a row.
@@ -99,7 +106,7 @@ class TrainState:
             raise NonFiniteError(
                 f"train.precision=fp16: {_MAX_SKIPPED} steps in a row, up to {step}, made no update, for "
                 f"gradients that are NaN or Inf; the loss scale is {scale:.2g} now. Look for a root or a "
-                "logarithm of 0, or a division by 0; or take train.precision=bf16"
+                "logarithm of 0, or a division by 0; or use train.precision=bf16"
             )
         self.step_schedule_and_average(skipped=True)
 

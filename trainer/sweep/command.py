@@ -48,9 +48,10 @@ def sweep(
         with open_dict(trial):
             del trial["hydra"]
         loaded = config.load(trial)
-        if isinstance(loaded.launch, config.KubernetesLaunchConfig):
+        if not loaded.launch.leaves_result:
             raise UserError(
-                "launch=kubernetes does not wait for a trial; a sweep needs launch=local or slurm"
+                "a sweep waits for each trial: launch=kubernetes, launch.dry_run=true and launch.wait=false "
+                "are for single runs, without -m"
             )
         return loaded
 
@@ -74,9 +75,5 @@ def _refuse(overrides: Sequence[Override], wanted: settings.SweepConfig) -> None
             raise UserError(
                 f"{line} would be the directory of every trial; hydra.sweep.dir contains one for each"
             )
-        if key == "launch.dry_run":
-            raise UserError(f"{line} starts no trial; use it with one run, without -m")
-        if key == "launch.wait":
-            raise UserError(f"{line} cannot be used in a sweep, which waits for each trial; leave it out")
         if key == "seed" and wanted.seeds > 1 and override.is_sweep_override():
             raise UserError(f"{line} and hydra.sweeper.seeds={wanted.seeds} both choose seeds; leave one out")

@@ -4,10 +4,11 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 
-from trainer.config import Config, LocalLaunchConfig, SlurmLaunchConfig
+from trainer.config import Config, LocalLaunchConfig
+from trainer.launch.local import num_gpus
 
 # How many jobs of a sweep are queued at a time, to leave room for others; SLURM queues them anyway.
-_SLURM_JOBS = 16
+_QUEUED_JOBS = 16
 
 
 class Slots:
@@ -50,7 +51,7 @@ class Slots:
         wanted = _gpus_wanted(config, len(self._busy))
         if wanted:
             return max(1, len(self._busy) // wanted)
-        return _SLURM_JOBS if isinstance(config.launch, SlurmLaunchConfig) else 1
+        return _QUEUED_JOBS if config.launch.in_cluster else 1
 
 
 def visible_gpus() -> list[str]:
@@ -58,15 +59,11 @@ def visible_gpus() -> list[str]:
     told = os.environ.get("CUDA_VISIBLE_DEVICES")
     if told is not None:
         return [name for name in told.split(",") if name and name != "-1"]
-    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
-        return []
-    import torch  # only with a driver: the import takes seconds
-
-    return [str(index) for index in range(torch.cuda.device_count())]
+    return [str(index) for index in range(num_gpus())]
 
 
 def _gpus_wanted(config: Config, num_gpus: int) -> int:
-    if config.distributed.device == "cpu" or isinstance(config.launch, SlurmLaunchConfig):
+    if config.distributed.device == "cpu" or config.launch.in_cluster:
         return 0
     if config.strategy.name == "dp":
         return num_gpus

@@ -103,10 +103,10 @@ def _parallel(axes: Any, by_key: Mapping[str, Axis], values: Sequence[float], se
             else list(zip((0.0, 1.0), column.ends(), strict=True))
         )
         for height, text in marks:
-            axes.annotate(text, (place, height), xytext=(4, 2), textcoords="offset points", fontsize=8)
+            axes.annotate(text, (place, height), xytext=(4, 2), textcoords="offset points", fontsize="small")
     axes.set_xticks(range(len(columns)), [*by_key, settings.metric])
     axes.set_yticks([])
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
 
 
 def _colours(settings: SweepConfig) -> str:

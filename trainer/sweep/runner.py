@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.config import SlurmLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.untrusted import printable
@@ -37,12 +36,13 @@ class Running:
     folder: Path
     began_s: float  # time.monotonic
     looked_s: float
-    told: str | None = None  # why it was asked to stop: stop, prune or hang
+    stop_reason: str | None = None  # stop, prune or hang, once it was asked to
     reported: set[int] = field(default_factory=set)  # steps
 
 
 class Runner:
-    """
+    """Starts the trials of a sweep, and follows each to its end.
+
     Args:
         common, compose: as for `TrialQueue`.
         options: Hydra's own options, for the command line of each trial.
@@ -155,16 +155,16 @@ class Runner:
             self._ended(running, code)
         elif now - running.looked_s >= _LOOK_S:
             running.looked_s = now
-            if running.told is None and self._settings.prune and self._is_worse(running):
+            if running.stop_reason is None and self._settings.prune and self._is_worse(running):
                 self._request_stop(running, "prune")
             silent_s = min(now - running.began_s, _silent_s(running.folder))
-            in_queue = isinstance(running.planned.config.launch, SlurmLaunchConfig)
-            if silent_s > self._settings.silent_s and not in_queue and running.told != "hang":
+            in_queue = running.planned.config.launch.in_cluster
+            if silent_s > self._settings.silent_s and not in_queue and running.stop_reason != "hang":
                 self._progress.say(
                     f"{running.planned.trial.folder} has written nothing for {silent_s:.0f} s and is "
                     f"killed: hydra.sweeper.silent_s={self._settings.silent_s:g}"
                 )
-                running.told = "hang"
+                running.stop_reason = "hang"
                 running.process.kill()  # its ranks end with it
 
     def _is_worse(self, running: Running) -> bool:
@@ -181,7 +181,7 @@ class Runner:
         self._slots.give_back(running.gpus)
         self._full = False
         trial.status, trial.seconds = code, trial.seconds + round(time.monotonic() - running.began_s, 3)
-        trial.state = _state(code, running.told)
+        trial.state = _state(code, running.stop_reason)
         if self._settings.prune:
             self._is_worse(running)  # report its last metrics, for comparison
         trial.value = results.value_of(running.folder, self._settings.metric)
@@ -210,7 +210,7 @@ class Runner:
         self._queue.ended(running.planned)
 
     def _request_stop(self, running: Running, why: str) -> None:
-        running.told = why
+        running.stop_reason = why
         running.process.send_signal(signal.SIGTERM)  # to the run, or its launcher, which passes it on
 
     def _end(self, mistake: str | None = None) -> None:
@@ -238,14 +238,14 @@ class Runner:
                 running.process.wait()
 
 
-def _state(code: int, told: str | None) -> str:
+def _state(code: int, stop_reason: str | None) -> str:
     """The state of a trial that ended with `code`, given why it was asked to stop."""
     by_code = {0: trial_log.DONE, _MISTAKE: trial_log.MISTAKEN, _NOT_FINITE: trial_log.FAILED}
     if code in by_code:
         return by_code[code]
-    if told == "prune":
+    if stop_reason == "prune":
         return trial_log.PRUNED
-    return trial_log.STOPPED if code == _STOPPED or told == "stop" else trial_log.DIED
+    return trial_log.STOPPED if code == _STOPPED or stop_reason == "stop" else trial_log.DIED
 
 
 def _silent_s(folder: Path) -> float:

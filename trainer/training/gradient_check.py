@@ -17,7 +17,7 @@ from trainer.errors import NonFiniteError, first_few
 from trainer.local_shard import to_local
 from trainer.optim.plain_names import parameter_names
 from trainer.optim.train_state import Progress, TrainState
-from trainer.training.last_step import KeptBuffers
+from trainer.training.kept_buffers import KeptBuffers
 
 log = logging.getLogger(__name__)
 

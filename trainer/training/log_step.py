@@ -4,14 +4,14 @@ from torch import Tensor
 
 from trainer.optim.param_groups import learning_rates
 from trainer.training.context import TrainingContext
-from trainer.training.meter import Mark, Meter, peak_memory_bytes
+from trainer.training.meter import Mark, peak_memory_bytes
 
 
-def log_step(context: TrainingContext, meter: Meter, window: Mark, grad_norm: Tensor | None) -> None:
+def log_step(context: TrainingContext, window: Mark, grad_norm: Tensor | None) -> None:
     """Log the steps since `window` (a collective)."""
     progress, devices = context.state.progress, context.strategy.devices
     values: dict[str, float] = {
-        **meter.metrics(window, context.settings.global_batch_size),
+        **context.meter.metrics(window, context.settings.global_batch_size),
         **learning_rates(context.state.optimizer, context.state.rates),
         "train/epoch": progress.epochs(context.train_loader.num_samples),
         "train/update_to_weight": context.weight_statistics.update_to_weight(),

@@ -111,8 +111,8 @@ def _largest_that_fits(config: Config, all_sizes: list[int], dist: Dist) -> tupl
 
 
 @contextlib.contextmanager
-def smaller_is_told(config: Config) -> Iterator[None]:
-    """Within, a lack of memory tells what needs less of it."""
+def out_of_memory_explained(config: Config) -> Iterator[None]:
+    """Within, an error for lack of memory gets a note that a smaller micro-batch needs less."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from trainer.checkpoint import Checkpointer
+from trainer.checkpoint.copies import Copy
 from trainer.checkpoint.mirror import Mirror
-from trainer.checkpoint.slots import Copy
 from trainer.data.loading.base import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError

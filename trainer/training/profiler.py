@@ -30,7 +30,7 @@ class Profile:
     """
 
     def __init__(
-        self, settings: ProfileConfig | None, run_dir: Path, dist: Dist, steps_before: int, last_step: int
+        self, settings: ProfileConfig | None, run_dir: Path, dist: Dist, steps_before: int, total_steps: int
     ) -> None:
         self._run_dir, self._dist = run_dir, dist
         self._steps = range(0)
@@ -38,10 +38,10 @@ class Profile:
         if settings is None:
             return
         begin, end = settings.start, settings.start + settings.steps
-        if end - 1 > last_step:
+        if end - 1 > total_steps:
             raise UserError(
-                f"train.profile asks for steps {begin} to {end - 1}, but step {last_step} is the run's last; "
-                "lower train.profile.start or train.profile.steps, or train longer"
+                f"train.profile asks for steps {begin} to {end - 1}, but step {total_steps} is the run's "
+                "last; lower train.profile.start or train.profile.steps, or train longer"
             )
         if begin <= steps_before:  # it must not end a restarted run
             log.info("train.profile: step %d has passed; this run resumes after step %d", begin, steps_before)

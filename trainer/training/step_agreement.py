@@ -105,7 +105,7 @@ class StepAgreement:
         sample = (gather_objects(own) if self._dist.world_size > 1 else [own])[rank]
         look = "Lower optim.lr, set train.clip_grad_norm, or check the data of that rank"
         if sample is not None:
-            look = f"Its data has NaN or Inf itself, in {sample}: mend it, or leave it out"
+            look = f"Its data has NaN or Inf itself, in {sample}: fix it, or leave it out"
         return NonFiniteError(
             f"the loss of {where} is NaN or Inf on {self._dist.describe(rank)}; {then}. {look}", ranks=(rank,)
         )

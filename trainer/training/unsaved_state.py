@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer.errors import first_few
 from trainer.fingerprint import OF_EVERY_MODULE, class_data, fingerprint, is_other_value, used_outside
 from trainer.nested import leaves
-from trainer.optim.several import parts_of
+from trainer.optim.combined import parts_of
 
 log = logging.getLogger(__name__)
 _OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}

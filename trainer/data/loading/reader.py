@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 # What decoders raise over broken data; anything else is a bug and keeps its traceback.
 BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
 MAX_REPLACEMENTS = 100
-_NUM_LOOKS = 2  # what the second batch changes in a dataset is no cache that the first filled
+_NUM_LOOKS = 2  # what the second batch changes in a dataset is not a cache that the first filled
 _MAX_LOOKED_AT = 1024  # elements of a tensor
 
 

@@ -43,13 +43,13 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         seed: int,
         order: Order = shuffled,
     ) -> None:
-        if len(dataset) < batch.global_size:
+        if len(dataset) < batch.global_batch_size:
             raise UserError(
                 f"the training data holds {len(dataset)} samples, fewer than one global batch of "
-                f"{batch.global_size} ({batch.num_replicas} replicas x {batch.local_size}); "
+                f"{batch.global_batch_size} ({batch.num_replicas} replicas x {batch.local_size}); "
                 "lower train.global_batch_size or use fewer ranks"
             )
-        self.steps_per_epoch = len(dataset) // batch.global_size
+        self.steps_per_epoch = len(dataset) // batch.global_batch_size
         self.batch, self.replica, self.seed = batch, replica, seed
         self.num_samples = len(dataset)
         self._dataset, self._order = dataset, order
@@ -59,12 +59,20 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
 
     def __len__(self) -> int:
         """Micro-batches of the next iteration."""
-        return (self.num_samples - self.first_sample) // self.batch.global_size * self.batch.accumulation
+        steps = (self.num_samples - self.first_sample) // self.batch.global_batch_size
+        return steps * self.batch.accumulation
+
+    @property
+    def _is_permutation(self) -> bool:
+        """Whether torch alone draws the order, from its own generator."""
+        return self._order is shuffled and not hasattr(self._dataset, "epoch_order")
 
     def order_of(self, epoch: int) -> Tensor:
         """The indices of an epoch. UserError: they are not an int64 tensor with one for each sample."""
         # A tensor, not a list: data=tokens has a billion numbers.
         generator = torch.Generator().manual_seed(self.seed + epoch)
+        if self._is_permutation:
+            return self._order(self._dataset, generator)
         with generators_kept():  # from which an order may draw as well: on every rank the same numbers
             seed_generators(self.seed, epoch, self.num_samples)
             order = self._order(self._dataset, generator)
@@ -85,7 +93,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
             UserError: the order has an index of no sample, is another one in a second call, or has others
                 than the `epoch_order` of a dataset that draws its samples.
         """
-        if self._order is shuffled and not hasattr(self._dataset, "epoch_order"):
+        if self._is_permutation:
             return None
         order = self.order_of(0)
         if (least := int(order.min())) < 0:
@@ -124,7 +132,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         order = self.order_of(self.epoch)
         epoch, batch = self.epoch, self.batch
         for step, replica in self._shares_to_read():
-            numbers = batch.micro_batches(self.first_sample + step * batch.global_size, replica)
+            numbers = batch.micro_batches(self.first_sample + step * batch.global_batch_size, replica)
             for _, of_micro_batch in itertools.islice(numbers, batch.accumulation):
                 yield epoch, order[of_micro_batch.start : of_micro_batch.stop : of_micro_batch.step].tolist()
 
@@ -164,7 +172,7 @@ class EvalSampler(Sampler[list[int]]):
 
     def __init__(self, dataset: Sized, batch: BatchSplit, *, replica: int) -> None:
         self.batch, self.replica, self.num_samples = batch, replica, len(dataset)
-        self.batch_size = batch.micro_size
+        self.batch_size = batch.micro_batch_size
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -31,7 +31,8 @@ class StreamTrainLoader:
         self._batch, self._replica, self._num_workers = batch, share.replica, max(1, settings.num_workers)
         self._batches: _StepAhead | None = None
         self.num_samples = self._reader.num_samples
-        self.steps_per_epoch = None if self.num_samples is None else self.num_samples // batch.global_size
+        total, size = self.num_samples, batch.global_batch_size
+        self.steps_per_epoch = None if total is None else total // size
         self.num_skipped = 0
 
     def epoch(self, epoch: int, first_sample: int = 0, shares: Shares | None = None) -> Batches:
@@ -90,7 +91,7 @@ class StreamEvalLoader:
     def __init__(self, dataset: Any, settings: LoaderSettings, batch: BatchSplit, share: Share) -> None:
         self._reader = EvalStreamReader(dataset, share.seed, heartbeat=share.heartbeat, collate=share.collate)
         self._loader = batches_of(self._reader, EvalRequests(batch, share.replica), settings, share)
-        self.num_samples, self.batch_size = self._reader.num_samples, batch.micro_size
+        self.num_samples, self.batch_size = self._reader.num_samples, batch.micro_batch_size
         self.num_skipped = 0
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 
-class Several(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Has the parameter groups and the state of all `parts`, which share them: to others it is one optimizer.
 
     Args:
@@ -36,7 +36,7 @@ class Several(Optimizer):
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizer that updates each parameter group."""
-    parts = optimizer.parts if isinstance(optimizer, Several) else [optimizer]
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     return [part for part in parts for _ in part.param_groups]
 
 
