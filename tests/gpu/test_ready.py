@@ -171,11 +171,10 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
     assert torch.equal(outputs[2.0], 2 * outputs[1.0]) and torch.equal(outputs[4.0], 4 * outputs[1.0])
 
 
-def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agreement_writes_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from trainer.step import Asked
-    from trainer.training.step_agreement import StepAgreement
+    from trainer.training.maxima import write
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,12 +182,12 @@ def test_the_guard_writes_without_a_copy_from_the_host(monkeypatch: pytest.Monke
             return func(*args, **(kwargs or {}))
 
     seen: list[str] = []
-    agreement = StepAgreement(SimpleNamespace(device=CPU, rank=0, world_size=1))  # type: ignore[arg-type]
+    numbers, good_bad = torch.zeros(5), (torch.tensor(0.0), torch.tensor(1.0))
     with Operations():
-        agreement._write(torch.zeros(()), asked=Asked.STOP, data_left=False, label_counts=())
+        write(numbers, torch.zeros(()), good_bad, (2.0, 1.0, 0.0, 0.0))
     assert seen.count("fill_") == 4
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
-    assert agreement._flags.tolist()[:3] == [0, Asked.STOP, 1]
+    assert numbers.tolist()[:3] == [0, 2, 1]
 
 
 @pytest.mark.slow

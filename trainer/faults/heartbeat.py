@@ -11,9 +11,11 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from trainer.faults import shown_numbers
 
 PHASES = (
     "set_up",
@@ -33,8 +35,9 @@ MAX_WORKERS = 255  # data workers of one rank with a record; further ones have n
 _MAGIC = 0x52494E47
 _RECORD_BYTES, _NOTE_BYTES = 128, 8192
 _NOTE = _RECORD_BYTES * (1 + MAX_WORKERS)  # where its end is recorded, and
-_RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
-_SIZE = _RESCUE + _NOTE_BYTES
+_RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault, and
+_NUMBERS = _RESCUE + _NOTE_BYTES  # what it shows
+_SIZE = _NUMBERS + shown_numbers.SIZE
 # Words of a record, int64 each.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _SINCE, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(11)
 _AT_DISK, _DISK_NS, _FINISHED = range(11, 14)
@@ -209,6 +212,10 @@ class Heartbeat:
         """Record what this process asks for or does to save a step at a fault (plain values)."""
         self._write(_RESCUE, facts)
 
+    def show(self, turn: int, numbers: Sequence[float]) -> None:
+        """Show `shown_numbers.COUNT` numbers to the others of this host, until turn + 2."""
+        shown_numbers.write(self._memory, _NUMBERS, turn, numbers)
+
     def _write(self, begin: int, facts: dict[str, Any]) -> None:
         text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass")
         self._memory[begin : begin + 8] = bytes(8)
@@ -259,6 +266,10 @@ class Records:
     def rescue(self) -> dict[str, Any]:
         """What it asked for or did to save a step at a fault; empty without a fault."""
         return self._read(_RESCUE) or {}
+
+    def shown(self, turn: int) -> tuple[float, ...] | None:
+        """The numbers that it shows at `turn`; None if that is still to come."""
+        return shown_numbers.read(self._memory, _NUMBERS, turn)
 
     def _read(self, begin: int) -> dict[str, Any] | None:
         size = int.from_bytes(self._memory[begin : begin + 8], "little")

@@ -16,7 +16,7 @@ from trainer.faults import exit_report, stacks
 from trainer.faults.debounce import Debounce
 from trainer.faults.disk_progress import set_mine
 from trainer.faults.ending import ALONE_S, Ending
-from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.heartbeat import Heartbeat, Records
 from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
 from trainer.faults.rescue import SAVE_S
@@ -41,6 +41,7 @@ class Watch:
 
     Attributes:
         ending: what happens once a rank has failed.
+        timeout_s: the longest wait of a rank for another.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Watch:
         timeout_s: float,
         launched: bool = False,
     ) -> None:
-        self._heartbeat, self._stacks, self._timeout_s = heartbeat, own_stacks, timeout_s
+        self._heartbeat, self._stacks, self.timeout_s = heartbeat, own_stacks, timeout_s
         self._rank, self._launched = rank, launched
         own = next(member for member in members if member.rank == rank)
         self._here: dict[int, Neighbour] = {}
@@ -90,6 +91,10 @@ class Watch:
     def let_go_of_store(self) -> None:
         """As `Ending.let_go_of_store`."""
         self.ending.let_go_of_store()
+
+    def others_here(self) -> dict[int, Records]:
+        """The heartbeats of the other ranks of this host, as far as they can be read."""
+        return {neighbour.member.rank: neighbour.records for neighbour in self._others_here()}
 
     def ended_well(self) -> None:
         """Record that this rank is done, so that ranks still at work do not miss it."""
@@ -210,13 +215,13 @@ class Watch:
             return
         since_symptom = max((rank.ended_s or 0.0 for rank in everyone if rank.symptom), default=0.0)
         pressing = since_symptom >= _GRACE_S
-        almost_late = max(rank.silent_s for rank in here) > 0.8 * self._timeout_s
+        almost_late = max(rank.silent_s for rank in here) > 0.8 * self.timeout_s
         # All may be in one phase, such as a gather of FSDP: only stacks show which rank does not wait.
-        still = stand_still(everyone, max(1.0, self._timeout_s / 10))
+        still = stand_still(everyone, max(1.0, self.timeout_s / 10))
         aborted = any("SIGABRT" in (rank.ending or "") for rank in here)  # the others' positions show why
         if (pressing or since_symptom > 1 or almost_late or still or aborted) and self._take_stacks():
             return  # look again, with the stacks
-        verdict = judge(everyone, self._timeout_s, pressing)
+        verdict = judge(everyone, self.timeout_s, pressing)
         reports = self.ending.reports
         counts = reports.counts if reports else {}
         if verdict is not None:
@@ -250,7 +255,7 @@ class Watch:
 
     def _take_stacks(self) -> bool:
         """Ask the ranks of this host, and their busy data workers, for their stacks; False if known."""
-        fresh_s = max(_FRESH_S, self._timeout_s / 10)
+        fresh_s = max(_FRESH_S, self.timeout_s / 10)
         return take_stacks(list(self._here.values()), fresh_s, self.ending.memory_kills)
 
     # ---- lines during the run
@@ -266,7 +271,7 @@ class Watch:
     def _report_a_silence(self) -> None:
         """A process that is alone, or the last, blocks no rank: print where it is, and let it continue."""
         own = self._here[self._rank].observe()
-        if own.silent_s > self._timeout_s and own.status is None:
+        if own.silent_s > self.timeout_s and own.status is None:
             self._take_stacks()
             self._name_slow(self._here[self._rank].observe(), others_wait=False)
 

@@ -1,11 +1,9 @@
 """What all ranks agree on before each update: a finite loss, whether to stop, which data comes next."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.agreement import gather_objects
@@ -14,6 +12,7 @@ from trainer.errors import NonFiniteError
 from trainer.exact.order import SumOrder
 from trainer.step import Asked
 from trainer.tasks.label_counts import Divisor, divisors
+from trainer.training.maxima import maxima_over
 
 
 class Agreed(NamedTuple):
@@ -27,12 +26,10 @@ class Agreed(NamedTuple):
 
 
 class StepAgreement:
-    """One all-reduce of five numbers per step, hidden behind the backward pass.
+    """Five numbers per step that all ranks know before its update.
 
-    `start` is called after the last forward pass of a step and `finish` before its update, so
-    that every rank leaves the loop at the same step. On CUDA the numbers are sent on a separate stream:
-    the host then waits for the end of the forward pass while the backward pass keeps the device busy, and
-    no kernel queue runs dry.
+    `start` is called after the last forward pass of a step and `finish` before its update, so that every
+    rank leaves the loop at the same step.
 
     Args:
         bad_sample: names a sample of this rank's part of the step with NaN or Inf; called if its loss is.
@@ -40,19 +37,8 @@ class StepAgreement:
 
     def __init__(self, dist_: Dist, bad_sample: Callable[[], str | None] = lambda: None) -> None:
         self._dist, self._bad_sample = dist_, bad_sample
-        # MAX over ranks of (rank + 1 if its loss is not finite else 0), what it asks for, no data left, and
-        # the extremes of the label counts of its next micro-batches.
-        self._flags = torch.zeros(5, device=dist_.device)
-        self._values: list[float] = []  # on CPUs, what this rank sends
-        self._not_finite, self._asked, self._ended, *self._count_extremes = self._flags.unbind()
-        self._bad = torch.tensor(float(dist_.rank + 1), device=dist_.device)
-        self._good = torch.tensor(0.0, device=dist_.device)
-        self._work: dist.Work | None = None
-        self._on_cuda = dist_.device.type == "cuda"
-        if self._on_cuda:
-            self._stream = torch.cuda.Stream(dist_.device)
-            self._done = torch.cuda.Event()
-            self._on_host = torch.zeros(5, pin_memory=True)
+        self._maxima = maxima_over(dist_)
+        self._no_loss = torch.zeros((), device=dist_.device)
         self._label_counts: Sequence[float] | None = None  # of this rank's micro-batches of the next step
         self._even = True  # whether those of all ranks are equal
 
@@ -64,21 +50,7 @@ class StepAgreement:
             label_counts: of its micro-batches of the next step; empty if it has none to compute.
         """
         self._label_counts = label_counts
-        if self._on_cuda:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._write(loss, asked, data_left, label_counts)
-                if self._work is not None:
-                    self._work.wait()  # makes this stream wait, not the host
-                self._on_host.copy_(self._flags, non_blocking=True)
-                self._done.record()
-            loss.record_stream(self._stream)
-        else:
-            bad = 0.0 if math.isfinite(loss) else self._dist.rank + 1.0
-            self._values = [bad, asked, not data_left, *extremes(label_counts)]
-            if self._dist.world_size > 1:
-                self._flags = torch.tensor(self._values)
-                self._send()
+        self._maxima.start(loss, (float(asked), float(not data_left), *extremes(label_counts)))
 
     def finish(self, where: str, then: str = "no rank applied that step") -> Agreed:
         """Wait for the values of all ranks.
@@ -87,14 +59,7 @@ class StepAgreement:
             where: where the loss was computed, such as `step 3`.
             then: what happened to the gradients of a loss that is not finite.
         """
-        if self._on_cuda:
-            self._done.synchronize()
-            bad, asked, ended, most, minus_least = self._on_host.tolist()
-        elif self._work is not None:
-            self._work.wait()
-            bad, asked, ended, most, minus_least = self._flags.tolist()
-        else:
-            bad, asked, ended, most, minus_least = self._values
+        bad, asked, ended, most, minus_least = self._maxima.finish()
         error = self._not_finite_on(int(bad) - 1, where, then) if bad else None
         self._even = most == -minus_least
         return Agreed(Asked(int(asked)), not ended, error)
@@ -112,11 +77,9 @@ class StepAgreement:
 
     def all_have(self, data_left: bool) -> bool:
         """Whether all ranks have data for the first step of an epoch (a collective)."""
+        self.start(self._no_loss, Asked.NOTHING, data_left)
         self._label_counts = None
-        missing = torch.tensor(float(not data_left), device=self._dist.device)
-        if self._dist.world_size > 1:
-            dist.all_reduce(missing, dist.ReduceOp.MAX)
-        return not missing.item()
+        return self.finish("no step").data_left
 
     @property
     def knows_label_counts(self) -> bool:
@@ -125,11 +88,8 @@ class StepAgreement:
 
     def agree_on_label_counts(self, label_counts: Sequence[float]) -> None:
         """Agree on the label counts of the next step, as `start` and `finish` do (a collective)."""
-        counts = torch.tensor(extremes(label_counts), device=self._dist.device)
-        if self._dist.world_size > 1:
-            dist.all_reduce(counts, dist.ReduceOp.MAX)
-        most, minus_least = counts.tolist()
-        self._label_counts, self._even = label_counts, most == -minus_least
+        self.start(self._no_loss, Asked.NOTHING, data_left=True, label_counts=label_counts)
+        self.finish("no step")
 
     def divisors(self, num_micro_batches: int, num_replicas: int, order: SumOrder) -> list[Divisor]:
         """The divisor of each micro-batch's mean loss in the next step, so that the losses add up.
@@ -149,17 +109,3 @@ class StepAgreement:
         self._dist.heartbeat.enter("data")
         total = order.total(self._label_counts, self._dist.device)
         return divisors(self._label_counts, total / order.mean_over(num_replicas))
-
-    def _write(self, loss: Tensor, asked: Asked, data_left: bool, label_counts: Sequence[float]) -> None:
-        torch.where(torch.isfinite(loss), self._good, self._bad, out=self._not_finite)
-        # fill_ passes the number with the launch. `flags[1] = number` in torch before 2.15 copies it
-        # from the host and waits, on a stream that waits for the forward pass: the queue runs dry.
-        self._asked.fill_(asked)
-        self._ended.fill_(not data_left)
-        for flag, extreme in zip(self._count_extremes, extremes(label_counts), strict=True):
-            flag.fill_(extreme)
-        self._send()
-
-    def _send(self) -> None:
-        if self._dist.world_size > 1:
-            self._work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, async_op=True)
