@@ -275,10 +275,12 @@ def _forked(
 
     def child() -> None:
         kept = {0, 1, 2, *pass_fds, resource_tracker.getfd()}
+        # Closed, among them the pipe on which Popen waits for the program. Their numbers stay taken: objects
+        # of the parent close them once more, when the garbage collector comes to them.
+        nothing = os.open(os.devnull, os.O_RDWR)
         for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            if fd not in kept:  # among them the pipe on which Popen waits for the program
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+            if fd not in kept and fd != nothing:
+                os.dup2(nothing, fd, inheritable=False)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)

@@ -81,8 +81,11 @@ def test_no_step_is_lost(how: tuple[str, ...], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_hosts_may_have_different_numbers_of_ranks(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    ended = start_on([0, 0, 0, 1], run_dir, *MIRRORED, *fault("kill", 0, "backward", count=3))
+    for attempt in range(3):
+        run_dir = tmp_path / f"run {attempt}"
+        ended = start_on([0, 0, 0, 1], run_dir, *MIRRORED, *fault("kill", 0, "backward", count=3))
+        if "saves the last step" not in message(run_dir):
+            break  # else, on a busy machine, the verdict came before all three were dead, and asked one of them
     assert saved_steps(run_dir) == [7], ended
     assert_goes_on(run_dir, tmp_path, *MIRRORED)
 
