@@ -14,11 +14,10 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.runs import settings
-from trainer.comm.transport.blame import PeerError
 from trainer.distributed.process_group import process_group
 from trainer.faults import shown_numbers
 from trainer.faults.heartbeat import Heartbeat
-from trainer.training.maxima import InMessages, InSharedMemory, Maxima, maxima_over
+from trainer.training.maxima import Maxima, MessageMaxima, SharedMemoryMaxima, SilentRankError, maxima_over
 
 TURNS = 300
 
@@ -50,8 +49,8 @@ def take_turns(rank: int, maxima: Maxima) -> list[list[float]]:
 def over(kind: type, world_size: int) -> None:
     with process_group(settings().distributed) as dist:
         chosen = maxima_over(dist)
-        assert isinstance(chosen, InSharedMemory)
-        maxima = chosen if kind is InSharedMemory else InMessages(dist.rank)
+        assert isinstance(chosen, SharedMemoryMaxima)
+        maxima = chosen if kind is SharedMemoryMaxima else MessageMaxima(dist.rank)
         found = take_turns(dist.rank, maxima)
         for turn, numbers in enumerate(found):
             assert numbers == pytest.approx(expected(world_size, turn)), turn
@@ -59,7 +58,7 @@ def over(kind: type, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_each_rank_has_the_largest_of_all(world_size: int) -> None:
-    kinds = [InSharedMemory] if world_size == 1 else [InSharedMemory, InMessages]
+    kinds = [SharedMemoryMaxima] if world_size == 1 else [SharedMemoryMaxima, MessageMaxima]
     for kind in kinds:
         run_ranks(over, world_size, kind, world_size, init=False)
 
@@ -68,16 +67,16 @@ def one_cannot_read() -> None:
     with process_group(settings().distributed) as dist:
         if dist.rank == 1 and dist.watch is not None:
             dist.watch._here.pop(0)  # as in another container
-        assert isinstance(maxima_over(dist), InMessages)
+        assert isinstance(maxima_over(dist), MessageMaxima)
 
 
 def test_if_a_rank_cannot_read_the_others_memory_none_does() -> None:
     run_ranks(one_cannot_read, 2, init=False)
 
 
-def shared(others: dict[int, Heartbeat], timeout_s: float) -> InSharedMemory:
+def shared(others: dict[int, Heartbeat], timeout_s: float) -> SharedMemoryMaxima:
     dist: Any = SimpleNamespace(rank=0, heartbeat=Heartbeat(), watch=SimpleNamespace(timeout_s=timeout_s))
-    return InSharedMemory(dist, {rank: heartbeat.records() for rank, heartbeat in others.items()})
+    return SharedMemoryMaxima(dist, {rank: heartbeat.records() for rank, heartbeat in others.items()})
 
 
 def test_a_rank_that_shows_nothing_is_named() -> None:
@@ -85,7 +84,9 @@ def test_a_rank_that_shows_nothing_is_named() -> None:
     maxima = shared(others, timeout_s=0.2)
     maxima.start(torch.zeros(()), (0.0,) * 4)
     others[1].show(1, (0.0,) * 5)
-    with pytest.raises(PeerError, match=r"rank 2 did not answer within 0.2 s") as caught:
+    with pytest.raises(
+        SilentRankError, match="rank 2 has not agreed on the next update within 0.2 s"
+    ) as caught:
         maxima.finish()
     assert caught.value.peer == 2
 
@@ -97,7 +98,7 @@ def test_the_numbers_of_the_turn_before_do_not_count() -> None:
     for answer in ([7.0] * 5, None):
         maxima.start(torch.zeros(()), (0.0,) * 4)
         if answer is None:
-            with pytest.raises(PeerError):
+            with pytest.raises(SilentRankError):
                 maxima.finish()
         else:
             assert maxima.finish() == answer

@@ -10,12 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.comm.transport.blame import PeerError
 from trainer.distributed.process_group import Dist
 from trainer.faults.heartbeat import Records
 from trainer.faults.shown_numbers import COUNT
 
 _YIELDS, _SLEEP_S = 20, 2e-4
+
+
+class SilentRankError(TimeoutError):
+    """A rank has not shown its numbers; `peer` tells the watch whom this one waited for."""
+
+    def __init__(self, peer: int, timeout_s: float) -> None:
+        super().__init__(f"rank {peer} has not agreed on the next update within {timeout_s:g} s")
+        self.peer = peer
 
 
 class Maxima(Protocol):
@@ -31,18 +38,18 @@ class Maxima(Protocol):
 def maxima_over(dist_: Dist) -> Maxima:
     """What suits the ranks' place (a collective)."""
     if dist_.device.type == "cuda":
-        return OnGpu(dist_)
+        return GpuMaxima(dist_)
     others = dist_.watch.others_here() if dist_.watch is not None else {}
     if dist_.world_size > 1:
         # A rank in another container cannot read the memory of the others, and then none does.
         can_read = torch.tensor(float(len(others) == dist_.world_size - 1))
         dist.all_reduce(can_read, dist.ReduceOp.MIN)
         if not can_read:
-            return InMessages(dist_.rank)
-    return InSharedMemory(dist_, others)
+            return MessageMaxima(dist_.rank)
+    return SharedMemoryMaxima(dist_, others)
 
 
-class InSharedMemory:
+class SharedMemoryMaxima:
     """For ranks of one host, on CPUs: each shows its numbers, and reads the others' when it needs them.
 
     It costs a hundredth of gloo's all-reduce of the same numbers, which wakes two threads on each rank. There
@@ -81,11 +88,11 @@ class InSharedMemory:
             elif time.monotonic() - begin < self._timeout_s:
                 time.sleep(_SLEEP_S)
             else:
-                raise PeerError.silent_for(rank, self._timeout_s, "to agree on the step")
+                raise SilentRankError(rank, self._timeout_s)
         return numbers
 
 
-class InMessages:
+class MessageMaxima:
     """For ranks of several hosts, on CPUs: an all-reduce, hidden behind the backward pass."""
 
     def __init__(self, rank: int) -> None:
@@ -104,7 +111,7 @@ class InMessages:
         return self._numbers.tolist()
 
 
-class OnGpu:
+class GpuMaxima:
     """An all-reduce on a stream of its own.
 
     The host waits for the end of the forward pass while the backward pass keeps the device busy, and no
