@@ -85,7 +85,7 @@ def test_a_rank_that_shows_nothing_is_named() -> None:
     maxima.start(torch.zeros(()), (0.0,) * 4)
     others[1].show(1, (0.0,) * 5)
     with pytest.raises(
-        SilentRankError, match="rank 2 has not agreed on the next update within 0.2 s"
+        SilentRankError, match=r"rank 2 has not agreed on the next update within 0\.2 s"
     ) as caught:
         maxima.finish()
     assert caught.value.peer == 2
