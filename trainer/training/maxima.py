@@ -52,9 +52,9 @@ def maxima_over(dist_: Dist) -> Maxima:
 class SharedMemoryMaxima:
     """For ranks of one host, on CPUs: each shows its numbers, and reads the others' when it needs them.
 
-    gloo's all-reduce of the same numbers wakes two threads on each rank: without it, a step of two ranks takes
-    0.91 of the processor time (the MLP on the digits). There is hardly a wait: a rank shows its numbers before
-    its backward pass, without whose gradients no other comes to read them.
+    An all-reduce of gloo wakes two threads on each rank: without it, a step of two ranks takes 0.91 of the
+    processor time (MLP on the digits). There is hardly a wait: a rank shows its numbers before its backward
+    pass, and no other comes to read them without its gradients.
 
     Two slots are enough. A rank writes the slot of turn n + 2 after it has finished turn n + 1, for which all
     others have shown their numbers, after they had finished turn n.
