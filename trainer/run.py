@@ -120,7 +120,7 @@ def _result(config: Config, context: TrainingContext, metrics: Mapping[str, floa
     strategy, ended_by = context.strategy, context.state.early_end.setting
     return {
         "strategy": config.strategy.name,
-        "comm": config.comm.algorithm,
+        "comm": context.strategy.algorithm,
         "world_size": context.dist.world_size,
         **{name: None if math.isnan(value) else value for name, value in metrics.items()},
         **strategy.measured(),

@@ -8,6 +8,7 @@ Never imports torch, so that a user error is reported before torch has loaded.
 """
 
 from trainer.config.choices import (
+    AutoCommConfig,
     CommConfig,
     CutFaultConfig,
     DdpConfig,

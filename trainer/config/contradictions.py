@@ -90,7 +90,7 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
                 "comm.cuda_graph=true needs strategy=ddp, whose buckets keep their addresses in memory; with "
                 "strategy=fsdp leave it out"
             )
-    elif comm.algorithm != "native":
+    elif not isinstance(comm, NativeCommConfig):
         raise UserError(
             f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}; use strategy=ddp"
             + (f", or comm={', '.join(SCHEDULES)}" if strategy.name == "fsdp" else "")
@@ -147,7 +147,7 @@ def _check_exact(config: Config) -> None:
             "whose sums depend on the ranks; use strategy=single, ddp or fsdp",
         ),
         f"comm={comm.algorithm}": (
-            comm.algorithm not in ("native", *SCHEDULES),
+            not isinstance(comm, NativeCommConfig | ScheduleCommConfig),
             f"which is not a sum; use comm=native, {', '.join(SCHEDULES)}",
         ),
         f"comm.wire_dtype={wire_dtype}": (

@@ -54,6 +54,7 @@ class Strategy:
         trains: whether this process computes gradients; if not, it still takes part in all else.
         devices: the devices that this process uses.
         gradients_differ: whether ranks update different parameters, or different parts of them.
+        algorithm: the choice of `comm` in force; known after `wrap`.
         notes: messages for the user about how the settings were applied.
         order: in which order micro-batches are added, set before `wrap`.
         not_whole: why this process alone cannot save the run, in a phrase; None if it holds all.
@@ -62,6 +63,7 @@ class Strategy:
 
     num_replicas = 1
     replica = 0
+    algorithm = "native"
     no_gradients_hint = (
         "The loss depends on none of them, as behind detach(), item() or NumPy: return one that is computed "
         "from the model's outputs by differentiable operations"

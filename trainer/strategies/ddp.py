@@ -12,7 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from trainer.comm.ddp_hook import CommHook, attach
-from trainer.config import CommConfig, DdpConfig, NativeCommConfig, PowerSgdCommConfig, ScheduleCommConfig
+from trainer.comm.sparse import sparse_parameters
+from trainer.comm.transport.bucket_layout import SUMMED_DTYPES
+from trainer.config import (
+    AutoCommConfig,
+    CommConfig,
+    DdpConfig,
+    NativeCommConfig,
+    PowerSgdCommConfig,
+    ScheduleCommConfig,
+)
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
 from trainer.meta_init.module_tensors import (
@@ -58,7 +67,8 @@ class Ddp(Strategy):
                 "comm.cuda_graph=true records the work of a GPU, but this run is on CPUs; leave it out"
             )
         # MPI has no store, in which the ranks could meet for a gloo group.
-        if dist.backend == "mpi" and _hook_options(comm) is not None:
+        self._has_gloo = dist.backend != "mpi"
+        if not self._has_gloo and _hook_options(comm) is not None:
             raise UserError(
                 f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, which mpirun does not "
                 "provide; use comm=native comm.wire_dtype=fp32 comm.timeline=false"
@@ -92,6 +102,9 @@ class Ddp(Strategy):
                 **_SENDS_NO_BUFFERS,
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
+            if isinstance(self.comm, AutoCommConfig):
+                self.comm = self._suited(self.comm, model.module)
+            self.algorithm = self.comm.algorithm
             options = _hook_options(self.comm, always=self.order.by_leaves)
             if options is not None:
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
@@ -104,6 +117,18 @@ class Ddp(Strategy):
         else:
             self.order.attach(model)
         return model
+
+    def _suited(self, comm: AutoCommConfig, model: nn.Module) -> CommConfig:
+        """`tree` for ranks of one host on CPUs, through shared memory, unless it lacks what is asked for.
+
+        Against gloo's all-reduce it takes half the processor time of a small model's step (2 ranks), and 0.43
+        of the time for 25 MiB (4 ranks).
+        """
+        on_one_host = self._has_gloo and self.device.type == "cpu" and len({*self.hosts}) == 1
+        in_a_schedule = comm.wire_dtype == "fp32" and comm.timeline and not sparse_parameters(model)
+        if on_one_host and in_a_schedule and {p.dtype for _, p in self._trained} <= SUMMED_DTYPES:
+            return ScheduleCommConfig("tree", "fp32", segment_mb=None, cuda_graph=False)
+        return NativeCommConfig("native", comm.wire_dtype, comm.timeline)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model

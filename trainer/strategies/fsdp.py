@@ -68,10 +68,12 @@ class Fsdp(Strategy):
         self.mesh = sharding_mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
             raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
-        if isinstance(comm, ScheduleCommConfig) and dist.backend == "mpi":
-            raise UserError(
-                f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi; use comm=native"
-            )
+        if isinstance(comm, ScheduleCommConfig):
+            self.algorithm = comm.algorithm
+            if dist.backend == "mpi":
+                raise UserError(
+                    f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi; use comm=native"
+                )
         if self.mesh.ndim == 2:
             replicate, shard = self.mesh.shape
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")

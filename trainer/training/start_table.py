@@ -16,7 +16,7 @@ def start_table(config: Config, context: TrainingContext) -> str:
     processes = f"{layout(dist.hosts)} processes"
     return table(
         {
-            "strategy": f"{config.strategy.name}, comm {config.comm.algorithm}",
+            "strategy": f"{config.strategy.name}, comm {context.strategy.algorithm}",
             "hosts": f"{processes} on {dist.device.type}, {dist.backend}",
             "precision": backend_flags.described(config.train, dist.device),
             "model": f"{config.model['_target_']}, {context.num_parameters:,} parameters",

@@ -11,6 +11,7 @@ from trainer.comm.transport.blame import PeerError
 from trainer.comm.transport.gloo import RECEIVED, SENT, GlooLink
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
+SUMMED_DTYPES = {*DTYPES} - {torch.uint8}
 _HALF = (torch.float16, torch.bfloat16)
 _HEADER_TAG = 0
 
@@ -44,7 +45,7 @@ class Layout:
             ValueError: a dtype that cannot be averaged.
         """
         adds = collective is not Collective.ALL_GATHER
-        if bucket.dtype not in DTYPES or (adds and bucket.dtype == torch.uint8):
+        if bucket.dtype not in (SUMMED_DTYPES if adds else DTYPES):
             raise ValueError(
                 f"no {collective.value} of {bucket.dtype}: gradients must be fp32, fp64, fp16, bf16 or "
                 "int64; other dtypes are gathered as bytes"
