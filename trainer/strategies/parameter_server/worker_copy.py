@@ -147,7 +147,7 @@ class WorkerCopy:
         self._enter("all_reduce", index)
         is_last = len(self._pushes) == len(self._buckets) - 1
         record = self.timeline.arrive(index, self._buckets[index].num_bytes, is_last)
-        self._pushes.append(self._worker.submit(self._buckets[index], record))
+        self._pushes.append(self._worker.put(self._buckets[index], record))
 
     def _push(self, bucket: ShardedBucket, record: BucketRecord) -> Tensor:
         if self._is_first_push:
