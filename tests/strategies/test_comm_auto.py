@@ -1,0 +1,111 @@
+"""comm=auto: a schedule through shared memory where it can do what is asked, and else the backend's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.faults.test_ends import TINY
+from tests.ranks import run_ranks
+from tests.runs import context_of, train
+from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.transport.worker import Worker
+
+WORDS = (
+    *("model._target_=tests.comm.test_sparse.Words", "~model.input_shape", "~model.hidden"),
+    *("optim.momentum=0", "optim.weight_decay=0"),
+)
+
+
+class Complex(nn.Module):
+    """Has a parameter that no schedule can add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.head = nn.Parameter(torch.ones(6, dtype=torch.complex64)), nn.Linear(6, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.head((rows * self.turn).real)
+
+
+CASES = {
+    (): "tree",
+    ("comm.wire_dtype=bf16",): "native",
+    ("comm.timeline=false",): "native",
+    ("comm=native",): "native",
+    ("comm=ring",): "ring",
+    ("strategy=fsdp",): "native",
+    WORDS: "native",
+    (*TINY[1:], f"model._target_={__name__}.Complex"): "native",
+}
+
+
+def chosen(cases: Sequence[tuple[str, ...]], run_dir: str) -> list[str]:
+    found = []
+    for number, words in enumerate(cases):
+        quick = ("train.max_steps=2", "logger=jsonl", f"run_dir={run_dir}/{number}")
+        found.append(train(*quick, *words)["comm"])
+    return found
+
+
+def test_what_is_chosen_on_one_host(tmp_path: Path) -> None:
+    for found in run_ranks(chosen, 2, list(CASES), str(tmp_path), init=False):
+        assert dict(zip(CASES, found, strict=True)) == CASES
+
+
+def set_up(run_dir: str) -> str:
+    with context_of("logger=jsonl", f"run_dir={run_dir}") as context:
+        return context.strategy.algorithm
+
+
+def test_between_hosts_it_is_the_backends_own(tmp_path: Path) -> None:
+    assert run_ranks(set_up, 2, str(tmp_path), hosts=[0, 1], init=False) == ["native"] * 2
+
+
+def test_a_single_process_has_no_all_reduce(tmp_path: Path) -> None:
+    assert run_ranks(set_up, 1, str(tmp_path), init=False) == ["native"]
+
+
+def moved(number: int, is_last: bool) -> Any:
+    return SimpleNamespace(number=number, is_last=lambda: is_last)
+
+
+def test_the_last_bucket_moves_in_the_callers_thread_once_the_others_have_moved() -> None:
+    seen, go_on = [], threading.Event()
+
+    def all_reduce(bucket: Any, record: BucketRecord) -> Tensor:
+        if bucket.number == 1:
+            assert go_on.wait(20)
+        seen.append((bucket.number, threading.current_thread() is threading.main_thread()))
+        return torch.tensor(bucket.number)
+
+    worker = Worker(all_reduce)
+    assert worker.submit(moved(0, is_last=True), BucketRecord(0, 1, 0.0)).wait() == 0
+    first = worker.submit(moved(1, is_last=False), BucketRecord(0, 1, 0.0))
+    last = worker.submit(moved(2, is_last=True), BucketRecord(0, 1, 0.0))  # behind one that is on its way
+    go_on.set()
+    assert (first.wait(), last.wait()) == (1, 2)
+    assert worker.submit(moved(3, is_last=True), BucketRecord(0, 1, 0.0)).wait() == 3
+    assert seen == [(0, True), (1, False), (2, False), (3, True)]
+    worker.close()
+
+
+def test_an_error_in_the_callers_thread_is_the_workers() -> None:
+    def all_reduce(bucket: Any, record: BucketRecord) -> Tensor:
+        raise ValueError(f"bucket {bucket.number}")
+
+    worker = Worker(all_reduce)
+    failed = worker.submit(moved(0, is_last=True), BucketRecord(0, 1, 0.0))
+    with pytest.raises(Exception, match="bucket 0"):
+        failed.wait()
+    with pytest.raises(Exception, match="bucket 0"):  # its peers are no longer in step
+        worker.submit(moved(1, is_last=False), BucketRecord(0, 1, 0.0)).wait()
+    assert str(worker.error) == "bucket 0"
+    worker.close()
