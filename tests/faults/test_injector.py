@@ -148,7 +148,7 @@ def test_what_ends_or_holds_a_process(kind: str, tmp_path: Path) -> None:
         ),
         pytest.param(
             ("fault=kill", "fault.phase=all_reduce", "strategy=fsdp"),
-            "never happens with strategy=fsdp comm=native; use",
+            "never happens with strategy=fsdp comm=auto; use",
             marks=pytest.mark.slow,
         ),
         pytest.param(

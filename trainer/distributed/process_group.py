@@ -201,7 +201,8 @@ def extremes(values: Sequence[float]) -> tuple[float, float]:
 
 def broadcast_buffers(module: nn.Module, src: int, group: dist.ProcessGroup | None = None) -> None:
     """`broadcast_tensors` by name: ranks whose forward passes make buffers may do so in another order."""
-    broadcast_tensors((b for _, b in sorted(module.named_buffers(), key=itemgetter(0))), src, group)
+    if buffers := sorted(module.named_buffers(), key=itemgetter(0)):
+        broadcast_tensors((buffer for _, buffer in buffers), src, group)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
