@@ -1,31 +1,39 @@
-"""The cost of a stream: memory on a large file, windows per second compared with text in memory, and a
-resume.
+"""Text and tokens: memory on a large file, windows per second, and a resume.
 
-    python -m benchmarks.streams [--gigabytes 5] [--block-size 1024]
+    python -m benchmarks.streams [--gigabytes 5] [--block-size 1024] [--workers 0,1,2]
 
 The file is sparse or, with --repeat, the Python language reference written over and over. Memory is the
 growth of the resident set of a fresh process; a resume is timed to its first batch, from the stream's own
 state and by reading again.
+
+Windows per second: of data=tokens beside a Dataset that cuts each window from the same memory-mapped file,
+of data=text_stream beside an IterableDataset that reads the same file in its order, both in torch's
+DataLoader, in rotation, each in a process of its own. `a core` is per second of processor time, workers
+included. The limit is one core that only copies windows of these bytes to int64.
 """
 
 import argparse
 import multiprocessing
 import resource
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import split_batch
 from trainer.data.loading.loaders import train_loader
-from trainer.data.text.in_memory import Text, python_reference
+from trainer.data.text.in_memory import python_reference
 from trainer.data.text.stream import TextStream
+from trainer.data.text.tokens import Tokens
 
 GLOBAL_BATCH = 32
 ROUNDS = 3
@@ -47,6 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--gigabytes", type=float, default=5.0)
     parser.add_argument("--block-size", type=int, default=1024)
+    parser.add_argument("--workers", default="0,1,2")
     parser.add_argument("--repeat", action="store_true", help="write the file out in full")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -55,13 +64,14 @@ def main() -> None:
         print(
             f"{path.stat().st_size / 1e9:.1f} GB, windows of {chosen.block_size}, batches of {GLOBAL_BATCH}"
         )
-        for what in (_memory, _rates, _resumes):
+        for what in (_memory, _resumes):
             context = multiprocessing.get_context("fork")
             process = context.Process(target=what, args=(str(path), chosen.block_size))
             process.start()
             process.join()
             if process.exitcode:
                 sys.exit(f"{what.__name__} ended with {process.exitcode}")
+        _rates(str(path), chosen.block_size, [int(number) for number in chosen.workers.split(",")])
 
 
 def _write(path: Path, num_bytes: int, repeat: bool) -> None:
@@ -72,9 +82,9 @@ def _write(path: Path, num_bytes: int, repeat: bool) -> None:
         file.truncate(num_bytes)
 
 
-def _loader(dataset: Any, sharded: bool = True) -> Any:
+def _loader(dataset: Any, sharded: bool = True, workers: int = 0) -> Any:
     batch, cpu = split_batch(GLOBAL_BATCH, None, 1), torch.device("cpu")
-    return train_loader(dataset, Settings(sharded), batch, Share(replica=0, seed=0, device=cpu))
+    return train_loader(dataset, Settings(sharded, workers), batch, Share(replica=0, seed=0, device=cpu))
 
 
 def _memory(path: str, block_size: int) -> None:
@@ -84,14 +94,114 @@ def _memory(path: str, block_size: int) -> None:
     print(f"memory     {grown:.0f} MiB over base after 2,000 batches, {2000 / seconds:.0f} batches/s")
 
 
-def _rates(path: str, block_size: int) -> None:
-    """In rotation, so that both see the same load."""
-    streams, in_memory = [], []
-    for _ in range(ROUNDS):
-        streams.append(_time(lambda: _loader(TextStream("train", path, block_size)), 500))
-        in_memory.append(_time(lambda: _loader(Text("train", None, block_size), sharded=False), 10) * 50)
-    rate = GLOBAL_BATCH * 500 / min(streams)
-    print(f"reading    {rate:.0f} windows/s, {min(streams) / min(in_memory):.2f} x the time of data=text")
+class PlainTokens(Dataset[Any]):
+    """What one would write for a file of tokens."""
+
+    def __init__(self, path: str, block_size: int) -> None:
+        self._tokens, self._size = np.memmap(path, np.uint16, mode="r"), block_size
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        begin = index * self._size
+        window = torch.from_numpy(self._tokens[begin : begin + self._size + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+class PlainStream(IterableDataset[Any]):
+    """What one would write for a large file: each worker reads its part of it."""
+
+    def __init__(self, path: str, block_size: int) -> None:
+        self._path, self._size = path, block_size
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        worker = get_worker_info()
+        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        with Path(self._path).open("rb") as file:
+            file.seek(Path(self._path).stat().st_size // count * number)
+            last = file.read(1)
+            while len(text := file.read(self._size)) == self._size:
+                window = torch.from_numpy(np.frombuffer(last + text, np.uint8).astype(np.int64))
+                last = text[-1:]
+                yield window[:-1], window[1:]
+
+
+def _rates(path: str, block_size: int, numbers_of_workers: Sequence[int]) -> None:
+    folder = Path(path).parent
+    (folder / "train.bin").symlink_to(path)
+    kinds: dict[str, tuple[type, Callable[[int], Iterator[Any]], Callable[[], Any], bool]] = {
+        "tokens": (
+            np.uint16,
+            lambda workers: _loader(
+                Tokens("train", str(folder), block_size, 50257), sharded=False, workers=workers
+            ).epoch(0),
+            lambda: PlainTokens(path, block_size),
+            True,
+        ),
+        "text_stream": (
+            np.uint8,
+            lambda workers: _loader(TextStream("train", path, block_size), workers=workers).epoch(0),
+            lambda: PlainStream(path, block_size),
+            False,
+        ),
+    }
+    print(f"{'windows/s':<14}{'workers':>8}{'ours':>9}{'plain':>9}{'ratio':>7}", end="")
+    print(f"{'a core: ours':>14}{'plain':>9}{'ratio':>7}{'limit':>9}")
+    for kind, (dtype, ours, dataset, shuffles) in kinds.items():
+        for workers in numbers_of_workers:
+
+            def plain(workers: int = workers, dataset: Any = dataset, shuffles: bool = shuffles) -> Any:
+                return iter(DataLoader(dataset(), GLOBAL_BATCH, shuffles, num_workers=workers))
+
+            rows: dict[str, list[tuple[float, float]]] = {"ours": [], "plain": []}
+            for _ in range(ROUNDS):
+                rows["ours"].append(_in_a_process(lambda ours=ours, workers=workers: ours(workers)))
+                rows["plain"].append(_in_a_process(plain))
+            wall = [statistics.median(rate for rate, _ in rows[who]) for who in rows]
+            core = [statistics.median(rate for _, rate in rows[who]) for who in rows]
+            print(f"{kind:<14}{workers:>8}{wall[0]:>9.0f}{wall[1]:>9.0f}{wall[0] / wall[1]:>7.2f}", end="")
+            print(f"{core[0]:>14.0f}{core[1]:>9.0f}{core[0] / core[1]:>7.2f}", end="")
+            print(f"{_limit(path, dtype, block_size):>9.0f}")
+
+
+def _in_a_process(make: Callable[[], Iterator[Any]], num_batches: int = 1500) -> tuple[float, float]:
+    """Windows per second, and per second of processor time; both without the start."""
+    few, many = [_used(make, number) for number in (50, 50 + num_batches)]
+    windows = GLOBAL_BATCH * num_batches
+    return windows / (many[0] - few[0]), windows / (many[1] - few[1])
+
+
+def _used(make: Callable[[], Iterator[Any]], num_batches: int) -> tuple[float, float]:
+    """Seconds, and seconds of processor time, of a process that takes so many batches, and of its workers."""
+
+    def take() -> None:
+        torch.set_num_threads(1)
+        batches = make()
+        for _ in range(num_batches):
+            next(batches)
+
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    process = multiprocessing.get_context("fork").Process(target=take)
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(f"a loader ended with {process.exitcode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - began, used_s
+
+
+def _limit(path: str, dtype: type, block_size: int) -> float:
+    """Windows per second if they were only copied, in batches, from places chosen at random."""
+    source = np.memmap(path, dtype, mode="r")
+    windows = source[: len(source) // block_size * block_size].reshape(-1, block_size)
+    target = np.empty((GLOBAL_BATCH, block_size), np.int64)
+    rows = np.random.default_rng(0).integers(0, len(windows), (1000, GLOBAL_BATCH))
+    began = time.process_time()
+    for chosen in rows:
+        np.copyto(target, windows[chosen])
+    return rows.size / (time.process_time() - began)
 
 
 def _time(make: Callable[[], Any], num_batches: int) -> float:

@@ -69,6 +69,10 @@ def test_between_hosts_it_is_the_backends_own(tmp_path: Path) -> None:
     assert run_ranks(set_up, 2, str(tmp_path), hosts=[0, 1], init=False) == ["native"] * 2
 
 
+def test_the_bits_of_more_ranks_depend_on_the_order_and_must_not_on_the_hosts(tmp_path: Path) -> None:
+    assert run_ranks(set_up, 4, str(tmp_path), init=False) == ["native"] * 4
+
+
 def test_a_single_process_has_no_all_reduce(tmp_path: Path) -> None:
     assert run_ranks(set_up, 1, str(tmp_path), init=False) == ["native"]
 
