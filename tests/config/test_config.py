@@ -295,7 +295,7 @@ def test_config_imports_no_torch() -> None:
         _slow(["comm=powersgd", "comm.start_step=1"], "comm.start_step is 1, but must be at least 2"),
         _slow(["comm=powersgd", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"),
         _slow(
-            ["comm.algorithm=butterfly"], "comm.algorithm is butterfly, but must be one of native, ring, tree"
+            ["comm.algorithm=butterfly"], "comm.algorithm is butterfly, but must be one of auto, native, ring"
         ),
     ],
 )

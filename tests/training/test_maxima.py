@@ -83,7 +83,7 @@ def test_a_rank_that_shows_nothing_is_named() -> None:
     others = {1: Heartbeat(), 2: Heartbeat()}
     maxima = shared(others, timeout_s=0.2)
     maxima.start(torch.zeros(()), (0.0,) * 4)
-    others[1].show(1, (0.0,) * 5)
+    others[1].show((0.0,) * 5)
     with pytest.raises(
         SilentRankError, match=r"rank 2 has not agreed on the next update within 0\.2 s"
     ) as caught:
@@ -94,7 +94,7 @@ def test_a_rank_that_shows_nothing_is_named() -> None:
 def test_the_numbers_of_the_turn_before_do_not_count() -> None:
     others = {1: Heartbeat()}
     maxima = shared(others, timeout_s=0.1)
-    others[1].show(1, (7.0,) * 5)
+    others[1].show((7.0,) * 5)
     for answer in ([7.0] * 5, None):
         maxima.start(torch.zeros(()), (0.0,) * 4)
         if answer is None:
@@ -102,6 +102,20 @@ def test_the_numbers_of_the_turn_before_do_not_count() -> None:
                 maxima.finish()
         else:
             assert maxima.finish() == answer
+
+
+def test_a_second_run_in_the_same_group_is_not_answered_by_the_first() -> None:
+    first, other = shared({}, timeout_s=0.1), Heartbeat()
+    for _ in range(3):
+        first.start(torch.zeros(()), (0.0,) * 4)
+        other.show((7.0,) * 5)
+    dist: Any = SimpleNamespace(rank=0, heartbeat=first._heartbeat, watch=SimpleNamespace(timeout_s=0.1))
+    second = SharedMemoryMaxima(dist, {1: other.records()})
+    second.start(torch.zeros(()), (0.0,) * 4)
+    with pytest.raises(SilentRankError):
+        second.finish()
+    other.show((8.0,) * 5)
+    assert second.finish() == [8.0] * 5
 
 
 def test_numbers_that_are_not_whole_are_not_read() -> None:

@@ -1,8 +1,7 @@
 """The state of a process in memory that others of its host can read, even when it is stuck or dead.
 
-A rank enters phases; its data workers record the sample they read. All of it is plain stores into a small
-shared record: no lock, no system call except the clock, a microsecond for each phase. Times are nanoseconds
-of CLOCK_MONOTONIC, which all processes of a host share.
+A rank enters phases; its data workers record the sample they read: plain stores into a shared record, without
+a lock or a system call except the clock. Times are nanoseconds of CLOCK_MONOTONIC, common to a host.
 """
 
 import contextlib
@@ -81,13 +80,14 @@ class Heartbeat:
 
     Attributes:
         fd: the memory, which has no name; another process opens it as /proc/PID/fd/FD.
+        turn: how often it has shown numbers.
     """
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("ringmaster-heartbeat")  # without a name, so nothing is left behind
         os.ftruncate(self.fd, _SIZE)
         self._memory = mmap.mmap(self.fd, _SIZE)
-        self._num_reserved = 0
+        self._num_reserved = self.turn = 0
         self._counting = threading.Lock()
         self._ordered = True
         self._serve(0)
@@ -212,9 +212,10 @@ class Heartbeat:
         """Record what this process asks for or does to save a step at a fault (plain values)."""
         self._write(_RESCUE, facts)
 
-    def show(self, turn: int, numbers: Sequence[float]) -> None:
-        """Show `shown_numbers.COUNT` numbers to the others of this host, until turn + 2."""
-        shown_numbers.write(self._memory, _NUMBERS, turn, numbers)
+    def show(self, numbers: Sequence[float]) -> None:
+        """Begin the next turn, and show `shown_numbers.COUNT` numbers to this host for two turns."""
+        self.turn += 1
+        shown_numbers.write(self._memory, _NUMBERS, self.turn, numbers)
 
     def _write(self, begin: int, facts: dict[str, Any]) -> None:
         text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass")

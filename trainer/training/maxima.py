@@ -63,14 +63,12 @@ class SharedMemoryMaxima:
     def __init__(self, dist_: Dist, others: Mapping[int, Records]) -> None:
         self._heartbeat, self._rank, self._others = dist_.heartbeat, dist_.rank, others
         self._timeout_s = dist_.watch.timeout_s if dist_.watch is not None else math.inf
-        self._turn = 0
         self._own: Sequence[float] = ()
 
     def start(self, loss: Tensor, values: Sequence[float]) -> None:
         bad = 0.0 if math.isfinite(loss) else self._rank + 1.0
         self._own = (bad, *values)
-        self._turn += 1
-        self._heartbeat.show(self._turn, self._own)
+        self._heartbeat.show(self._own)
 
     def finish(self) -> Sequence[float]:
         shown = [self._own, *(self._shown_by(rank, records) for rank, records in self._others.items())]
@@ -78,10 +76,11 @@ class SharedMemoryMaxima:
 
     def _shown_by(self, rank: int, records: Records) -> Sequence[float]:
         """Wait until `rank` has shown its numbers. The watch ends the process if that rank has died."""
-        if (numbers := records.shown(self._turn)) is not None:
+        turn = self._heartbeat.turn
+        if (numbers := records.shown(turn)) is not None:
             return numbers
         begin, looks = time.monotonic(), 0
-        while (numbers := records.shown(self._turn)) is None:
+        while (numbers := records.shown(turn)) is None:
             looks += 1
             if looks < _YIELDS:
                 os.sched_yield()
