@@ -219,6 +219,7 @@ def test_what_comes_before_torch_loads_none(room: str) -> None:
 def test_no_strategy_imports_a_sibling() -> None:
     shared = {
         "base",
+        "ddp_comm",
         "gathered_parameters",
         "outside_reads",
         "shardable",

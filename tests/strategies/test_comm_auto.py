@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,16 @@ def test_between_hosts_it_is_the_backends_own(tmp_path: Path) -> None:
 
 def test_the_bits_of_more_ranks_depend_on_the_order_and_must_not_on_the_hosts(tmp_path: Path) -> None:
     assert run_ranks(set_up, 4, str(tmp_path), init=False) == ["native"] * 4
+
+
+def one_in_another_container(run_dir: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.strategies.ddp_comm.reach", lambda: os.environ["RANK"])
+        return set_up(run_dir)
+
+
+def test_two_containers_share_no_memory(tmp_path: Path) -> None:
+    assert run_ranks(one_in_another_container, 2, str(tmp_path), init=False) == ["native"] * 2
 
 
 def test_a_single_process_has_no_all_reduce(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class NativeCommConfig(CommConfig):
 
 @dataclass
 class AutoCommConfig(NativeCommConfig):
-    """`native`, except where DDP has a faster all-reduce: see `Ddp`."""
+    """`native`, except where DDP has a faster all-reduce: see `trainer.strategies.ddp_comm`."""
 
 
 @dataclass

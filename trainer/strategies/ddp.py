@@ -12,14 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from trainer.comm.ddp_hook import CommHook, attach
-from trainer.comm.sparse import sparse_parameters
-from trainer.comm.transport.bucket_layout import SUMMED_DTYPES
 from trainer.config import (
     AutoCommConfig,
     CommConfig,
     DdpConfig,
-    NativeCommConfig,
-    PowerSgdCommConfig,
     ScheduleCommConfig,
 )
 from trainer.distributed.process_group import Dist, broadcast_tensors
@@ -31,6 +27,7 @@ from trainer.meta_init.module_tensors import (
 )
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.ddp_comm import hook_options, suited
 from trainer.strategies.shardable import refuse_max_norm
 from trainer.strategies.split import devices_of_replica
 
@@ -68,7 +65,7 @@ class Ddp(Strategy):
             )
         # MPI has no store, in which the ranks could meet for a gloo group.
         self._has_gloo = dist.backend != "mpi"
-        if not self._has_gloo and _hook_options(comm) is not None:
+        if not self._has_gloo and hook_options(comm) is not None:
             raise UserError(
                 f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, which mpirun does not "
                 "provide; use comm=native comm.wire_dtype=fp32 comm.timeline=false"
@@ -103,9 +100,9 @@ class Ddp(Strategy):
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
             if isinstance(self.comm, AutoCommConfig):
-                self.comm = self._suited(self.comm, model.module)
+                self.comm = suited(self.comm, model.module, self.hosts, self._has_gloo)
             self.algorithm = self.comm.algorithm
-            options = _hook_options(self.comm, always=self.order.by_leaves)
+            options = hook_options(self.comm, always=self.order.by_leaves)
             if options is not None:
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 options["leaf_sums"] = self.order.sums
@@ -117,20 +114,6 @@ class Ddp(Strategy):
         else:
             self.order.attach(model)
         return model
-
-    def _suited(self, comm: AutoCommConfig, model: nn.Module) -> CommConfig:
-        """`tree` for two ranks of one host on CPUs, through shared memory, unless it lacks what is asked for.
-
-        A small model's step takes half the processor time that it takes with gloo's all-reduce. More ranks
-        keep `native`: a sum of three has other bits in another order, and a run that is resumed on other
-        hosts must go on with the same bits.
-        """
-        two_on_one_host = self.device.type == "cpu" and len(self.hosts) == 2 and len({*self.hosts}) == 1
-        asks_for_native = comm.wire_dtype != "fp32" or not comm.timeline or not self._has_gloo
-        adds_up = not sparse_parameters(model) and {p.dtype for _, p in self._trained} <= SUMMED_DTYPES
-        if two_on_one_host and adds_up and not asks_for_native:
-            return ScheduleCommConfig("tree", "fp32", segment_mb=None, cuda_graph=False)
-        return NativeCommConfig("native", comm.wire_dtype, comm.timeline)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
@@ -221,7 +204,7 @@ class Ddp(Strategy):
 
     def measured(self) -> dict[str, Any]:
         # PowerSGD's messages are not its buckets.
-        wire_dtype = (_hook_options(self.comm) or {}).get("wire_dtype")
+        wire_dtype = (hook_options(self.comm) or {}).get("wire_dtype")
         return self._typical_pass(self.hosts, wire_dtype) if wire_dtype is not None else {}
 
     def close(self) -> None:
@@ -277,26 +260,6 @@ def _reduce_again(model: DistributedDataParallel, gradients: list[tuple[nn.Param
     with without_gradient_hooks(given):
         for parameter, gradient in gradients:
             parameter.backward(gradient if gradient is given[parameter] else torch.zeros_like(gradient))
-
-
-def _hook_options(comm: CommConfig, always: bool = False) -> dict[str, Any] | None:
-    """The arguments of `attach` that follow from `comm`; None: it needs no hook, and not `always`."""
-    match comm:
-        case ScheduleCommConfig():
-            names = ("wire_dtype", "segment_mb", "cuda_graph")
-            return {name: getattr(comm, name) for name in names}
-        case PowerSgdCommConfig():
-            state = {
-                "matrix_approximation_rank": comm.matrix_approximation_rank,
-                "start_powerSGD_iter": comm.start_step,
-                "min_compression_rate": comm.min_compression_rate,
-                "use_error_feedback": comm.use_error_feedback,
-                "warm_start": comm.warm_start,
-            }
-            return {"powersgd": state}
-        case NativeCommConfig() if always or comm.timeline or comm.wire_dtype != "fp32":
-            return {"wire_dtype": comm.wire_dtype}
-    return None
 
 
 def _bucket_sizes(first_mb: float, cap_mb: float) -> dict[str, Any]:
