@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from benchmarks import streams
 from tests.data.settings import eval_loader, train_loader
 from tests.data.test_stream import global_batches
 from tests.ranks import run_ranks
+from trainer.data.loading.collation import Collate
 from trainer.data.text import files
 from trainer.data.text.files import TextFiles
 from trainer.data.text.stream import TextStream
@@ -167,3 +169,40 @@ def _benchmarked(path: Path) -> str:
 
 def test_the_benchmark_of_streams_fails_when_a_part_of_it_does(folder: Path) -> None:
     assert run_ranks(_benchmarked, 1, folder, init=False) == ["lost ended with 7"]
+
+
+class Masked(TextStream):
+    """Draws for each window, unlike the class it derives from."""
+
+    def decode(self, item: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        window, targets = item
+        return window * (torch.rand(len(window)) < 0.5), targets
+
+
+def shaken(samples: list[Any]) -> Any:
+    rows, targets = torch.utils.data.default_collate(samples)
+    return rows + torch.randint(5, ()), targets
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate"),
+    [
+        (TextStream, torch.utils.data.default_collate),
+        (Masked, torch.utils.data.default_collate),
+        (TextStream, shaken),
+    ],
+    ids=["draws nothing", "a derived class draws", "the collate draws"],
+)
+def test_generators_are_seeded_for_what_draws(kind: type[TextStream], collate: Collate, folder: Path) -> None:
+    """The same batches whatever was drawn before; the generators of the run stay as they were."""
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        batches = train_loader(kind("train", str(folder), 8), 4, collate=collate, num_workers=0).epoch(0)
+        found.append([next(batches)[0] for _ in range(5)])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert all(map(torch.equal, *found))
+    plain = train_loader(TextStream("train", str(folder), 8), 4).epoch(0)
+    differs = not all(torch.equal(rows, next(plain)[0]) for rows in found[0])
+    assert differs is (kind is Masked or collate is shaken)

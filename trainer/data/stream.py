@@ -24,6 +24,10 @@ class Stream(Protocol):
     number. A replica opens only the shards that it needs: one of R each, if R divides S. The epoch ends with
     the first shard that ends."""
 
+    draws: bool
+    """False, in the body of the class itself: its samples draw no random numbers. The generators are then not
+    seeded, which is half the time of a short text."""
+
     def __iter__(self) -> Iterator[Any]:
         """The samples of an epoch from its beginning; default_collate makes batches of them."""
 

@@ -4,7 +4,7 @@ import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,6 +153,8 @@ class StreamReader(Dataset[Any], ABC):
     ) -> None:
         self.stream, self.seed, self.collate = stream, seed, collate
         self.heartbeat = heartbeat or Heartbeat()
+        # Of its own class: one derived from it may draw.
+        self._draws = vars(type(stream)).get("draws", True) or collate is not default_collate
         if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
             raise UserError(
                 f"data.sharded is true, but {type(stream).__name__} lacks num_shards and shard of "
@@ -172,7 +174,7 @@ class StreamReader(Dataset[Any], ABC):
     def __getitems__(self, request: Request) -> Any:
         """The answer, or an exception (see `answer`)."""
         try:
-            with generators_kept():
+            with generators_kept() if self._draws else nullcontext():
                 if request.reading != self._reading:
                     self._reading, self._cursors = request.reading, {}
                 return answer(self._answer, request)
@@ -211,7 +213,8 @@ class StreamReader(Dataset[Any], ABC):
             def before_each(position: int) -> None:
                 self._number = position * self.num_shards + shard
                 self.heartbeat.read(self._number)
-                seed_generators(self.seed, request.epoch, self._number)
+                if self._draws:
+                    seed_generators(self.seed, request.epoch, self._number)
 
             self._cursors[shard] = Cursor(stream, request.epoch, position, state, before_each)
         return self._cursors[shard]

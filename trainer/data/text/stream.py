@@ -33,6 +33,8 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
         UserError: ``path`` holds no text, or an argument is out of range.
     """
 
+    draws = False
+
     def __init__(
         self,
         split: str,
