@@ -1,5 +1,6 @@
 """No rank updates with gradients that are not finite, under any strategy, with any all-reduce."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,18 +87,27 @@ def each_until_refused(root: Path, cases: dict[str, tuple[str, ...]], last: int)
 QUICK = ("single_clipped", "dp_in_bf16", "native", "ring", "fsdp_clipped", "fsdp_one_row", "all_serve")
 
 
-@pytest.mark.parametrize(
-    ("cases", "last"),
-    [
-        ({name: ALONE[name] for name in ALONE if name in QUICK}, 0),
-        ({name: TOGETHER[name] for name in TOGETHER if name in QUICK}, 1),
-        pytest.param({name: ALONE[name] for name in ALONE if name not in QUICK}, 0, marks=pytest.mark.slow),
-        pytest.param(
-            {name: TOGETHER[name] for name in TOGETHER if name not in QUICK}, 1, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["some alone", "some together", "others alone", "others together"],
-)
+def in_parts(
+    alone: dict[str, tuple[str, ...]], together: dict[str, tuple[str, ...]], quick: Sequence[str]
+) -> pytest.MarkDecorator:
+    """The cases of one process and of two (`last` is their last rank), and of each the quick ones apart."""
+
+    def part(cases: dict[str, tuple[str, ...]], is_quick: bool) -> dict[str, tuple[str, ...]]:
+        return {name: words for name, words in cases.items() if (name in quick) is is_quick}
+
+    return pytest.mark.parametrize(
+        ("cases", "last"),
+        [
+            (part(alone, True), 0),
+            (part(together, True), 1),
+            pytest.param(part(alone, False), 0, marks=pytest.mark.slow),
+            pytest.param(part(together, False), 1, marks=pytest.mark.slow),
+        ],
+        ids=["some alone", "some together", "others alone", "others together"],
+    )
+
+
+@in_parts(ALONE, TOGETHER, QUICK)
 def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
     cases: dict[str, tuple[str, ...]], last: int, tmp_path: Path
 ) -> None:

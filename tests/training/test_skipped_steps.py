@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.runs import context_of
+from tests.training.test_gradient_check import in_parts
 from trainer.errors import NonFiniteError, UserError
 from trainer.loop import fit
 from trainer.run_dir.metrics_file import read_metrics
@@ -83,18 +84,7 @@ def each(root: Path, cases: dict[str, tuple[str, ...]], last: int) -> dict[str, 
 QUICK = ("loss", "clipped", "ddp", "fsdp_slope")
 
 
-@pytest.mark.parametrize(
-    ("cases", "last"),
-    [
-        ({name: ALONE[name] for name in ALONE if name in QUICK}, 0),
-        ({name: TOGETHER[name] for name in TOGETHER if name in QUICK}, 1),
-        pytest.param({name: ALONE[name] for name in ALONE if name not in QUICK}, 0, marks=pytest.mark.slow),
-        pytest.param(
-            {name: TOGETHER[name] for name in TOGETHER if name not in QUICK}, 1, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["some alone", "some together", "others alone", "others together"],
-)
+@in_parts(ALONE, TOGETHER, QUICK)
 def test_a_step_that_is_not_finite_is_left_out_by_all_ranks(
     cases: dict[str, tuple[str, ...]], last: int, tmp_path: Path
 ) -> None:
