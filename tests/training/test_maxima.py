@@ -105,10 +105,12 @@ def test_the_numbers_of_the_turn_before_do_not_count() -> None:
 
 
 def test_a_second_run_in_the_same_group_is_not_answered_by_the_first() -> None:
-    first, other = shared({}, timeout_s=0.1), Heartbeat()
+    other = Heartbeat()
+    first = shared({1: other}, timeout_s=0.1)
     for _ in range(3):
         first.start(torch.zeros(()), (0.0,) * 4)
         other.show((7.0,) * 5)
+        assert first.finish() == [7.0] * 5
     dist: Any = SimpleNamespace(rank=0, heartbeat=first._heartbeat, watch=SimpleNamespace(timeout_s=0.1))
     second = SharedMemoryMaxima(dist, {1: other.records()})
     second.start(torch.zeros(()), (0.0,) * 4)

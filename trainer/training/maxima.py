@@ -68,9 +68,12 @@ class SharedMemoryMaxima:
     def start(self, loss: Tensor, values: Sequence[float]) -> None:
         bad = 0.0 if math.isfinite(loss) else self._rank + 1.0
         self._own = (bad, *values)
-        self._heartbeat.show(self._own)
+        if self._others:
+            self._heartbeat.show(self._own)
 
     def finish(self) -> Sequence[float]:
+        if not self._others:
+            return self._own
         shown = [self._own, *(self._shown_by(rank, records) for rank, records in self._others.items())]
         return [max(numbers) for numbers in zip(*shown, strict=True)]
 
