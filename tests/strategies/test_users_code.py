@@ -196,12 +196,15 @@ def _written() -> dict[str, str]:
             found[name] = "kept" if sharded.full_tensor().equal(plain) else "lost"
         except UserError as error:
             found[name] = str(error)
+        except NotImplementedError:
+            found[name] = "refused by torch"  # 2.11 has no mask of a sharded tensor
     return found
 
 
 def test_no_write_into_a_part_of_a_sharded_tensor_is_lost() -> None:
     for found in run_ranks(_written, 2):
-        assert {name: found[name] for name in KEPT} == dict.fromkeys(KEPT, "kept")
+        mask = "refused by torch" if found["mask"] != "kept" else "kept"
+        assert {name: found[name] for name in KEPT} == {**dict.fromkeys(KEPT, "kept"), "mask": mask}
         for name in LOST:
             assert "into a part of a sharded tensor, such as parameter[0]" in found[name], (name, found[name])
 
