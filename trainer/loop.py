@@ -10,7 +10,7 @@ from trainer.data.loading.base import EvalLoader
 from trainer.errors import StoppedBySignal, UserError
 from trainer.inference.evaluation import evaluate, show
 from trainer.optim.schedules import after_evaluation
-from trainer.step import Asked
+from trainer.step import AfterStep
 from trainer.training.context import TrainingContext
 from trainer.training.log_step import log_step
 from trainer.training.meter import peak_memory_bytes
@@ -77,7 +77,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
     heartbeat, meter = context.dist.heartbeat, context.meter
     heartbeat.enter("data")
     epoch, batches = progress.epoch, context.train_loader.epoch(progress.epoch, progress.samples_in_epoch)
-    if not context.agreement.all_have(batches.more):
+    if not context.agreement.all_have(batches.data_left):
         skip_epoch(context)
         return
     window = meter.mark()
@@ -86,7 +86,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
         context.profile.before(progress.step + 1, meter)
         result = context.strategy.train_step(context, batches)
         context.count_step(result.losses, result.data_left)
-        if result.asked is Asked.END:
+        if result.asked is AfterStep.END:
             context.state.early_end.end()
         context.checkpointer.check_once(context.state)
         context.checks.unsaved.look()
@@ -99,7 +99,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
             meter.rest_s += time.perf_counter() - log_begin
         mid_epoch = progress.epoch == epoch and not is_over(context)
         save_now = context.checkpointer.due(progress, end_of_epoch=False)
-        stop = result.asked is Asked.STOP
+        stop = result.asked is AfterStep.STOP
         if stop or (mid_epoch and (save_now or evaluation_due(context))):
             meter.pause()
             evaluation = None if stop else evaluate_if_due(context)

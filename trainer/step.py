@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from trainer.training.context import TrainingContext
 
 
-class Asked(IntEnum):
-    """What a rank asks of all after this step; the largest counts."""
+class AfterStep(IntEnum):
+    """What follows a step; the largest that any rank asks for counts."""
 
-    NOTHING = 0
+    CONTINUE = 0
     END = 1
     """The time of the run is up: it ends as after its last step."""
     STOP = 2
@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
     """This rank's, detached, as `SumOrder.in_rows` adds them; None if the step was left out."""
     grad_norm: Tensor | None
     """Over the whole model, if it was clipped or the step is logged."""
-    asked: Asked
+    asked: AfterStep
     data_left: bool
     """Whether all ranks have data for another step of this epoch."""
 
@@ -69,7 +69,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
         seed_micro_batch(
             context.seed, step, context.batch.num_micro_batches + context.dist.rank, strategy.devices
         )
-        context.agreement.start(losses, context.asked(), batches.more)
+        context.agreement.start(losses, context.asked(), batches.data_left)
     heartbeat.enter("optimizer")
     agreed = context.agreement.finish(f"step {step}")
     strategy.aggregate(context.model)
@@ -87,7 +87,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
             scale_down(state.model.parameters(), max_norm, grad_norm)
         context.checkpointer.wait_until_copied()
         context.gate.begin_update()  # the loop ends it, when it has counted the step
-        if state.update_may_draw:  # replicas the same, and ranks that update shards not
+        if state.update_may_draw:  # the same numbers on replicas, others where ranks update shards
             updater = context.dist.rank if strategy.gradients_differ else 0
             seed_micro_batch(context.seed, step, -1 - updater, strategy.devices)
         strategy.update(state, finite)
@@ -154,7 +154,7 @@ def compute_gradients(
             meter.count_batch(context.task, batch, divisor, order.row(micro_step - 1))
             if last and tell_others:
                 own_loss = reduce(torch.add, own_losses)
-                context.agreement.start(own_loss, context.asked(), batches.more, label_counts)
+                context.agreement.start(own_loss, context.asked(), batches.data_left, label_counts)
             heartbeat.enter("backward")
             context.state.scaler.scale(loss).backward()
             context.checks.frozen.drop_gradients()

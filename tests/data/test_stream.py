@@ -104,9 +104,9 @@ def test_more_says_whether_another_step_follows() -> None:
     for rank, left in ((0, [True, True, True, False]), (1, [True, True, False])):
         batches = train_loader(Numbers(num_samples=7), 2, 2, rank).epoch(0)
         assert ids(batches.ahead()[0]) == ids(next(batches)) == [rank]
-        found = [batches.more]
+        found = [batches.data_left]
         for _ in batches:
-            found.append(batches.more)
+            found.append(batches.data_left)
         assert found == left
 
 

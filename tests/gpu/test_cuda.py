@@ -28,7 +28,7 @@ from trainer.distributed.process_group import Dist
 from trainer.errors import NonFiniteError
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.train_state import Progress
-from trainer.step import Asked
+from trainer.step import AfterStep
 from trainer.strategies.base import Computing
 from trainer.strategies.data_parallel import DataParallel
 from trainer.training.gradient_check import GradientCheck
@@ -67,17 +67,17 @@ def test_the_guard_waits_for_the_forward_pass_and_no_longer() -> None:
     agreement = StepAgreement(Dist(0, 0, 1, 1, (0,), GPU, "cpu:gloo,cuda:nccl"))
     loss = torch.zeros((), device=GPU)
     for _ in range(2):  # the first loads kernels
-        called, busy = host_seconds(lambda: agreement.start(loss, asked=Asked.NOTHING, data_left=True))
+        called, busy = host_seconds(lambda: agreement.start(loss, asked=AfterStep.CONTINUE, data_left=True))
     assert called < busy / 2, "launch must not wait for the GPU"
 
     def step() -> None:
-        agreement.start(loss, asked=Asked.STOP, data_left=True)
+        agreement.start(loss, asked=AfterStep.STOP, data_left=True)
         torch.cuda._sleep(4 * _LONG)  # the backward pass
-        assert agreement.finish("step 1") == (Asked.STOP, True, None)
+        assert agreement.finish("step 1") == (AfterStep.STOP, True, None)
 
     called, busy = host_seconds(step)
     assert called < busy / 2, "the call must return during the backward pass"
-    agreement.start(torch.tensor(torch.nan, device=GPU), asked=Asked.NOTHING, data_left=True)
+    agreement.start(torch.tensor(torch.nan, device=GPU), asked=AfterStep.CONTINUE, data_left=True)
     assert isinstance(agreement.finish("step 2").not_finite, NonFiniteError)
 
 

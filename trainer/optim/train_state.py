@@ -24,7 +24,7 @@ from trainer.optim.plain_names import (
 from trainer.optim.progress import Progress
 from trainer.optim.schedules import after_step
 
-_MAX_SKIPPED = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
+_MAX_OVERFLOWS = 50  # steps in a row; the loss scale begins at 2**16, and each halves it
 
 
 @dataclass
@@ -45,7 +45,7 @@ class TrainState:
     early_end: EarlyEnd = field(default_factory=EarlyEnd)
     rates: list[Any] = field(default_factory=list)  # learning rates of the last update, by parameter group
     skipped_updates: int = 0  # of fp16, in this process
-    _skipped_in_a_row: int = 0
+    _overflows_in_a_row: int = 0  # likewise
     _loss_scale: float | None = None  # after the last update
 
     @cached_property
@@ -69,12 +69,13 @@ class TrainState:
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
     def update(self, finite: bool = True) -> None:
-        """Update the parameters from their gradients; where fp16 overflowed, only the schedule moves.
+        """Update the parameters from their gradients; only step the schedule if these are not finite.
 
-        In fp16 this waits for the device.
+        In fp16 this waits for the device, to see whether the scaled gradients overflowed.
 
         Args:
-            finite: whether the gradients are; if not, too, only the schedule moves.
+            finite: whether the loss and the gradients were found finite on every rank. In fp16 the scaler looks
+                at gradients, here.
 
         Raises:
             NonFiniteError: on every rank: no update was made in 50 steps in a row.
@@ -94,17 +95,17 @@ class TrainState:
         self.scaler.update()
         self._loss_scale = self.scaler.get_scale()
         if self._loss_scale >= before:
-            self._skipped_in_a_row = 0
+            self._overflows_in_a_row = 0
             self.step_schedule_and_average()
             return
         if not began:
             self.optimizer.state.clear()  # of fused SGD: momentum that its kernel did not write
         self.skipped_updates += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row == _MAX_SKIPPED:
+        self._overflows_in_a_row += 1
+        if self._overflows_in_a_row == _MAX_OVERFLOWS:
             step, scale = self.progress.step + 1, self._loss_scale
             raise NonFiniteError(
-                f"train.precision=fp16: {_MAX_SKIPPED} steps in a row, up to {step}, made no update, for "
+                f"train.precision=fp16: {_MAX_OVERFLOWS} steps in a row, up to {step}, made no update, for "
                 f"gradients that are NaN or Inf; the loss scale is {scale:.2g} now. Look for a root or a "
                 "logarithm of 0, or a division by 0; or use train.precision=bf16"
             )

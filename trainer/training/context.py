@@ -16,7 +16,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.optim.param_groups import Frozen
 from trainer.optim.train_state import TrainState
-from trainer.step import Asked
+from trainer.step import AfterStep
 from trainer.training.gradient_check import GradientCheck
 from trainer.training.meter import Meter
 from trainer.training.profiler import Profile
@@ -59,11 +59,12 @@ class TrainingContext(ModelContext):
     stop_request: StopRequest
     gate: Gate
 
-    def asked(self) -> Asked:
+    def asked(self) -> AfterStep:
         """What this rank asks of all after the step; of the time only rank 0, since clocks differ."""
         if self.stop_request.is_set:
-            return Asked.STOP
-        return Asked.END if self.dist.is_main and self.state.early_end.time_is_up() else Asked.NOTHING
+            return AfterStep.STOP
+        time_is_up = self.dist.is_main and self.state.early_end.time_is_up()
+        return AfterStep.END if time_is_up else AfterStep.CONTINUE
 
     def count_step(self, losses: Tensor | None, data_left: bool) -> None:
         """Count a step, with this rank's `losses`, or None if it was left out; without `data_left` the epoch

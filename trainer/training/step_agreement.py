@@ -10,7 +10,7 @@ from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist, extremes
 from trainer.errors import NonFiniteError
 from trainer.exact.order import SumOrder
-from trainer.step import Asked
+from trainer.step import AfterStep
 from trainer.tasks.label_counts import Divisor, divisors
 from trainer.training.maxima import maxima_over
 
@@ -18,7 +18,7 @@ from trainer.training.maxima import maxima_over
 class Agreed(NamedTuple):
     """What all ranks know after a step."""
 
-    asked: Asked
+    asked: AfterStep
     data_left: bool
     """Whether all have data for another step of this epoch."""
     not_finite: NonFiniteError | None
@@ -42,7 +42,9 @@ class StepAgreement:
         self._label_counts: Sequence[float] | None = None  # of this rank's micro-batches of the next step
         self._even = True  # whether those of all ranks are equal
 
-    def start(self, loss: Tensor, asked: Asked, data_left: bool, label_counts: Sequence[float] = ()) -> None:
+    def start(
+        self, loss: Tensor, asked: AfterStep, data_left: bool, label_counts: Sequence[float] = ()
+    ) -> None:
         """Send this rank's values.
 
         Args:
@@ -62,7 +64,7 @@ class StepAgreement:
         bad, asked, ended, most, minus_least = self._maxima.finish()
         error = self._not_finite_on(int(bad) - 1, where, then) if bad else None
         self._even = most == -minus_least
-        return Agreed(Asked(int(asked)), not ended, error)
+        return Agreed(AfterStep(int(asked)), not ended, error)
 
     def _not_finite_on(self, rank: int, where: str, then: str) -> NonFiniteError:
         """The error of a loss on `rank`, with the sample to blame if one is (a collective)."""
@@ -77,7 +79,7 @@ class StepAgreement:
 
     def all_have(self, data_left: bool) -> bool:
         """Whether all ranks have data for the first step of an epoch (a collective)."""
-        self.start(self._no_loss, Asked.NOTHING, data_left)
+        self.start(self._no_loss, AfterStep.CONTINUE, data_left)
         self._label_counts = None
         return self.finish("no step").data_left
 
@@ -88,7 +90,7 @@ class StepAgreement:
 
     def agree_on_label_counts(self, label_counts: Sequence[float]) -> None:
         """Agree on the label counts of the next step, as `start` and `finish` do (a collective)."""
-        self.start(self._no_loss, Asked.NOTHING, data_left=True, label_counts=label_counts)
+        self.start(self._no_loss, AfterStep.CONTINUE, data_left=True, label_counts=label_counts)
         self.finish("no step")
 
     def divisors(self, num_micro_batches: int, num_replicas: int, order: SumOrder) -> list[Divisor]:

@@ -60,10 +60,10 @@ class Batches(Iterator[Any]):
     """The rest of an epoch: micro-batches that make up whole steps.
 
     Attributes:
-        more: whether this rank has data for another step.
+        data_left: whether this rank has data for another step.
     """
 
-    more: bool
+    data_left: bool
 
     @abstractmethod
     def ahead(self) -> list[Any]:

@@ -114,7 +114,7 @@ class _Counted(Batches):
         self._ahead = deque[Any]()
 
     @property
-    def more(self) -> bool:  # type: ignore[override]
+    def data_left(self) -> bool:  # type: ignore[override]
         return self._left > 0
 
     def ahead(self) -> list[Any]:

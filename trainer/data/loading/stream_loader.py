@@ -142,14 +142,14 @@ class _StepAhead(Batches):
 
     def _fetch(self) -> None:
         self._ahead = deque(itertools.islice(self._batches, self._accumulation))
-        self.more = len(self._ahead) == self._accumulation
+        self.data_left = len(self._ahead) == self._accumulation
 
     def ahead(self) -> list[Any]:
         return [batch for batch, _ in self._ahead]
 
     def __next__(self) -> Any:
         if not self._now:
-            if not self.more:
+            if not self.data_left:
                 raise StopIteration
             self._now = self._ahead
         if len(self._now) == 1:

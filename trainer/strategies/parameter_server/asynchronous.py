@@ -144,7 +144,7 @@ class AsyncParameterServer(ParameterServer):
         # No collective may wait for a round, which may be long: ranks that are done are ahead of the others.
         made = self._end_round()
         self._compare_once()
-        context.agreement.start(loss, context.asked(), batches.more)
+        context.agreement.start(loss, context.asked(), batches.data_left)
         agreed = context.agreement.finish(
             f"a step up to {last}",
             "servers had applied earlier pushes, and nothing was saved",
