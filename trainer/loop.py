@@ -47,7 +47,7 @@ def fit(context: TrainingContext) -> dict[str, float]:
                 steady = meter.mark()
         evaluation = evaluate_if_due(context)
         if is_over(context) or context.checkpointer.due(progress, end_of_epoch=True):
-            save(context, evaluation)
+            save(context)
 
     early_end = context.state.early_end
     if early_end.setting is not None:
@@ -102,9 +102,10 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
         stop = result.asked is AfterStep.STOP
         if stop or (mid_epoch and (save_now or evaluation_due(context))):
             meter.pause()
-            evaluation = None if stop else evaluate_if_due(context)
+            if not stop:
+                evaluate_if_due(context)
             if stop or save_now:
-                save(context, evaluation)
+                save(context)
             if stop:
                 context.checkpointer.finish_saving()
                 context.checkpointer.finish_remote()
@@ -137,12 +138,13 @@ def skip_epoch(context: TrainingContext) -> None:
         progress.end_epoch()
 
 
-def save(context: TrainingContext, evaluation: dict[str, float] | None = None) -> None:
+def save(context: TrainingContext) -> None:
     """Save a checkpoint, once it is known that all replicas would save the same (a collective)."""
     context.checks.unsaved.look_at_save()
     context.checks.replicas.check(context.state)
     context.strategy.finish_checks()
     context.strategy.collect(context.model)
+    evaluation = context.checkpointer.evaluation_of(context.state.progress.step)
     context.checkpointer.save(context.state, evaluation, context.train_loader.state_dict())
 
 
@@ -164,9 +166,8 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     progress = context.state.progress
     if context.eval_loader is None or not evaluation_due(context):
         return {}
-    of_step, known = context.checkpointer.last_evaluation
-    if of_step == progress.step:  # in mid-epoch, and it ended the run
-        return dict(known)
+    if known := context.checkpointer.evaluation_of(progress.step):  # in mid-epoch, and it ended the run
+        return known
     metrics: dict[str, float] = {}
     has_average, instead = context.state.average is not None, context.ema.evaluate == "instead"
     context.strategy.finish_checks()  # before the evaluation overwrites what it would find

@@ -48,7 +48,7 @@ class Checkpointer:
     Attributes:
         restored_metrics: those saved with the checkpoint that ``restore`` went on from.
         restored_data_states: where the data of each rank stood then.
-        last_evaluation: its step and metrics, for a save at a fault; changed within `Gate.held`.
+        last_evaluation: its step and metrics, for saves of that step; changed within `Gate.held`.
     """
 
     def __init__(
@@ -147,6 +147,11 @@ class Checkpointer:
             return True
         return end_of_epoch and every_epochs is not None and progress.epoch % every_epochs == 0
 
+    def evaluation_of(self, step: int) -> dict[str, float]:
+        """The metrics of `last_evaluation` if it was after this step, and else none."""
+        of_step, metrics = self.last_evaluation
+        return dict(metrics) if of_step == step else {}
+
     def save(
         self,
         state: TrainState,
@@ -197,13 +202,7 @@ class Checkpointer:
         """The step of the newest checkpoint of this run; not a collective."""
         return next((manifest.step for manifest in self._store.own().values()), None)
 
-    def save_alone(
-        self,
-        state: TrainState,
-        metrics: Mapping[str, float],
-        data_state: Mapping[str, Any],
-        kept: Mapping[str, Any],
-    ) -> bool:
+    def save_alone(self, state: TrainState, data_state: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
         """`save` without any other rank, after a fault. ``state`` must be whole here.
 
         ``kept``, by names in the model's state, is saved in place of its own values there. Other ranks' data
@@ -215,13 +214,14 @@ class Checkpointer:
         Raises:
             UserError: a number is NaN or Inf, or the disk fails; what was saved before is unchanged.
         """
+        step = state.progress.step
         own = [data_state if rank == self._dist.rank else {} for rank in range(self._dist.world_size)]
         tensors, facts = self._parts.of(state, own, kept)
         if bad := sorted(self._parts.expected.new_in(tensors)):
             raise UserError(f"{first_five(bad)} is not finite")
         layout = layout_of(tensors, "full", Alone())
         part = layout.plan.part_of(tensors, rank=0)  # the only one of this plan
-        return self._write_alone(Contents(state.progress.step, layout, part, facts, metrics))
+        return self._write_alone(Contents(step, layout, part, facts, self.evaluation_of(step)))
 
     def save_copies(self, copies: Mapping[int, Copy]) -> bool:
         """`save_alone` of the copies that a `Mirror` found, by rank.

@@ -199,7 +199,7 @@ class Ending:
         reports = self.reports_of_other_hosts()
         elsewhere = choose(reports.others(), ()) if reports is not None else None
         verdict = self._agreed(replace(verdict, saver=self._rank if elsewhere is None else elsewhere))
-        words = self.rescue.alone() if verdict.saver in self._here else ""
+        words = self.rescue.save_alone() if verdict.saver in self._here else ""
         verdict = with_words(verdict, words)
         self._write(verdict)
         if len(self._members) > 1 or own.worker:

@@ -100,10 +100,8 @@ class Rescue:
         Args:
             wait: waits for so many seconds, and keeps this rank awake.
         """
-        if self.last_step is None or not self._heartbeat.step:
-            return ""
-        if self.last_step.why_not is not None:
-            return f"{_NOTHING}: {self.last_step.why_not}"
+        if (words := self._why_not()) is not None:
+            return words
         if verdict.saver is None:
             return f"{_NOTHING}: {_NOBODY}" if self._heartbeat.finished else ""
         if verdict.saver not in self._here:
@@ -133,17 +131,21 @@ class Rescue:
             wait(_LOOK_S)
         return f"{_NOTHING}: rank {saver} was not done in {SAVE_S:.0f} s"
 
-    def alone(self) -> str:
+    def save_alone(self) -> str:
         """Save as the last rank of this host, in its main thread; return what became of it, in a phrase."""
-        if self.last_step is None or not self._heartbeat.step:
-            return ""
-        if self.last_step.why_not is not None:
-            return f"{_NOTHING}: {self.last_step.why_not}"
+        if (words := self._why_not()) is not None:
+            return words
         if not self._heartbeat.finished:
             return ""
         thread = self._begin({"saver": self._rank, "among": []})
         thread.join(SAVE_S)
         return str(self._said.get("words", f"{_NOTHING}: it was not done in {SAVE_S:.0f} s"))
+
+    def _why_not(self) -> str | None:
+        """Why no rank of this run can save, in a phrase, empty before the first step; None if one can."""
+        if self.last_step is None or not self._heartbeat.step:
+            return ""
+        return None if self.last_step.why_not is None else f"{_NOTHING}: {self.last_step.why_not}"
 
     def _begin(self, ask: dict[str, Any]) -> threading.Thread:
         self._asked = ask

@@ -74,8 +74,8 @@ class TrainState:
         In fp16 this waits for the device, to see whether the scaled gradients overflowed.
 
         Args:
-            finite: whether the loss and the gradients were found finite on every rank. In fp16 the scaler looks
-                at gradients, here.
+            finite: whether the loss and the gradients were found finite on every rank; in fp16 only the loss,
+                since the scaler looks at the gradients.
 
         Raises:
             NonFiniteError: on every rank: no update was made in 50 steps in a row.

@@ -105,14 +105,9 @@ class KeptStep(Gate):
 
     def save(self) -> bool:
         self._dist.heartbeat.enter("rescue")
-        of_step, metrics = self._checkpointer.last_evaluation
         with self._own_stream():
-            return self._checkpointer.save_alone(
-                self._state,
-                metrics if of_step == self._state.progress.step else {},
-                self._data_state,
-                {**self._buffers.kept(), **self._extra_states},
-            )
+            kept = {**self._buffers.kept(), **self._extra_states}
+            return self._checkpointer.save_alone(self._state, self._data_state, kept)
 
     def _copied_extra_states(self) -> dict[str, Any]:
         return {
