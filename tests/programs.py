@@ -30,6 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from tests.hosts import Host
@@ -287,6 +288,9 @@ def _forked(
         signal.signal(signal.SIGINT, signal.default_int_handler)
         GlobalHydra.instance().clear()  # a sweep starts its trials from within Hydra
         gc.enable()
+        # torch replaces its thread pool at the first use after a fork, and autograd's threads, which all use
+        # it as they start, abort if one finds none meanwhile.
+        torch.set_num_threads(torch.get_num_threads())
         code: object = 0
         try:
             _program(argv, env, Path.cwd())

@@ -86,7 +86,7 @@ def test_hosts_may_have_different_numbers_of_ranks(tmp_path: Path) -> None:
         ended = start_on([0, 0, 0, 1], run_dir, *MIRRORED, *fault("kill", 0, "backward", count=3))
         if "saves the last step" not in message(run_dir):
             break  # else, on a busy machine, the verdict came before all three were dead, and asked one of them
-    assert saved_steps(run_dir) == [7], ended
+    assert saved_steps(run_dir) in ([7], [6]), ended  # the copies of step 7 may still be on their way
     assert_goes_on(run_dir, tmp_path, *MIRRORED)
 
 
