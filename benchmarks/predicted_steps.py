@@ -1,6 +1,7 @@
 """Training steps between two hosts, predicted from a run on one host and measured: within 15 %.
 
     python -m benchmarks.predicted_steps [--per-host 2,4] [--rate 1gbit] [--models waiting,gpt] [--steps 40]
+        [--strategy ddp|fsdp]
 
 For each number of processes, a run on one host provides steps and buckets, and a preflight the capacities of
 the two hosts and their link; `trainer.comm.plan --train` predicts the step there; then it is measured, once
@@ -35,21 +36,28 @@ MODELS = {
     "waiting": (
         "data=fake", "model=mlp", "model._target_=benchmarks.waiting_model.Waiting", "~model.hidden",
         "~model.input_shape", "+model.layers=8", "+model.megabytes=26", "+model.forward_ms=12",
-        "strategy.first_bucket_mb=6", "strategy.bucket_cap_mb=6", "train.global_batch_size=8",
+        "train.global_batch_size=8",
     ),
     "gpt": (
         "experiment=text_gpt", "model.width=256", "model.depth=6", "model.num_heads=4",
-        "strategy.first_bucket_mb=4", "strategy.bucket_cap_mb=4", "train.global_batch_size=8",
+        "train.global_batch_size=8",
     ),
 }  # fmt: skip
+STRATEGIES = {
+    "ddp": {
+        "waiting": ("strategy=ddp", "strategy.first_bucket_mb=6", "strategy.bucket_cap_mb=6"),
+        "gpt": ("strategy=ddp", "strategy.first_bucket_mb=4", "strategy.bucket_cap_mb=4"),
+    },
+    "fsdp": dict.fromkeys(MODELS, ("strategy=fsdp",)),
+}
 ALGORITHMS = ("ring", "hierarchical")
 BAR = 1.15
 
 
 def run(
-    places: Sequence[int | Host], model: str, algorithm: str, steps: int, run_dir: Path
+    places: Sequence[int | Host], settings: Sequence[str], algorithm: str, steps: int, run_dir: Path
 ) -> predict_step.MeasuredRun:
-    options = (*MODELS[model], *COMMON, f"comm={algorithm}", f"train.max_steps={steps}", f"run_dir={run_dir}")
+    options = (*settings, *COMMON, f"comm={algorithm}", f"train.max_steps={steps}", f"run_dir={run_dir}")
     ended = finish_ranks(places, "train.py", *options, env={"OMP_NUM_THREADS": "1"}, timeout_s=400)
     if any(rank.code for rank in ended):
         raise SystemExit("\n".join(rank.output for rank in ended))
@@ -74,31 +82,33 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--models", default="waiting,gpt")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
     args = parser.parse_args()
     kept = True
     print(
-        f"{'':24}{'one host':>10}{'computing':>11}{'exposed':>9}{'predicted':>11}{'measured':>10}{'ratio':>7}"
+        f"{'':30}{'one host':>10}{'computing':>11}{'exposed':>9}{'predicted':>11}{'measured':>10}{'ratio':>7}"
     )
     for per_host in map(int, args.per_host.split(",")):
         for model in args.models.split(","):
-            kept &= compare(per_host, model, args.rate, args.steps)
+            kept &= compare(per_host, model, args.strategy, args.rate, args.steps)
     print("all within 15 %" if kept else "NOT all within 15 %")
     return int(not kept)
 
 
-def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
+def compare(per_host: int, model: str, strategy: str, rate: str, steps: int) -> bool:
     kept, alone = True, [0] * (2 * per_host)
+    settings = (*MODELS[model], *STRATEGIES[strategy][model])
     with tempfile.TemporaryDirectory() as name, network(2, rate) as (a, b):
         folder, places = Path(name), [*[a] * per_host, *[b] * per_host]
         before = {
-            algorithm: run(places, model, algorithm, steps, folder / f"{algorithm}0")
+            algorithm: run(places, settings, algorithm, steps, folder / f"{algorithm}0")
             for algorithm in ALGORITHMS
         }
-        found = run(alone, model, "ring", steps, folder / "alone")
+        found = run(alone, settings, "ring", steps, folder / "alone")
         here, there = machine_of(alone, folder / "here.json"), machine_of(places, folder / "there.json")
         computed_s = found.computed_s(here)
         for algorithm in ALGORITHMS:
-            after = run(places, model, algorithm, steps, folder / f"{algorithm}1")
+            after = run(places, settings, algorithm, steps, folder / f"{algorithm}1")
             measured_s = statistics.mean((before[algorithm].step_s, after.step_s))
             predicted = found.step(PlannedWorld(2, per_host, there), algorithm, computed_s)
             ratio = predicted.seconds / measured_s
@@ -107,7 +117,7 @@ def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
             columns = "".join(
                 f"{1e3 * s:>{width}.1f}" for s, width in zip(metrics, (10, 11, 9, 11, 10), strict=True)
             )
-            print(f"{f'{model} 2 x {per_host} {algorithm}':24}{columns}{ratio:>7.2f}", flush=True)
+            print(f"{f'{model} {strategy} 2 x {per_host} {algorithm}':30}{columns}{ratio:>7.2f}", flush=True)
     return kept
 
 
