@@ -18,20 +18,21 @@ HOUSE = ROOT / "trainer"
 FLOORS: tuple[dict[str, str], ...] = (
     {
         "errors": "",
+        "late_dynamo": "",
         "local_shard": "",
-        "fingerprint": "",
         "nested": "",
         "turns": "",
     },
     {
         "config": "errors",
         "files": "errors",
+        "fingerprint": "local_shard",
         "gradient_norm": "local_shard",
     },
     {
         "comm": "errors files local_shard",
         "launch": "config errors files",
-        "optim": "config errors local_shard nested",
+        "optim": "config errors late_dynamo local_shard nested",
     },
     {
         "faults": "config errors files launch local_shard nested optim",
@@ -43,7 +44,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "checkpoint": "comm config distributed errors faults files local_shard optim",
         "exact": "comm distributed errors files fingerprint gradient_norm local_shard optim turns",
-        "meta_init": "distributed errors nested",
+        "meta_init": "distributed errors late_dynamo nested",
         "tasks": "data errors local_shard nested",
     },
     {

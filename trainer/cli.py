@@ -89,13 +89,14 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
         if status := launch(settings, argv):
             sys.exit(status)
         return None
-    publish(place(settings.distributed))
-    return loaded_run()(settings)  # loads torch only after the settings are checked
+    here = place(settings.distributed)
+    publish(here)
+    return loaded_run(alone=here.world_size == 1)(settings)  # loads torch only after the settings are checked
 
 
 @functools.cache  # a second call would freeze what the first must not
-def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
-    """`trainer.run.run`, with all that any first step imports.
+def loaded_run(alone: bool) -> Callable[[config.Config], dict[str, Any]]:
+    """`trainer.run.run`, with all that any first step imports of a process that is `alone` or not.
 
     Imported objects stay: searching them for garbage repeatedly is a fifth of the start-up.
     """
@@ -103,8 +104,9 @@ def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
     from trainer.run import run
 
     gc.freeze()
-    # Torch's optimizers would import it, and with it as many objects as torch itself. They are not frozen:
-    # Triton, which is among them, would tell of leaks at the end.
-    import_module("torch._dynamo")
+    if not alone:
+        # DDP and FSDP would import it, and with it as many objects as torch itself. They are not frozen:
+        # Triton, which is among them, would tell of leaks at the end.
+        import_module("torch._dynamo")
     gc.enable()
     return run

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
+
+from trainer.local_shard import is_dtensor
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, np.generic)
@@ -206,7 +207,7 @@ def _value_if_any(leaf: Any) -> Any:
 
 def _value(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        held = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        held = leaf.to_local() if is_dtensor(leaf) else leaf
         # Computed by the step, or maybe a parameter that the optimizer updates.
         is_updated = leaf.requires_grad and (not leaf.is_leaf or isinstance(leaf, nn.Parameter))
         if is_updated or held.is_meta or held.layout != torch.strided:

@@ -9,16 +9,15 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from trainer.local_shard import to_local
+from trainer.local_shard import is_dtensor, to_local
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The norm, a scalar (a collective over the ranks of sharded gradients, if any)."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients or not isinstance(gradients[0], DTensor):
+    if not gradients or not is_dtensor(gradients[0]):
         return nn.utils.get_total_norm(gradients)
     mesh = gradients[0].device_mesh
     squares = torch.stack(torch._foreach_norm([to_local(gradient) for gradient in gradients])) ** 2
@@ -30,7 +29,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def scale_down(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale gradients of norm `norm` down to `max_norm`, if it is larger."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    if not any(isinstance(parameter.grad, DTensor) for parameter in parameters):
+    if not any(is_dtensor(parameter.grad) for parameter in parameters):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
     shards = [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]

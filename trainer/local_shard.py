@@ -1,17 +1,28 @@
 """This process's shard of a tensor that may be sharded over ranks."""
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
+def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
+    """Whether it is a DTensor. Does not import that class, which takes a quarter of the time of torch."""
+    module = sys.modules.get("torch.distributed.tensor")  # without it, nothing is one
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
 def to_local(tensor: Tensor) -> Tensor:
     """The local tensor of `tensor`, detached: all of it, or this rank's shard of a DTensor."""
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         with torch.no_grad():  # detaching a DTensor takes five times as long
             tensor = tensor.to_local()
     return tensor.detach()
@@ -44,18 +55,18 @@ def rows_of_shard(num_rows: int, shard: int, num_shards: int) -> tuple[int, int]
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ranks hold different rows of it: along its first dimension, over the mesh's last."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return False
     *copies, placement = tensor.placements
-    assert all(copy == Replicate() for copy in copies), tensor.placements
-    assert placement in (Replicate(), Shard(0)), tensor.placements
-    return placement == Shard(0)
+    assert all(copy.is_replicate() for copy in copies), tensor.placements
+    assert placement.is_replicate() or placement.is_shard(0), tensor.placements
+    return placement.is_shard(0)
 
 
 def own_rows(tensor: Tensor) -> tuple[int, int]:
     """The rows [begin, end) of `tensor` that this process holds: all, or those of its shard."""
     rows = num_rows(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return 0, rows
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # the mesh has only other ranks, such as parameter servers

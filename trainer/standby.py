@@ -19,7 +19,7 @@ _OFTEN_USED = ("trainer.strategies.ddp", "trainer.loggers.tensorboard")  # impor
 def main() -> None:
     die_with_parent()
     extend_path()
-    loaded_run()
+    loaded_run(alone=False)
     for module in _OFTEN_USED:
         import_module(module)
     argv = received_command_line(socket.socket(fileno=int(sys.argv[1])))

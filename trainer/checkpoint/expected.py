@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import DTYPES
 from trainer.checkpoint.matching import Shapes, compare_shapes, is_extra_state
 from trainer.checkpoint.tree import take_apart
 from trainer.errors import UserError
 from trainer.files.untrusted import first_five, printable, reason
-from trainer.local_shard import same_bits, to_local
+from trainer.local_shard import is_dtensor, same_bits, to_local
 from trainer.optim.plain_names import every_parameter, load_model_state, model_state, named_buffers
 from trainer.optim.train_state import TrainState
 
@@ -38,7 +37,7 @@ class Expected:
                 raise UserError(f"a checkpoint cannot hold {name}, which {problem}")
         named = every_parameter(state.model)
         # Without DTensors: FSDP itself replaces them by gathered ones.
-        self._parameters = {name: p for name, p in named if not isinstance(p, DTensor)}
+        self._parameters = {name: p for name, p in named if not is_dtensor(p)}
         self._shapes = _of_model(tensors)
         self.not_finite = not_finite(tensors)
         self.model_config = _config_of(state.model)

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.matching import is_extra_state
 from trainer.checkpoint.safetensors_files import NAMES, sizes_in
 from trainer.distributed.agreement import Agreement
 from trainer.errors import UserError
 from trainer.files.untrusted import Fields, printable
-from trainer.local_shard import is_sharded, num_rows, rows_of_shard, to_local
+from trainer.local_shard import is_dtensor, is_sharded, num_rows, rows_of_shard, to_local
 
 _MODEL = "model."
 # Beside those of safetensors, which has no names for these: they are stored as bytes.
@@ -103,7 +102,7 @@ def _holders(tensor: Tensor, plain_on: Collection[int]) -> list[list[int]]:
     Args:
         plain_on: the ranks that hold it if it is not a DTensor.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return [[rank] for rank in plain_on]
     ranks = tensor.device_mesh.mesh
     return ranks.reshape(-1, ranks.shape[-1] if is_sharded(tensor) else 1).tolist()

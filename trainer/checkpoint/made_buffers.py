@@ -4,13 +4,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError, first_few
-from trainer.local_shard import same_bits, spanned_bytes
+from trainer.local_shard import is_dtensor, same_bits, spanned_bytes
 from trainer.optim.plain_names import every_parameter, named_buffers, named_modules
 
 
@@ -62,7 +61,7 @@ def _separate(
 ) -> None:
     """Give buffers memory of their own if their saved values do not fit into that which they share."""
     buffers = dict(named_buffers(model))
-    plain = {name: p.detach() for name, p in every_parameter(model) if not isinstance(p, DTensor)}
+    plain = {name: p.detach() for name, p in every_parameter(model) if not is_dtensor(p)}
     for names in _sharing_memory(buffers | plain):
         # Parameters are written last, and so never overwritten: they keep the memory.
         tensors = {name: each[name] for each in (buffers, plain) for name in names if name in each}

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.tree import put_together
 from trainer.errors import UserError
 from trainer.files.untrusted import first_five
+from trainer.local_shard import is_dtensor
 from trainer.optim.plain_names import parameter_names
 from trainer.optim.train_state import TrainState
 
@@ -180,7 +180,7 @@ def parameter_of(name: str, shape: torch.Size, parameters: Mapping[str, Tensor])
     while prefix and prefix not in parameters:
         prefix = prefix.rpartition(".")[0]
     parameter = parameters.get(prefix)
-    if isinstance(parameter, DTensor) and len(shape) > 0 and shape != parameter.shape:
+    if is_dtensor(parameter) and len(shape) > 0 and shape != parameter.shape:
         words = "has another shape than its parameter and cannot be sharded; resume, or begin, without FSDP"
         raise UserError(f"{name} {words}")
     return parameter

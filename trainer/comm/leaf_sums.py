@@ -18,10 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError
-from trainer.local_shard import to_local
+from trainer.local_shard import is_dtensor, to_local
 
 _SCALE = 2.0**50
 _CHUNK = 1 << 15  # elements, on a CPU: what a chunk needs stays in its cache
@@ -261,7 +260,9 @@ def _as_gradient(row: Tensor, parameter: nn.Parameter) -> Tensor:
     local, order = to_local(parameter), _by_stride(parameter)
     back = [order.index(dim) for dim in range(local.ndim)]
     gradient = row.view([local.shape[dim] for dim in order]).permute(back)
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import DTensor
+
         mesh, shape = parameter.device_mesh, parameter.shape
         return DTensor.from_local(
             gradient, mesh, parameter.placements, run_check=False, shape=shape, stride=parameter.stride()

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from trainer.local_shard import is_sharded, rows_of_shard, to_local
+from trainer.local_shard import is_dtensor, is_sharded, rows_of_shard, to_local
 
 
 def gather_shards_to_rank0(
@@ -25,7 +24,7 @@ def gather_shards_to_rank0(
         device: a device on which `group` communicates; `group` None means all ranks.
     """
     local, rank = to_local(tensor), dist.get_rank()
-    if not isinstance(tensor, DTensor) or not is_sharded(tensor):
+    if not is_dtensor(tensor) or not is_sharded(tensor):
         if rank == 0:
             yield local.cpu()
         return

@@ -3,10 +3,10 @@
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError
 from trainer.fingerprint import bit_sums, fingerprint, generators
+from trainer.local_shard import is_dtensor
 
 _WEIGHT = "change weights in the optimizer alone, or compute with another tensor (weight.clamp(-c, c))"
 _EXTRA = "keep it in a buffer (register_buffer)"
@@ -25,7 +25,7 @@ class Carried:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._before = model, dict[str, tuple[Any, str]]()
-        self._is_whole = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self._is_whole = not any(is_dtensor(parameter) for parameter in model.parameters())
         self._is_done = False
 
     def begin_step(self) -> None:

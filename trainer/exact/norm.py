@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from trainer.local_shard import num_rows, own_rows, to_local
+from trainer.local_shard import is_dtensor, num_rows, own_rows, to_local
 
 
 @torch.no_grad()
@@ -28,7 +27,7 @@ def exact_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             squares = local.float().square().reshape(end - first, -1)
             sums[begin + first : begin + end] = _folded(squares)
         begin += num_rows(parameter.shape)
-    if isinstance(held[0][1], DTensor):
+    if is_dtensor(held[0][1]):
         dist.all_reduce(sums, group=held[0][1].device_mesh.get_group())  # in each place one number, and zeros
     return _folded(sums[None])[0].sqrt()
 

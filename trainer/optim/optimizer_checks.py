@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Mapping
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 
 from trainer.errors import UserError
+from trainer.local_shard import is_dtensor
 from trainer.nested import leaves
 from trainer.optim.layout import is_dense
 
@@ -53,7 +53,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], optimized: set[Tensor]) -> None:
     """Raise UserError for options or state of `optimizer` that torch does not support here."""
-    name, sharded = type(optimizer).__name__, [p for p in optimized if isinstance(p, DTensor)]
+    name, sharded = type(optimizer).__name__, [p for p in optimized if is_dtensor(p)]
     chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
     on_cpu = [names[parameter] for parameter in names if parameter in optimized and parameter.is_cpu]
     if sharded and isinstance(optimizer, Adafactor):

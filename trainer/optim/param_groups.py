@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError, first_few
+from trainer.late_dynamo import import_dynamo_late
+from trainer.local_shard import is_dtensor
 from trainer.optim.combined import CombinedOptimizer, parts_of
 from trainer.optim.layout import is_dense, lay_out_gradients
 from trainer.optim.optimizer_checks import check_optimizer, sparse_weights
@@ -106,6 +108,7 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any], fused_on_cpu: bool 
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
+    import_dynamo_late(*(kind for kind in vars(torch.optim).values() if isinstance(kind, type)))
     sets = parameter_sets(model, optim)
     parts = [_part(name, model, optim, own, fused_on_cpu) for name, own in sets.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)
@@ -133,7 +136,7 @@ def _part(
             "use optim=adamw"
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    sharded = any(is_dtensor(parameter) for parameter in parameters)
     return WholeMatrices(optimizer) if isinstance(optimizer, Muon) and sharded else optimizer
 
 
@@ -156,7 +159,7 @@ def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) ->
     known = devices <= ({"cuda", "cpu"} if fused_on_cpu else {"cuda"})
     if chosen or optimizer.defaults.get("differentiable") or not fit or not known:
         return {}
-    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    sharded = [parameter for parameter in parameters if is_dtensor(parameter)]
     if type(optimizer) in (_FUSED_SHARDED if sharded else _FUSED):
         return {"fused": True}
     offloaded = devices == {"cuda"} and any(parameter.is_cpu for parameter in sharded)
@@ -164,7 +167,7 @@ def _at_once(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) ->
 
 
 def _computed_on(parameter: Tensor) -> str:
-    return parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+    return parameter.device_mesh.device_type if is_dtensor(parameter) else parameter.device.type
 
 
 def parameter_sets(model: nn.Module, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

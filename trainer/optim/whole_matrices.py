@@ -1,16 +1,18 @@
 """Muon for sharded matrices: each is gathered for its update, which needs all of it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import Muon
 
 from trainer.local_shard import to_local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _MOMENTUM = "momentum_buffer"  # the key of Muon's state
 
@@ -40,7 +42,7 @@ class WholeMatrices(Muon):
                 for first in range(0, len(matrices), num_shards):
                     self._update(group, matrices[first : first + num_shards])
 
-    def _update(self, group: dict[str, Any], matrices: Sequence[DTensor]) -> None:
+    def _update(self, group: dict[str, Any], matrices: Sequence["DTensor"]) -> None:
         """Update at most as many matrices as there are shards: rank r computes that of number r."""
         mesh = matrices[0].device_mesh
         last = mesh.ndim - 1
@@ -64,7 +66,7 @@ class WholeMatrices(Muon):
             for own, new in zip(parts, pair, strict=False):
                 own.copy_(new[: len(own)])
 
-    def _held(self, matrix: DTensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _held(self, matrix: "DTensor") -> tuple[Tensor, Tensor, Tensor]:
         """This rank's rows of the weight, its momentum and its gradient."""
         state = self.state[matrix]
         if _MOMENTUM not in state:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.errors import UserError, first_few
-from trainer.local_shard import spanned_bytes
+from trainer.local_shard import is_dtensor, spanned_bytes
 from trainer.meta_init.module_tensors import has_gradient_hook, named_tensors
 from trainer.meta_init.operations import storage_of
 from trainer.optim.optimizer_checks import sparse_weights
@@ -35,7 +34,7 @@ class StaleReferenceCheck:
     def note(self, unit: nn.Module) -> None:
         """Record, by weak references, the parameters of `unit`, which is sharded next."""
         for name, parameter in unit.named_parameters():
-            if not isinstance(parameter, DTensor):
+            if not is_dtensor(parameter):
                 self._held[self._prefixes[unit] + name] = weakref.ref(parameter)
 
     def guard(self) -> None:

@@ -3,17 +3,20 @@
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.errors import UserError
+from trainer.local_shard import is_dtensor
 from trainer.optim.combined import has_user_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _READS = {
     *(Tensor.item, Tensor.tolist, Tensor.is_nonzero, torch.is_nonzero, Tensor.__contains__),
@@ -52,7 +55,7 @@ class _WholeTensors(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if self._reads and func in _READS and isinstance(first, DTensor):
+        if self._reads and func in _READS and is_dtensor(first):
             args = (first.full_tensor(), *args[1:])
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
@@ -66,7 +69,7 @@ class _WholeTensors(TorchFunctionMode):
                     "torch.where for parts of them; or use strategy=ddp"
                 )
         result = func(*args, **kwargs)
-        if name in _VIEWS and isinstance(first, DTensor) and (name != "__getitem__" or _is_basic(args[1])):
+        if name in _VIEWS and is_dtensor(first) and (name != "__getitem__" or _is_basic(args[1])):
             lost = self._holds(first)
             for part in _sharded([result]):
                 if lost or _is_copy(part, first):
@@ -86,8 +89,8 @@ def _written(name: str, first: Any, kwargs: dict[str, Any]) -> Iterator[Any]:
     yield kwargs.get("out")
 
 
-def _sharded(values: Iterable[Any]) -> list[DTensor]:
-    return [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, DTensor)]
+def _sharded(values: Iterable[Any]) -> list["DTensor"]:
+    return [leaf for leaf in tree_leaves(list(values)) if is_dtensor(leaf)]
 
 
 def _is_basic(index: Any) -> bool:
@@ -96,8 +99,8 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts)
 
 
-def _is_copy(part: Tensor, of: DTensor) -> bool:
+def _is_copy(part: Tensor, of: "DTensor") -> bool:
     """Whether torch has gathered `part` for a function that gives views of other tensors."""
-    assert isinstance(part, DTensor)
+    assert is_dtensor(part)
     pairs = zip(part.placements, of.placements, strict=True)
-    return any(isinstance(was, Shard) and not isinstance(now, Shard) for now, was in pairs)
+    return any(was.is_shard() and not now.is_shard() for now, was in pairs)

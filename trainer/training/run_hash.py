@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.distributed.gather_shards import as_bytes, gather_shards_to_rank0
 from trainer.faults.disk_progress import progress
+from trainer.local_shard import is_dtensor
 from trainer.optim.plain_names import model_state
 
 
@@ -51,7 +51,7 @@ def parameters_sha256(model: nn.Module) -> str:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         # CPU offload leaves shards where the mesh's backend cannot send.
         for part in gather_shards_to_rank0(
-            tensor, tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+            tensor, tensor.device_mesh.device_type if is_dtensor(tensor) else "cpu"
         ):
             digest.update(as_bytes(part))
             progress()
