@@ -31,6 +31,7 @@ def _send(num_bytes: int) -> float:
 
 
 @pytest.mark.parametrize("sender", [0, 1])
+@pytest.mark.slow
 def test_a_link_has_its_rate_in_both_directions(sender: int) -> None:
     with hosts(2, rate="200mbit") as members:
         source, target = members[sender], members[1 - sender]

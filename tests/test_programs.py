@@ -118,6 +118,7 @@ def test_ranks_have_torchruns_environment(tmp_path: Path) -> None:
     assert [rank.stdout for rank in finish_ranks(2, script)] == ["0 0 2\n", "1 1 2\n"]
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_shown_with_its_stack_and_is_gone_with_its_session(tmp_path: Path) -> None:
     text = "import os, time\ndef dream(): time.sleep(1000)\nos.fork()\ndream()"
     with pytest.raises(AssertionError, match=r"still runs after 1 s(.|\n)*in dream"):

@@ -83,6 +83,7 @@ def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
 
 
 @pytest.mark.netns
+@pytest.mark.slow
 def test_ranks_live_on_hosts() -> None:
     with hosts(2) as (left, right):
         before = left.counters()[0]

@@ -118,6 +118,7 @@ def own_parts(run_dir: Path) -> dict[str, Any]:
     )
 
 
+@pytest.mark.slow
 def test_a_users_own_parts_need_no_edit(tmp_path: Path) -> None:
     result = run_ranks(own_parts, 2, tmp_path, init=False)[0]
     assert result["eval/accuracy"] > 0.8, "two classes: chance is 0.5"

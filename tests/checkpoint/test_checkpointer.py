@@ -98,6 +98,7 @@ def _save_other_layouts(run_dir: Path, format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.slow
 def test_a_save_is_planned_again_where_names_sizes_or_shared_memory_change(
     tmp_path: Path, format: str
 ) -> None:
@@ -179,6 +180,7 @@ def _buffers_of_odd_dtypes(run_dir: Path, format: str) -> list[str]:
 
 
 @pytest.mark.parametrize("format", ["full", "sharded"])
+@pytest.mark.slow
 def test_buffers_of_dtypes_that_torch_saves_in_another_way(tmp_path: Path, format: str) -> None:
     [restored] = run_ranks(_buffers_of_odd_dtypes, 1, tmp_path, format)
     assert {str(dtype).removeprefix("torch.") for dtype in ODD} <= set(restored)

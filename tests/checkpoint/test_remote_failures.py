@@ -299,6 +299,7 @@ def _go_on_with_a_slow_clock(root: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_clock_behind_the_lost_machines_makes_no_old_checkpoint_the_newest(tmp_path: Path) -> None:
     assert run_ranks(_go_on_with_a_slow_clock, 1, tmp_path) == [[6, 6]]
     assert _steps_there(tmp_path) == ["step_00000005-2", "step_00000006-2"]

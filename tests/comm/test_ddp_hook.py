@@ -106,6 +106,7 @@ def compare_compressed(hosts: list[int]) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_compressed_training_goes_the_same_way() -> None:
     for found in run_ranks(compare_compressed, 2, [0, 1]):
         for algorithm, (difference, distance) in found.items():

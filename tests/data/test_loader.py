@@ -497,6 +497,7 @@ def _abandoned_workers(pids: Path) -> None:
     next(train_loader(Stuck(), 8, num_workers=2).epoch(0))
 
 
+@pytest.mark.slow
 def test_workers_even_stuck_ones_end_with_a_main_process_that_was_killed(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="exit code -9"):
         run_ranks(_abandoned_workers, 1, tmp_path / "pids", init=False)

@@ -302,6 +302,7 @@ class SumsUp(Classification):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 def test_an_abort_is_told_in_the_words_of_gloo_with_where_all_ranks_are(tmp_path: Path) -> None:
     task = ("data.task._target_=tests.faults.test_ends.SumsUp", "~data.task.label_smoothing")
     with pytest.raises(RankFailure):

@@ -63,6 +63,7 @@ def test_its_status_is_its_own(end: str, code: int, tmp_path: Path) -> None:
     assert f"ended, with status {code}, but not thread Thread-" in ended.stderr
 
 
+@pytest.mark.slow
 def test_what_ends_by_itself_is_waited_for(tmp_path: Path) -> None:
     text = (
         "import threading, time\ndef send():\n    time.sleep(1)\n    print('sent', flush=True)\n"

@@ -217,6 +217,7 @@ def late() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_wait_ends_when_the_other_host_has_the_copies() -> None:
     assert run_ranks(late, 2) == [[1], [1]]
 
@@ -248,6 +249,7 @@ def cut_off() -> tuple[list[int], int]:
     return sorted(copies_in(link.received[1 - rank].fd)), blamed
 
 
+@pytest.mark.slow
 def test_half_a_copy_does_not_count() -> None:
     (steps, blamed), _ = run_ranks(cut_off, 2)
     assert (steps, blamed) == ([2], 1)

@@ -269,6 +269,7 @@ def interrupted(folder: str) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_one_rank_says_that_it_was_interrupted(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES)))
     assert run_ranks(interrupted, 2, str(tmp_path), init=False) == ["\ninterrupted\n", ""]

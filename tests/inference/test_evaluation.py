@@ -34,6 +34,7 @@ def _evaluated(run_dir: str) -> dict[str, Any]:
         return {"metrics": found.metrics, "rows": found.rows}
 
 
+@pytest.mark.slow
 def test_auc_is_that_of_all_samples_at_any_world_size(tmp_path: Any) -> None:
     """359 held-out samples: no world size here divides them."""
     alone, *more = [run_ranks(_evaluated, size, str(tmp_path / str(size)), init=False) for size in (1, 2, 3)]

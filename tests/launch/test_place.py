@@ -264,6 +264,7 @@ def test_a_meeting_that_is_given_up_leaves_no_thread_in_the_store(
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_ranks_meet_though_one_comes_later_than_timeout_s(
     of_torchrun: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def _footprint(
         return stage.footprint(8, accumulation)
 
 
+@pytest.mark.slow
 def test_each_strategy_and_choice_takes_its_own() -> None:
     dry_run = DryRun(settings(*MLP))
     small, fsdp = "strategy.unit_min_params=1000", "strategy=fsdp"

@@ -433,6 +433,7 @@ def _start(run_dir: Path, strategy: str) -> dict[str, Tensor]:
         }
 
 
+@pytest.mark.slow
 def test_ddp_and_fsdp_begin_with_the_same_bits(tmp_path: Path) -> None:
     single = run_ranks(_start, 1, tmp_path, "single", init=False)[0]
     sharded = run_ranks(_start, 2, tmp_path, "fsdp", init=False)[0]

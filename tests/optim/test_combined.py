@@ -226,6 +226,7 @@ def test_servers_without_common_steps_refuse_matrices_in_shards(tmp_path: Path) 
         assert "optim: its step communicates between shards" in said and "\n" not in said
 
 
+@pytest.mark.slow
 def test_memory_counts_one_moment_for_muon_and_two_for_adamw() -> None:
     from trainer.memory import __main__ as memory
 

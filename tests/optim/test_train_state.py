@@ -81,6 +81,7 @@ def test_names_are_those_of_the_plain_module() -> None:
     assert [name for name, _ in parameter_names(net)] == plain
 
 
+@pytest.mark.slow
 def test_the_state_of_a_wrapped_model_is_what_torch_gives() -> None:
     net = tiny.Net()
     net.first = checkpoint_wrapper(net.first)  # type: ignore[assignment]

@@ -169,6 +169,7 @@ def a_second_run(run_dir: Path) -> dict[str, tuple[str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_second_live_run_is_refused_by_name_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
     (found,) = run_ranks(a_second_run, 1, tmp_path, init=False)
     pid, here = found["pid"][0], socket.gethostname()

@@ -94,6 +94,7 @@ def _without_steps_in_common(run_dir: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_workers_that_have_buffers_of_their_own_say_so(tmp_path: Path) -> None:
     _, first, second = run_ranks(_without_steps_in_common, 3, str(tmp_path), init=False)
     assert [message[:35] for message in first] == ["the forward pass changes buffers, a"] and not second

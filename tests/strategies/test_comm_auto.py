@@ -70,6 +70,7 @@ def test_between_hosts_it_is_the_backends_own(tmp_path: Path) -> None:
     assert run_ranks(set_up, 2, str(tmp_path), hosts=[0, 1], init=False) == ["native"] * 2
 
 
+@pytest.mark.slow
 def test_the_bits_of_more_ranks_depend_on_the_order_and_must_not_on_the_hosts(tmp_path: Path) -> None:
     assert run_ranks(set_up, 4, str(tmp_path), init=False) == ["native"] * 4
 

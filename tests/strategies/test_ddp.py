@@ -55,6 +55,7 @@ def idle(*options: str) -> tuple[str, ...]:
     return (*QUICK, "model._target_=tests.strategies.test_ddp.Idle", *options)
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
     spare = "used no spare.weight, spare.bias, and " + WAY_OUT
     layer = r"used no layers\.0\.weight, layers\.0\.bias, and " + WAY_OUT

@@ -88,6 +88,7 @@ class Slopes(Classification):
         return loss + sum(slope.square().sum() for slope in slopes)
 
 
+@pytest.mark.slow
 def test_ranks_that_use_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
     def named(name: str, more: int, rank: int = 0) -> str:
         return f"used {name} (and {more} more) on rank {rank} and not on {1 - rank}, but"

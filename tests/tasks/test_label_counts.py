@@ -504,6 +504,7 @@ def positive(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return rows[rows[:, 0] > 0], labels[rows[:, 0] > 0]
 
 
+@pytest.mark.slow
 def test_a_collate_may_leave_samples_out(tmp_path: Path) -> None:
     """A step is the mean over those that are left, however many each micro-batch has, even none."""
     words = (

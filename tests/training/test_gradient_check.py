@@ -108,6 +108,7 @@ def in_parts(
 
 
 @in_parts(ALONE, TOGETHER, QUICK)
+@pytest.mark.slow
 def test_no_rank_makes_an_update_of_a_gradient_that_is_not_finite(
     cases: dict[str, tuple[str, ...]], last: int, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def steep(run_dir: Path, *overrides: str) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.slow
 def test_to_log_the_norm_changes_no_gradient(strategy: str, tmp_path: Path) -> None:
     world_size = 1 + (strategy != "single")
     for plain, logged in run_ranks(steep, world_size, tmp_path, f"strategy={strategy}", init=False):

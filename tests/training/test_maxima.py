@@ -57,6 +57,7 @@ def over(kind: type, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.slow
 def test_each_rank_has_the_largest_of_all(world_size: int) -> None:
     kinds = [SharedMemoryMaxima] if world_size == 1 else [SharedMemoryMaxima, MessageMaxima]
     for kind in kinds:

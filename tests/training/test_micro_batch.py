@@ -64,6 +64,7 @@ def refused(free: list[int], *overrides: str, forks: bool = True) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_size_that_fails_is_halved_and_a_resume_keeps_the_one_that_fits(tmp_path: Path) -> None:
     free, alone = [900 << 20], "strategy=single"
     [found] = run_ranks(ran, 1, free, alone, f"{SIZE}=auto", f"run_dir={tmp_path}/auto", init=False)
@@ -102,6 +103,7 @@ def unlike(kind: str, run_dir: str) -> str:
     return error.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_try_without_an_answer_and_memory_that_ends_later_are_told(tmp_path: Path) -> None:
     silent, later = (
         run_ranks(unlike, 1, kind, str(tmp_path / kind), init=False)[0] for kind in ("silent", "later")

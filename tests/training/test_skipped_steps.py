@@ -85,6 +85,7 @@ QUICK = ("loss", "clipped", "ddp", "fsdp_slope")
 
 
 @in_parts(ALONE, TOGETHER, QUICK)
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_left_out_by_all_ranks(
     cases: dict[str, tuple[str, ...]], last: int, tmp_path: Path
 ) -> None:
