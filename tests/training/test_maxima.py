@@ -17,6 +17,7 @@ from tests.runs import settings
 from trainer.distributed.process_group import process_group
 from trainer.faults import shown_numbers
 from trainer.faults.heartbeat import Heartbeat
+from trainer.faults.stacks import frames_of_exception, waits
 from trainer.training.maxima import Maxima, MessageMaxima, SharedMemoryMaxima, SilentRankError, maxima_over
 
 TURNS = 300
@@ -90,6 +91,15 @@ def test_a_rank_that_shows_nothing_is_named() -> None:
     ) as caught:
         maxima.finish()
     assert caught.value.peer == 2
+
+
+def test_a_rank_that_waits_for_the_numbers_of_others_counts_as_waiting() -> None:
+    """Otherwise it counts as busy, like the rank that hangs."""
+    maxima = shared({1: Heartbeat()}, timeout_s=0.05)
+    maxima.start(torch.zeros(()), (0.0,) * 4)
+    with pytest.raises(SilentRankError) as caught:
+        maxima.finish()
+    assert waits(frames_of_exception(caught.value))
 
 
 def test_the_numbers_of_the_turn_before_do_not_count() -> None:
