@@ -86,7 +86,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
         context.profile.before(progress.step + 1, meter)
         result = context.strategy.train_step(context, batches)
         context.count_step(result.losses, result.data_left)
-        if result.asked is AfterStep.END:
+        if result.after is AfterStep.END:
             context.state.early_end.end()
         context.checkpointer.check_once(context.state)
         context.checks.unsaved.look()
@@ -99,7 +99,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
             meter.rest_s += time.perf_counter() - log_begin
         mid_epoch = progress.epoch == epoch and not is_over(context)
         save_now = context.checkpointer.due(progress, end_of_epoch=False)
-        stop = result.asked is AfterStep.STOP
+        stop = result.after is AfterStep.STOP
         if stop or (mid_epoch and (save_now or evaluation_due(context))):
             meter.pause()
             if not stop:
@@ -166,7 +166,7 @@ def evaluate_if_due(context: TrainingContext) -> dict[str, float]:
     progress = context.state.progress
     if context.eval_loader is None or not evaluation_due(context):
         return {}
-    if known := context.checkpointer.evaluation_of(progress.step):  # in mid-epoch, and it ended the run
+    if known := context.checkpointer.evaluation_of(progress.step):  # made in mid-epoch, and it ended the run
         return known
     metrics: dict[str, float] = {}
     has_average, instead = context.state.average is not None, context.ema.evaluate == "instead"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AfterStep(IntEnum):
-    """What follows a step; the largest that any rank asks for counts."""
+    """What follows a step: the largest that any rank asks for."""
 
     CONTINUE = 0
     END = 1
@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
     """This rank's, detached, as `SumOrder.in_rows` adds them; None if the step was left out."""
     grad_norm: Tensor | None
     """Over the whole model, if it was clipped or the step is logged."""
-    asked: AfterStep
+    after: AfterStep
     data_left: bool
     """Whether all ranks have data for another step of this epoch."""
 
@@ -93,11 +93,11 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
         strategy.update(state, finite)
     if log_now:
         context.weight_statistics.after_update()
-    return StepResult(losses if finite else None, grad_norm, agreed.asked, agreed.data_left)
+    return StepResult(losses if finite else None, grad_norm, agreed.after, agreed.data_left)
 
 
 def label_counts_ahead(context: "TrainingContext", batches: "Batches") -> list[float]:
-    """Read this rank's micro-batches of the next step, and return how many labels of each count."""
+    """Read this rank's micro-batches of the next step; return how many counted labels each has."""
     begin, task = time.perf_counter(), context.task
     size, alone = context.batch.micro_batch_size, context.batch.num_micro_batches == 1
     counts = [label_count(task, batch, size, is_alone=alone) for batch in batches.ahead()]

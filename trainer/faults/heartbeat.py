@@ -33,9 +33,9 @@ ALL_REDUCE = "all_reduce"  # of one bucket, during the backward pass
 MAX_WORKERS = 255  # data workers of one rank with a record; further ones have none
 _MAGIC = 0x52494E47
 _RECORD_BYTES, _NOTE_BYTES = 128, 8192
-_NOTE = _RECORD_BYTES * (1 + MAX_WORKERS)  # where its end is recorded, and
-_RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault, and
-_NUMBERS = _RESCUE + _NOTE_BYTES  # what it shows
+_NOTE = _RECORD_BYTES * (1 + MAX_WORKERS)  # where its end is recorded
+_RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
+_NUMBERS = _RESCUE + _NOTE_BYTES  # what it shows at each turn
 _SIZE = _NUMBERS + shown_numbers.SIZE
 # Words of a record, int64 each.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _SINCE, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(11)
@@ -80,7 +80,7 @@ class Heartbeat:
 
     Attributes:
         fd: the memory, which has no name; another process opens it as /proc/PID/fd/FD.
-        turn: how often it has shown numbers.
+        turn: how many times it has shown numbers.
     """
 
     def __init__(self) -> None:

@@ -29,19 +29,23 @@ class Maxima(Protocol):
     """`start` and `finish` take turns, on every rank the same number of times."""
 
     def start(self, loss: Tensor, values: Sequence[float]) -> None:
-        """Send `rank + 1`, or 0 if `loss` (a detached scalar) is finite, and `values`."""
+        """Send COUNT numbers: `rank + 1`, or 0 if `loss` (a detached scalar) is finite, and `values`."""
 
     def finish(self) -> Sequence[float]:
-        """Wait for the numbers of all ranks; return the largest of each."""
+        """Wait for the numbers of all ranks; return the largest of each.
+
+        Raises:
+            SilentRankError: a rank has not sent its numbers in time; only through shared memory.
+        """
 
 
 def maxima_over(dist_: Dist) -> Maxima:
-    """What suits the ranks' place (a collective)."""
+    """The quickest way that reaches all ranks (a collective)."""
     if dist_.device.type == "cuda":
         return GpuMaxima(dist_)
     others = dist_.watch.others_here() if dist_.watch is not None else {}
     if dist_.world_size > 1:
-        # A rank in another container cannot read the memory of the others, and then none does.
+        # If one rank cannot read the others' memory, as from another container, none does.
         can_read = torch.tensor(float(len(others) == dist_.world_size - 1))
         dist.all_reduce(can_read, dist.ReduceOp.MIN)
         if not can_read:
@@ -50,11 +54,11 @@ def maxima_over(dist_: Dist) -> Maxima:
 
 
 class SharedMemoryMaxima:
-    """For ranks of one host, on CPUs: each shows its numbers, and reads the others' when it needs them.
+    """For ranks of one host, on CPUs, or one alone: each shows its numbers, and reads the others' later.
 
     An all-reduce of gloo wakes two threads on each rank: without it, a step of two ranks takes 0.91 of the
-    processor time (MLP on the digits). There is hardly a wait: a rank shows its numbers before its backward
-    pass, and no other comes to read them without its gradients.
+    processor time (MLP on the digits). Waits are short: a rank shows its numbers before its backward pass,
+    and the others read them after theirs, in which most strategies wait for its gradients.
 
     Two slots are enough. A rank writes the slot of turn n + 2 after it has finished turn n + 1, for which all
     others have shown their numbers, after they had finished turn n.
@@ -80,8 +84,6 @@ class SharedMemoryMaxima:
     def _shown_by(self, rank: int, records: Records) -> Sequence[float]:
         """Wait until `rank` has shown its numbers. The watch ends the process if that rank has died."""
         turn = self._heartbeat.turn
-        if (numbers := records.shown(turn)) is not None:
-            return numbers
         begin, looks = time.monotonic(), 0
         while (numbers := records.shown(turn)) is None:
             looks += 1

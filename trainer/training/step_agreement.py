@@ -18,7 +18,7 @@ from trainer.training.maxima import maxima_over
 class Agreed(NamedTuple):
     """What all ranks know after a step."""
 
-    asked: AfterStep
+    after: AfterStep
     data_left: bool
     """Whether all have data for another step of this epoch."""
     not_finite: NonFiniteError | None
@@ -28,17 +28,18 @@ class Agreed(NamedTuple):
 class StepAgreement:
     """Five numbers per step that all ranks know before its update.
 
-    `start` is called after the last forward pass of a step and `finish` before its update, so that every
-    rank leaves the loop at the same step.
+    They are: whose loss is not finite, what is asked for, whether data has ended, and the largest and the
+    negated smallest label count. `start` is called after the last forward pass of a step and `finish`
+    before its update, so that every rank leaves the loop at the same step.
 
     Args:
         bad_sample: names a sample of this rank's part of the step with NaN or Inf; called if its loss is.
     """
 
-    def __init__(self, dist_: Dist, bad_sample: Callable[[], str | None] = lambda: None) -> None:
-        self._dist, self._bad_sample = dist_, bad_sample
-        self._maxima = maxima_over(dist_)
-        self._no_loss = torch.zeros((), device=dist_.device)
+    def __init__(self, dist: Dist, bad_sample: Callable[[], str | None] = lambda: None) -> None:
+        self._dist, self._bad_sample = dist, bad_sample
+        self._maxima = maxima_over(dist)
+        self._no_loss = torch.zeros((), device=dist.device)
         self._label_counts: Sequence[float] | None = None  # of this rank's micro-batches of the next step
         self._even = True  # whether those of all ranks are equal
 

@@ -159,7 +159,7 @@ class AsyncParameterServer(ParameterServer):
             context.weight_statistics.after_update()
         for _ in range(made - 1):
             context.count_step(torch.zeros_like(loss), data_left=True)
-        return StepResult(loss, grad_norm, agreed.asked, leaves_a_step(context, progress))
+        return StepResult(loss, grad_norm, agreed.after, leaves_a_step(context, progress))
 
     def _assigned_shares(self) -> Iterator[tuple[int, int]]:
         """The shares assigned to this worker, as (step of the round, replica)."""
