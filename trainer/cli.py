@@ -96,9 +96,12 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
 
 @functools.cache  # a second call would freeze what the first must not
 def loaded_run(alone: bool) -> Callable[[config.Config], dict[str, Any]]:
-    """`trainer.run.run`, with all that any first step imports of a process that is `alone` or not.
+    """`trainer.run.run`, after the import of all that a first step needs.
 
     Imported objects stay: searching them for garbage repeatedly is a fifth of the start-up.
+
+    Args:
+        alone: whether the run has one process.
     """
     gc.disable()
     from trainer.run import run
@@ -106,7 +109,7 @@ def loaded_run(alone: bool) -> Callable[[config.Config], dict[str, Any]]:
     gc.freeze()
     if not alone:
         # DDP and FSDP would import it, and with it as many objects as torch itself. They are not frozen:
-        # Triton, which is among them, would tell of leaks at the end.
+        # Triton, which is among them, would report leaks at the end.
         import_module("torch._dynamo")
     gc.enable()
     return run

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def import_dynamo_late(*kinds: type[Optimizer] | type[TorchDispatchMode]) -> None:
-    """Have methods of these classes that torch has decorated import torch._dynamo only after something else.
+    """Let methods of these classes skip torch's decorators until something else has imported torch._dynamo.
 
-    One decorator excludes a method from compilation, the other tells the compiler where a graph ends: where
-    nothing has imported it, there is no compiler to be told. Called before the first object is made.
+    One decorator excludes a method from compilation, the other tells the compiler where a graph ends. Both
+    import the compiler, and are of no use without it. Called before the first object is made.
     """
     for kind in kinds:
         for name, method in list(vars(kind).items()):
@@ -28,7 +28,7 @@ def import_dynamo_late(*kinds: type[Optimizer] | type[TorchDispatchMode]) -> Non
 def _nothing() -> None: ...
 
 
-# What is recognized by its code: no public name leads to what a decorator makes of a function.
+# A decorated method is recognized by the code of torch's wrapper, which has no public name.
 _EXCLUDED = torch._disable_dynamo(_nothing).__code__
 _STEP = _use_grad_for_differentiable(_nothing).__code__
 

@@ -14,8 +14,8 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
-    """Whether it is a DTensor. Does not import that class, which takes a quarter of the time of torch."""
-    module = sys.modules.get("torch.distributed.tensor")  # without it, nothing is one
+    """Whether it is a DTensor. Does not import that class: that takes a quarter as long as torch."""
+    module = sys.modules.get("torch.distributed.tensor")  # if it was not imported, nothing is one
     kind = getattr(module, "DTensor", None)
     return kind is not None and isinstance(value, kind)
 

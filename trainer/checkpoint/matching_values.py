@@ -44,7 +44,7 @@ def check_fits(state: TrainState, plain: Mapping[str, Any], targets: Mapping[str
 
 
 def check_resumable(state: TrainState, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Raise UserError if no resume of this run would take the optimizer's part of what it saves."""
+    """Raise UserError if a resume of this run could not load the optimizer's part of what it saves."""
     parameters = dict(parameter_names(state.model))
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):

@@ -2,7 +2,7 @@
 
 A stream is a ``torch.utils.data.IterableDataset``, or any object with ``__iter__`` and no ``__getitem__``. It
 yields the same samples in the same order on every rank and in every data worker; the harness decides who
-takes which. ``Stream`` lists the optional methods.
+takes which. ``Stream`` lists the optional attributes and methods.
 """
 
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from torch.utils.data import IterableDataset
 
 
 class Stream(Protocol):
-    """Only ``__iter__`` is required; streaming datasets of Hugging Face have all but ``decode``.
+    """Only ``__iter__`` is required; streaming datasets of Hugging Face have all methods but ``decode``.
 
     The global batch of a step is the next B samples of the stream, of which replica r of R takes every R-th
     from the r-th on and drops the others. Before each is read, Python's, NumPy's and torch's
-    generators are seeded from (seed, epoch, number of the sample).
+    generators are seeded from (seed, epoch, number of the sample), unless ``draws`` is False.
     """
 
     num_shards: int
@@ -26,7 +26,7 @@ class Stream(Protocol):
 
     draws: bool
     """False, in the body of the class itself: its samples draw no random numbers. The generators are then not
-    seeded, which is half the time of a short text."""
+    seeded, unless ``data.collate`` is your own. To seed them takes as long as to read a short text."""
 
     def __iter__(self) -> Iterator[Any]:
         """The samples of an epoch from its beginning; default_collate makes batches of them."""

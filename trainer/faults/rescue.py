@@ -68,6 +68,9 @@ def with_words(verdict: Verdict, words: str) -> Verdict:
 class Rescue:
     """This rank's part in saving at a fault.
 
+    Args:
+        here: the ranks of this host, this one among them.
+
     Attributes:
         last_step: set once the run has a state.
         has_begun: whether a rank of this host was asked to save; this process must not end then.
@@ -108,9 +111,9 @@ class Rescue:
             return f"rank {verdict.saver} saves the last step"
         until = time.monotonic() + SAVE_S
         among = [rank for rank in self._here if rank not in verdict.ranks]
-        # Those on the saver's host hold the state, too: should it die, the next one saves.
-        behind = sorted(among, key=lambda rank: -self._here[rank].records.main().finished)
-        for saver in dict.fromkeys([verdict.saver, *behind]):
+        # Those on the saver's host hold the state, too: if it dies, the next one saves.
+        others = sorted(among, key=lambda rank: -self._here[rank].records.main().finished)
+        for saver in dict.fromkeys([verdict.saver, *others]):
             if (words := self._have_saved(saver, among, until, wait)) is not None:
                 return words
         return f"{_NOTHING}: rank {verdict.saver} died while it saved"
@@ -142,7 +145,7 @@ class Rescue:
         return str(self._said.get("words", f"{_NOTHING}: it was not done in {SAVE_S:.0f} s"))
 
     def _why_not(self) -> str | None:
-        """Why no rank of this run can save, in a phrase, empty before the first step; None if one can."""
+        """Why no rank can save, in a phrase: empty before the first step; None if a rank can save."""
         if self.last_step is None or not self._heartbeat.step:
             return ""
         return None if self.last_step.why_not is None else f"{_NOTHING}: {self.last_step.why_not}"

@@ -12,12 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from trainer.comm.ddp_hook import CommHook, attach
-from trainer.config import (
-    AutoCommConfig,
-    CommConfig,
-    DdpConfig,
-    ScheduleCommConfig,
-)
+from trainer.config import AutoCommConfig, CommConfig, DdpConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
 from trainer.meta_init.module_tensors import (
@@ -27,7 +22,7 @@ from trainer.meta_init.module_tensors import (
 )
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.ddp_comm import hook_options, suited
+from trainer.strategies.ddp_comm import auto_choice, hook_options
 from trainer.strategies.shardable import refuse_max_norm
 from trainer.strategies.split import devices_of_replica
 
@@ -64,8 +59,7 @@ class Ddp(Strategy):
                 "comm.cuda_graph=true records the work of a GPU, but this run is on CPUs; leave it out"
             )
         # MPI has no store, in which the ranks could meet for a gloo group.
-        self._has_gloo = dist.backend != "mpi"
-        if not self._has_gloo and hook_options(comm) is not None:
+        if dist.backend == "mpi" and hook_options(comm) is not None:
             raise UserError(
                 f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi, which mpirun does not "
                 "provide; use comm=native comm.wire_dtype=fp32 comm.timeline=false"
@@ -100,7 +94,7 @@ class Ddp(Strategy):
                 **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
             )
             if isinstance(self.comm, AutoCommConfig):
-                self.comm = suited(self.comm, model.module, self.hosts, self._has_gloo)
+                self.comm = auto_choice(self.comm, model.module, self.hosts)
             self.algorithm = self.comm.algorithm
             options = hook_options(self.comm, always=self.order.by_leaves)
             if options is not None:

@@ -1,4 +1,4 @@
-"""Which all-reduce DDP uses: what comm=auto is, and what the settings of `comm` are to `attach`."""
+"""Which all-reduce DDP uses: what comm=auto chooses, and how the settings of `comm` reach `attach`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,19 +18,20 @@ from trainer.config import (
 from trainer.distributed.agreement import gather_objects
 
 
-def suited(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int], has_gloo: bool) -> CommConfig:
-    """`tree` for two ranks of one host on CPUs, through shared memory, unless it lacks what is asked for.
+def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) -> CommConfig:
+    """What comm=auto is here (a collective): `tree` for two ranks on the CPUs of one host, else `native`.
 
-    A small model's step takes half the processor time that it takes with gloo's all-reduce. More ranks keep
-    `native`: a sum of three has other bits in another order, and a run that is resumed on other hosts must go
-    on with the same bits. A collective.
+    `tree` moves a small model's gradients faster than gloo's all-reduce, through shared memory. It cannot add
+    sparse gradients, and has neither half-precision sums nor a mode without a hook. More than two ranks keep
+    `native`: a sum of three has other bits in another order, and a run that is resumed on other hosts must
+    continue with the same bits.
 
     Args:
         hosts: the host of each rank.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     two_on_one_host = len(hosts) == 2 and len({*hosts}) == 1 and {p.device.type for p in trained} == {"cpu"}
-    asks_for_native = comm.wire_dtype != "fp32" or not comm.timeline or not has_gloo
+    asks_for_native = comm.wire_dtype != "fp32" or not comm.timeline
     adds_up = not sparse_parameters(model) and {p.dtype for p in trained} <= SUMMED_DTYPES
     # Two containers of one machine share no memory, even if they have the same name.
     if two_on_one_host and adds_up and not asks_for_native and len({*gather_objects(reach())}) == 1:
@@ -39,7 +40,11 @@ def suited(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int], has_glo
 
 
 def hook_options(comm: CommConfig, always: bool = False) -> dict[str, Any] | None:
-    """The arguments of `attach` that follow from `comm`; None: it needs no hook, and not `always`."""
+    """The arguments of `attach` that follow from `comm`; None if no hook is needed.
+
+    Args:
+        always: whether one is needed for another reason than `comm`.
+    """
     match comm:
         case ScheduleCommConfig():
             names = ("wire_dtype", "segment_mb", "cuda_graph")

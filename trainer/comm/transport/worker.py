@@ -1,4 +1,4 @@
-"""A thread that moves buckets one after another during the backward pass."""
+"""A thread that moves buckets one after another during the backward pass; the caller may move the last."""
 
 import threading
 import time
@@ -40,8 +40,8 @@ class Worker:
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
         """Queue a bucket of DDP for the all-reduce; the Future's value is the mean.
 
-        DDP waits next once it has submitted the last of a pass. If the thread has nothing left to do, that
-        one is moved here, without a switch between threads.
+        After the last bucket of a pass DDP only waits. If the thread is idle then, the caller moves that
+        bucket itself, which saves a switch between threads.
         """
         future: Future[torch.Tensor] = Future()
         if bucket.is_last() and (self._newest is None or self._newest.done()):

@@ -64,7 +64,7 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
 
     @property
     def _is_permutation(self) -> bool:
-        """Whether torch alone draws the order, from its own generator."""
+        """Whether the order is torch's own permutation: valid, and drawn from the given generator alone."""
         return self._order is shuffled and not hasattr(self._dataset, "epoch_order")
 
     def order_of(self, epoch: int) -> Tensor:

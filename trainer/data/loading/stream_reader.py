@@ -153,7 +153,7 @@ class StreamReader(Dataset[Any], ABC):
     ) -> None:
         self.stream, self.seed, self.collate = stream, seed, collate
         self.heartbeat = heartbeat or Heartbeat()
-        # Of its own class: one derived from it may draw.
+        # Only of its own class: one that is derived from it may draw.
         self._draws = vars(type(stream)).get("draws", True) or collate is not default_collate
         if sharded and not (hasattr(stream, "shard") and getattr(stream, "num_shards", 0) > 0):
             raise UserError(
