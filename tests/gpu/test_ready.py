@@ -174,7 +174,7 @@ def test_each_of_dps_copies_computes_with_its_own_weights_in_the_runs_precision(
 def test_the_agreement_writes_without_a_copy_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from trainer.training.maxima import write
+    from trainer.training.maxima import fill
 
     class Operations(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +184,7 @@ def test_the_agreement_writes_without_a_copy_from_the_host(monkeypatch: pytest.M
     seen: list[str] = []
     numbers, good_bad = torch.zeros(5), (torch.tensor(0.0), torch.tensor(1.0))
     with Operations():
-        write(numbers, torch.zeros(()), good_bad, (2.0, 1.0, 0.0, 0.0))
+        fill(numbers, torch.zeros(()), good_bad, (2.0, 1.0, 0.0, 0.0))
     assert seen.count("fill_") == 4
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
     assert numbers.tolist()[:3] == [0, 2, 1]

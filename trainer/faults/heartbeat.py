@@ -1,7 +1,7 @@
 """The state of a process in memory that others of its host can read, even when it is stuck or dead.
 
-A rank enters phases; its data workers record the sample they read: plain stores into a shared record, without
-a lock or a system call except the clock. Times are nanoseconds of CLOCK_MONOTONIC, common to a host.
+A rank enters phases, and shows numbers in each step. Its data workers record the sample they read. No store
+takes a lock or a system call but the clock. Times are nanoseconds of CLOCK_MONOTONIC, common to a host.
 """
 
 import contextlib

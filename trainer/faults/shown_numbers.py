@@ -1,4 +1,4 @@
-"""A few numbers of a process that others of its host read in its memory, in turns.
+"""Numbers that a process shows to the others of its host, in its heartbeat's memory: COUNT in each turn.
 
 There are two slots. Each has a checksum, since not every processor makes its stores visible in order: what
 does not match is not yet whole.

@@ -133,7 +133,7 @@ class GpuMaxima:
     def start(self, loss: Tensor, values: Sequence[float]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            write(self._numbers, loss, (self._good, self._bad), values)
+            fill(self._numbers, loss, (self._good, self._bad), values)
             if not self._is_alone:
                 work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, async_op=True)
                 assert work is not None
@@ -147,7 +147,7 @@ class GpuMaxima:
         return self._on_host.tolist()
 
 
-def write(numbers: Tensor, loss: Tensor, good_bad: tuple[Tensor, Tensor], values: Sequence[float]) -> None:
+def fill(numbers: Tensor, loss: Tensor, good_bad: tuple[Tensor, Tensor], values: Sequence[float]) -> None:
     """Fill `numbers` without a copy from the host."""
     first, *others = numbers.unbind()
     torch.where(torch.isfinite(loss), *good_bad, out=first)
