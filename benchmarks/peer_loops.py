@@ -189,9 +189,9 @@ def ringmaster(job: Job, marks: Marks, start: Path | None, to: Path) -> None:
             marks.step()
             yield
 
-    def save(context: Any, evaluation: Any = None) -> None:
+    def save(context: Any) -> None:
         begin = time.perf_counter()
-        save_of(context, evaluation)
+        save_of(context)
         marks.facts["save"] = time.perf_counter() - begin
 
     loop.train_epoch, loop.save = train_epoch, save
