@@ -53,7 +53,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "comm config distributed errors exact local_shard meta_init nested optim step tasks turns",
+        "strategies": "comm config distributed errors exact late_dynamo local_shard meta_init nested optim step tasks turns",
         "sweep": "config errors files launch run_dir",
     },
     {

@@ -1,37 +1,46 @@
 """torch._dynamo is imported by what compiles, and by nothing else."""
 
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _use_grad_for_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.late_dynamo import import_dynamo_late
+from trainer.late_dynamo import _Unimported, default_ddp_mode, import_dynamo_late
 
 ROOT = Path(__file__).parents[1]
-A_RUN_ALONE = """
+A_RUN = """
 import runpy, sys
-sys.argv = ["train.py", "strategy=single", "train.max_steps=2", sys.argv[1]]
+sys.argv = ["train.py", "train.max_steps=2", *sys.argv[1:]]
 runpy.run_path("train.py", run_name="__main__")
-print([name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules])
+heavy = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
+sys.stdout.write(f"{[name for name in heavy if name in sys.modules]}\\n")
 """
+RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python", sys.executable)
 
 
-def test_a_run_of_one_process_imports_neither_the_compiler_nor_dtensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "launcher"), [("single", ()), ("ddp", RANKS)])
+def test_a_run_imports_neither_the_compiler_nor_dtensors(
+    strategy: str, launcher: tuple[str, ...], tmp_path: Path
+) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", A_RUN_ALONE, f"run_dir={tmp_path / 'run'}"],
+        [sys.executable, *launcher, "-c", A_RUN, f"strategy={strategy}", f"run_dir={tmp_path / 'run'}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=200,
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "[]"
+    assert run.stdout.splitlines().count("[]") == (2 if launcher else 1), run.stdout
 
 
 class Mode(TorchDispatchMode):
@@ -45,8 +54,15 @@ class Own(torch.optim.Optimizer):
         return result, closure, torch.is_grad_enabled()
 
 
-import_dynamo_late(Mode, Own, torch.optim.Optimizer)
-import_dynamo_late(Mode, Own, torch.optim.Optimizer)  # a second call changes nothing
+class Wrapper(DistributedDataParallel):
+    @contextmanager
+    @torch._disable_dynamo(recursive=False)
+    def inside(self, result: str) -> Iterator[str]:
+        yield result
+
+
+import_dynamo_late(Mode, Own, torch.optim.Optimizer, Wrapper)
+import_dynamo_late(Mode, Own, torch.optim.Optimizer, Wrapper)  # a second call changes nothing
 
 
 @pytest.mark.parametrize("is_imported", [False, True])
@@ -67,5 +83,26 @@ def test_methods_do_the_same_before_that_import_and_after(
             assert torch.is_grad_enabled() == grad
     with Mode():
         assert torch.zeros(()) + 1 == 3
+    with Wrapper.__new__(Wrapper).inside("result") as result:
+        assert result == "result"
     assert bool(graph_breaks) == is_imported
     assert ("torch._dynamo" in sys.modules) == is_imported
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_the_constructor_of_ddp_gets_the_mode_that_the_compiler_has(
+    is_imported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._dynamo
+
+    compiler = torch._dynamo
+    assert compiler.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+    monkeypatch.setattr(torch, "_dynamo", compiler)  # put back at the end
+    if not is_imported:
+        monkeypatch.delitem(sys.modules, "torch._dynamo")
+    with default_ddp_mode():
+        assert (torch._dynamo is compiler) == is_imported
+        assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+    assert ("_dynamo" in vars(torch)) == is_imported
+    stands = _Unimported("math", pi=3)  # what it has no answer to, the module has
+    assert (stands.pi, stands.tau) == (3, math.tau)

@@ -91,25 +91,31 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
         return None
     here = place(settings.distributed)
     publish(here)
-    return loaded_run(alone=here.world_size == 1)(settings)  # loads torch only after the settings are checked
+    run = loaded_run()  # loads torch only after the settings are checked
+    if settings.strategy.name in ("fsdp", "parameter_server"):
+        load_compiler()
+    return run(settings)
 
 
 @functools.cache  # a second call would freeze what the first must not
-def loaded_run(alone: bool) -> Callable[[config.Config], dict[str, Any]]:
-    """`trainer.run.run`, after the import of all that a first step needs.
+def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
+    """`trainer.run.run`, after the import of all that any first step needs.
 
     Imported objects stay: searching them for garbage repeatedly is a fifth of the start-up.
-
-    Args:
-        alone: whether the run has one process.
     """
     gc.disable()
     from trainer.run import run
 
     gc.freeze()
-    if not alone:
-        # DDP and FSDP would import it, and with it as many objects as torch itself. They are not frozen:
-        # Triton, which is among them, would report leaks at the end.
-        import_module("torch._dynamo")
     gc.enable()
     return run
+
+
+def load_compiler() -> None:
+    """Import torch._dynamo, as DTensor would later: as many objects as torch itself.
+
+    They are not frozen: Triton, which is among them, would report leaks at the end.
+    """
+    gc.disable()
+    import_module("torch._dynamo")
+    gc.enable()
