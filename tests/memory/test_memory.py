@@ -179,7 +179,16 @@ def test_complex_weights_are_counted_under_an_optimizer_that_has_no_kernel_for_t
 
 
 @pytest.mark.parametrize(
-    ("compressed", "num_bytes"), [(False, 2 * 6 * 8 + 6 * 4), (True, 7 * 8 + 6 * 8 + 6 * 4)]
+    ("compressed", "num_bytes"),
+    [
+        (False, 2 * 6 * 8 + 6 * 4),
+        pytest.param(
+            *(True, 7 * 8 + 6 * 8 + 6 * 4),
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.14."), reason="torch 2.14 cannot make a fake one of it"
+            ),
+        ),
+    ],
 )
 def test_a_sparse_tensor_counts_as_its_indices_and_values(compressed: bool, num_bytes: int) -> None:
     stripes = ("data.dataset={_target_: tests.user_parts.Stripes}", *BARE)
