@@ -111,6 +111,13 @@ def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
     return _preflight(*argv)
 
 
+# Since torch 2.14, and before.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "row"),
@@ -120,8 +127,8 @@ def _zeros_from(operation: str, *argv: str) -> tuple[int, str]:
         ("recv", "send, recv"),
         ("scatter", "scatter"),
         ("reduce", "reduce"),
-        ("all_gather_into_tensor", "all_gather"),
-        ("reduce_scatter_tensor", "reduce_scatter"),
+        (_ALL_GATHER, "all_gather"),
+        (_REDUCE_SCATTER, "reduce_scatter"),
     ],
 )
 def test_a_wrong_result_is_named(operation: str, row: str) -> None:

@@ -25,9 +25,10 @@ from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
 from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.fsdp_movers import OnCpu, OnGpu, own_block
 from trainer.comm.leaf_sums import Encoder
-from trainer.comm.shard_sums import ShardSums, native_reduce_scatter
+from trainer.comm.shard_sums import ShardSums
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.transport import Transport
+from trainer.distributed.single_tensor import reduce_scatter_single
 
 Enter = Callable[[str, int], None]
 _BUILDS = {Collective.ALL_GATHER: all_gather, Collective.REDUCE_SCATTER: reduce_scatter}
@@ -201,7 +202,7 @@ def add_by_leaves(model: nn.Module, comm: ShardComm | None, num_leaves: int) -> 
     for number, name, unit in units_of(model):
         parameters = {getattr(part, of) for part, of in own_parameters(unit)}
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        send = native_reduce_scatter if comm is None else partial(_sent_by, comm, units[number])
+        send = reduce_scatter_single if comm is None else partial(_sent_by, comm, units[number])
         sums = ShardSums(name, trained, encoder, send)
         module: Any = unit
         module.set_gradient_divide_factor(1.0)

@@ -66,7 +66,3 @@ class ShardSums:
     def _num_elements(self, world: int) -> int:
         """Of the shard, padded as torch does it: the rows of each parameter are cut into equal parts."""
         return sum(rows_of_shard(len(p), 0, world)[1] * math.prod(p.shape[1:]) for p in self._parameters)
-
-
-def native_reduce_scatter(block: Tensor, message: Tensor, group: dist.ProcessGroup) -> None:
-    dist.reduce_scatter_tensor(block, message, group=group)

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.agreement import gather_objects
 from trainer.distributed.process_group import Dist
+from trainer.distributed.single_tensor import all_gather_single
 from trainer.errors import ReplicasDifferError, first_few
 from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState
@@ -73,7 +73,7 @@ class ReplicaCheck:
         hashes = self._hashes(state)
         mine = torch.tensor([_overall(hashes)], device=self._dist.device)
         gathered = mine.new_empty(self._dist.world_size)
-        dist.all_gather_into_tensor(gathered, mine)
+        all_gather_single(gathered, mine)
         by_rank = gathered.tolist()
         if any(len({by_rank[rank] for rank in group}) > 1 for group in self._groups):
             raise self._verdict(step, by_rank, gather_objects(hashes))

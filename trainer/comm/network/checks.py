@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed.single_tensor import all_gather_single, reduce_scatter_single
+
 _LENGTH = 1031  # elements: more than one packet; a prime number
 
 
@@ -145,7 +147,7 @@ def _all_reduce(me: GroupRank) -> Pairs:
 
 def _all_gather(me: GroupRank) -> Pairs:
     got = me.blank(me.world_size * _LENGTH)
-    dist.all_gather_into_tensor(got, me.data(me.rank), me.group)
+    all_gather_single(got, me.data(me.rank), me.group)
     yield got, me.all_data().flatten()
 
 
@@ -153,7 +155,7 @@ def _reduce_scatter(me: GroupRank) -> Pairs:
     got = me.blank()
     # Part p of rank r is data(r) + p, so a part on the wrong rank is detected.
     parts = torch.cat([me.data(me.rank) + part for part in range(me.world_size)])
-    dist.reduce_scatter_tensor(got, parts, group=me.group)
+    reduce_scatter_single(got, parts, me.group)
     yield got, me.all_data().sum(0) + me.rank * me.world_size
 
 
