@@ -77,10 +77,9 @@ class AsyncServer:
                 _answer(link, 0)
             elif kind == _PULL:
                 with self.order.turn("pull", worker):
-                    values = self._server.copy()
+                    values = self._server.copy_for(worker)
                     self._pulled_at[worker] = self._num_updates
                 self._server.send(worker, values)
-                del values  # free them before the next copy: one set for each worker
             elif kind == _PUSH:
                 word = self._server.receive(worker, _FACTS)
                 with self.order.turn("push", worker):
