@@ -193,6 +193,9 @@ def test_a_replay_gives_the_same_bits(tmp_path: Path, pushes: int, overrides: tu
     first, again = run_ranks(train_and_replay, 3, str(tmp_path), *overrides, init=False)[0]
     assert first["steps"] == STEPS and first["train/loss"] < 2.2  # of 2.3 at the start
     assert first["param_sha256"] == again["param_sha256"]
+    share = first["share"]  # for a plan
+    assert share["bytes"] > 0 and share["buckets"] > 1 and overrides[0].endswith(f"={share['servers']}")
+    assert all(share[f"{name}_ms"] > 0 for name in ("forward", "backward", "blocked", "busy"))
     arrivals = (tmp_path / "first" / "arrivals").read_text()
     assert arrivals == (tmp_path / "again" / "arrivals").read_text()
     assert arrivals.count("push") == STEPS * pushes

@@ -62,6 +62,11 @@ class AsyncServer:
         self._server.finish()
         return self._limit // len(self._server.links)
 
+    @property
+    def busy_s(self) -> float:
+        """The time to copy values for a pull and to apply a push, the mean over the run."""
+        return self.order.busy_s / max(1, self._num_updates)
+
     def _serve(self, worker: int) -> None:
         link = self._server.links[worker]
         request = torch.empty(2, dtype=torch.int64)
