@@ -193,6 +193,8 @@ class WorkerCopy:
 
 
 _NOTHING = torch.empty(0)
+# Each step looks at some gradients before its loss, which needs no values.
+_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 CHANGES = (
     "strategy=parameter_server: a forward or backward pass or the loss makes or changes {}: no server would "
     "hold that, nor a checkpoint; make parameters in __init__, and change none, or use strategy=ddp"
@@ -200,7 +202,7 @@ CHANGES = (
 
 
 class _Uses(TorchFunctionMode):
-    """Waits for the values of a parameter when any code uses it."""
+    """Waits for the values of a parameter when any code uses them."""
 
     def __init__(self, bucket_of: Mapping[nn.Parameter, int], client: Client) -> None:
         super().__init__()
@@ -208,7 +210,7 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._client.awaits:
+        if self._client.awaits and func != _GRADIENT:
             for value in leaves((args, kwargs)):
                 if isinstance(value, nn.Parameter) and value in self._bucket_of:
                     self._client.settle(self._bucket_of[value])
