@@ -68,6 +68,17 @@ def test_ranks_that_would_cut_otherwise_are_refused() -> None:
     assert "rank 1 would send other parameters" in run_ranks(greet, 2, [1024, 16])[0]
 
 
+def test_what_a_worker_pulls_is_copied_to_where_its_last_push_was() -> None:
+    buckets = lay_out(shapes(), 1, bucket_bytes=1 << 20)
+    values = [torch.ones(bucket.numels[0]) for bucket in buckets]
+    server = Server(0, {1: Loopback(0, 1.0), 2: Loopback(0, 1.0)}, buckets, values)
+    first = server.copy_for(1)
+    values[0].fill_(2.0)
+    second = server.copy_for(2)
+    assert first[0].unique().tolist() == [1] and second[0].unique().tolist() == [2]
+    assert all(first[index] is pushed for index, pushed in server.pushed[1].items()), "no more memory"
+
+
 def test_messages_to_oneself_move_in_whatever_order_they_are_waited_for() -> None:
     link = Loopback(0, timeout_s=0.2)
     got = torch.zeros(2), torch.zeros(2)

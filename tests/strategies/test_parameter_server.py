@@ -151,13 +151,26 @@ def test_a_module_that_no_copy_can_be_made_of_is_refused(model: tuple[str, ...],
 
 def test_a_gradient_that_comes_in_parts_is_refused() -> None:
     model = nn.Linear(2, 2)
-    client: Any = SimpleNamespace(ask=lambda: None, settle=lambda index: None, awaits=False)
+    client: Any = SimpleNamespace(ask=lambda: None, settle=lambda index: None, awaits=False, blocked_s=0.0)
     client.commit = lambda: None
     buckets = lay_out(dict(model.named_parameters()), 1, 2**20)
     replica = WorkerCopy(model, client, buckets, cast(Any, None), compiled=False, enter=lambda *bucket: None)
     with pytest.raises(UserError, match="came in several parts"), replica.pass_(first=True, last=False):
         for _ in range(2):
             model(torch.ones(2)).sum().backward()
+    replica.close()
+
+
+def test_values_are_waited_for_when_they_are_used_and_not_for_a_look_at_gradients() -> None:
+    model, settled = nn.Linear(2, 2), list[int]()
+    client: Any = SimpleNamespace(ask=lambda: None, settle=settled.append, awaits=True, blocked_s=0.0)
+    client.commit = lambda: None
+    buckets = lay_out(dict(model.named_parameters()), 1, 2**20)
+    replica = WorkerCopy(model, client, buckets, cast(Any, None), compiled=False, enter=lambda *bucket: None)
+    with replica.pass_(first=True, last=False):
+        assert model.weight.grad is None and settled == []
+        model.weight.sum()
+        assert settled == [0]
     replica.close()
 
 
@@ -193,6 +206,9 @@ def test_a_replay_gives_the_same_bits(tmp_path: Path, pushes: int, overrides: tu
     first, again = run_ranks(train_and_replay, 3, str(tmp_path), *overrides, init=False)[0]
     assert first["steps"] == STEPS and first["train/loss"] < 2.2  # of 2.3 at the start
     assert first["param_sha256"] == again["param_sha256"]
+    share = first["share"]  # for a plan
+    assert share["bytes"] > 0 and share["buckets"] > 1 and overrides[0].endswith(f"={share['servers']}")
+    assert all(share[f"{name}_ms"] > 0 for name in ("forward", "backward", "blocked", "busy"))
     arrivals = (tmp_path / "first" / "arrivals").read_text()
     assert arrivals == (tmp_path / "again" / "arrivals").read_text()
     assert arrivals.count("push") == STEPS * pushes

@@ -2,7 +2,8 @@
 
 Simulates the schedules on the links that `trainer.comm.preflight --json FILE` measured, or on given ones;
 prints time, traffic and the best choice. `--train RUN` takes computing time and buckets from a former run,
-and predicts its step on these links. `--formulas` prints the textbooks' traffic beside the schedules'.
+and predicts its step on these links, also of asynchronous parameter servers. `--formulas` prints the
+textbooks' traffic beside the schedules'.
 """
 
 import argparse
@@ -12,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.comm.algorithms import formulas
-from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
 from trainer.comm.algorithms.schedule import Collective
-from trainer.comm.network import entries, plots, predict_step, tables
+from trainer.comm.network import entries, plots, predict_servers, predict_step, tables
 from trainer.comm.network.cost_model import Machine, measured
 from trainer.comm.network.world import PlannedWorld
 
@@ -79,17 +79,17 @@ def _print(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
     """The step of a former run, on other hosts and links."""
-    run: predict_step.MeasuredRun = options.run
+    run: predict_step.MeasuredRun | predict_servers.MeasuredServers = options.run
     computed_s: float = options.computed_s
-    megabytes = sum(bucket.numel for bucket in run.buckets) * 4e-6
+    megabytes = run.num_bytes / 1e6
     facts = (
-        f"{options.train}: {len(run.hosts)} processes on {max(run.hosts) + 1} hosts, comm={run.algorithm}: "
-        f"a step of {tables.seconds(run.step_s)}, {tables.seconds(computed_s)} of it computing; "
-        f"{len(run.buckets)} buckets, {megabytes:.3g} MB"
+        f"{options.train}: {run.title}: a step of {tables.seconds(run.step_s)}, "
+        f"{tables.seconds(computed_s)} of it computing; {run.num_buckets} buckets, {megabytes:.3g} MB"
     )
-    print(f"{facts}\n\n{tables.steps(world, run.steps(world, computed_s, list(ALGORITHMS)))}")
+    print(f"{facts}\n\n{tables.steps(run.num_workers(world), run.steps(world, computed_s))}")
     if options.plot:
-        curves = {other.size: run.steps(other, computed_s, list(ALGORITHMS)) for other in plots.worlds(world)}
+        worlds = [other for other in plots.worlds(world) if run.num_workers(other) > 0]
+        curves = {other.size: run.steps(other, computed_s) for other in worlds}
         title = f"{megabytes:.3g} MB to move beside {tables.seconds(computed_s)} of computing"
         plots.efficiencies(curves, f"{title}, {options.per_host} processes on each host", options.plot)
         print(f"plot: {options.plot}")
@@ -120,15 +120,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         asked = f"--hosts {options.hosts} --per-host {options.per_host}"
         parser.error(f"{asked}: {world_size:,} processes, but at most {_MOST_RANKS:,} are supported")
     for word in filter(None, options.servers.split(",")):
-        if word != "all" and not (word.isdecimal() and 0 < int(word) < world_size):
-            parser.error(f"--servers {word}: must be all, or from 1 to {world_size - 1}: one rank must work")
-        servers = world_size if word == "all" else int(word)
-        messages = servers * (world_size - 1 if word == "all" else world_size - servers)
-        if messages > _MOST_MESSAGES:
-            parser.error(
-                f"--servers {word}: {messages:,} messages each way, but at most {_MOST_MESSAGES:,} are "
-                "supported, since each is counted; ask for fewer servers or processes"
-            )
+        if why := _refusal(word, world_size):
+            parser.error(f"--servers {word}: {why}")
         if options.formulas and word == "all":
             parser.error("--servers all: --formulas counts servers that are not workers; give their number")
     if options.formulas:
@@ -149,11 +142,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         if options.train:
             where_it_was = Machine(**_from_file(options)) if options.results else None
-            options.run = predict_step.read(options.train)
+            served = predict_servers.read(options.train)
+            if served is not None and (why := _refusal(served.servers, world_size)):
+                raise ValueError(f"its strategy.servers={served.servers} {why}")
+            options.run = served or predict_step.read(options.train)
             options.computed_s = options.run.computed_s(where_it_was)
     except (OSError, ValueError) as error:
         parser.error(f"--train {options.train}: {error}")
     return options
+
+
+def _refusal(servers: str, world_size: int) -> str:
+    """Why so many servers cannot be predicted; "" if they can."""
+    if servers != "all" and not (servers.isdecimal() and 0 < int(servers) < world_size):
+        return f"must be all, or from 1 to {world_size - 1}: one rank must work"
+    count = world_size if servers == "all" else int(servers)
+    messages = count * (world_size - 1 if servers == "all" else world_size - count)
+    if messages <= _MOST_MESSAGES:
+        return ""
+    return (
+        f"has {messages:,} messages each way, but at most {_MOST_MESSAGES:,} are supported, since each is "
+        "counted; ask for fewer servers or processes"
+    )
 
 
 def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -105,9 +105,6 @@ class Unconnected(ParameterServer):
             index = self.servers.index(self.dist.rank)
             self._server = Server(index, links, self.buckets, self._shards.values, self._shards.pack)
             self._mean = Mean(self._server)
-            # An asynchronous server sends each worker its own copy: at most one for each at a time.
-            apart = self.settings.max_staleness != "0"
-            self._copies = [self._server.copy() for _ in self.workers if apart]
         if self.trains:
             self._client = Client([nobody] * len(self.servers), self.buckets, self._parameters)
 

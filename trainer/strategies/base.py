@@ -267,7 +267,7 @@ class Strategy:
         return table(self.timeline) if self.timeline is not None else ""
 
     def measured(self) -> dict[str, Any]:
-        """This strategy's communication, for result.json, on rank 0; not a collective."""
+        """This strategy's communication, for result.json: on rank 0 (a collective)."""
         return {}
 
     def _typical_pass(self, hosts: Sequence[int], wire_dtype: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from trainer.comm.network.predict_step import PredictedStep
 from trainer.comm.network.world import PlannedWorld
 
 _ENDINGS = (".png", ".svg", ".pdf")
-_MARKERS = dict(zip(ALGORITHMS, itertools.cycle("os^Dv"), strict=False))
+_MARKERS = dict(zip([*ALGORITHMS, "parameter_server"], itertools.cycle("os^Dv"), strict=False))
 
 
 def file(name: str) -> Path:
@@ -40,19 +40,19 @@ def times(curves: Mapping[int, Mapping[str, Prediction]], what: str, per_host: i
     """Seconds by world size and algorithm, both axes logarithmic."""
     with _axes(f"{what}, {per_host} processes on each host", "predicted time (s)", file) as axes:
         axes.set_yscale("log")
-        for algorithm, marker in _MARKERS.items():
+        for algorithm in ALGORITHMS:
             points = [(size, found[algorithm].seconds) for size, found in curves.items()]
             points = [(size, value) for size, value in points if value > 0]
-            axes.plot(*zip(*points, strict=True), marker=marker, label=algorithm)
+            axes.plot(*zip(*points, strict=True), marker=_MARKERS[algorithm], label=algorithm)
 
 
 def efficiencies(curves: Mapping[int, Mapping[str, PredictedStep]], what: str, file: Path) -> None:
     """The part of a step that is computing, by world size and algorithm."""
     with _axes(what, "computing / step (%)", file) as axes:
         axes.set_ylim(0, 103)
-        for algorithm, marker in _MARKERS.items():
+        for algorithm in sorted(curves[max(curves)], key=list(_MARKERS).index):
             values = [100 * f[algorithm].computed_s / f[algorithm].seconds for f in curves.values()]
-            axes.plot(list(curves), values, marker=marker, label=algorithm)
+            axes.plot(list(curves), values, marker=_MARKERS[algorithm], label=algorithm)
 
 
 @contextmanager

@@ -57,6 +57,21 @@ class MeasuredRun:
     itemsize: int  # bytes on the wire
     on_cpu: bool
 
+    @property
+    def title(self) -> str:
+        return f"{len(self.hosts)} processes on {max(self.hosts) + 1} hosts, comm={self.algorithm}"
+
+    @property
+    def num_bytes(self) -> int:
+        return FP32 * sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.buckets)
+
+    def num_workers(self, world: PlannedWorld) -> int:
+        return world.size
+
     def computed_s(self, machine: Machine | None) -> float:
         """The time of a step without communication.
 
@@ -104,11 +119,9 @@ class MeasuredRun:
             slowed_s = hidden_s * min(1.0, processors_s / total_s) * computing
         return PredictedStep(computed_s, hidden_s, exposed_s, slowed_s)
 
-    def steps(
-        self, world: PlannedWorld, computed_s: float, algorithms: Sequence[str]
-    ) -> dict[str, PredictedStep]:
+    def steps(self, world: PlannedWorld, computed_s: float) -> dict[str, PredictedStep]:
         """By algorithm, fastest first."""
-        found = {name: self.step(world, name, computed_s) for name in algorithms}
+        found = {name: self.step(world, name, computed_s) for name in ALGORITHMS}
         return dict(sorted(found.items(), key=lambda item: item[1].seconds))
 
 
@@ -119,7 +132,8 @@ def read(run_dir: Path) -> MeasuredRun:
         raise ValueError(
             "its result.json has no timeline: train with two or more processes and strategy=ddp, "
             "comm.timeline=true and any comm except powersgd; or with strategy=fsdp, comm=ring or another "
-            "schedule, shard_group=world and one micro-batch a step"
+            "schedule, shard_group=world and one micro-batch a step; or with strategy=parameter_server and "
+            "strategy.max_staleness above 0 (--servers, without --train, predicts the exchange of any)"
         )
     timeline = result.mapping("timeline")
     algorithm = _LIKE.get(result.text("comm"), result.text("comm"))

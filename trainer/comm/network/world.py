@@ -66,11 +66,17 @@ class PlannedWorld:
         found = {name: self.collective(how, name, numel) for name in ALGORITHMS}
         return dict(sorted(found.items(), key=lambda item: item[1].seconds))
 
-    def exchange(self, num_servers: int, num_bytes: float) -> tuple[Prediction, Prediction]:
-        """The cost of push and pull for `num_bytes` of fp32. If all ranks serve, all work, too."""
+    def exchange(
+        self, num_servers: int, num_bytes: float, num_workers: int | None = None
+    ) -> tuple[Prediction, Prediction]:
+        """The cost of push and pull for `num_bytes` of fp32, of the first `num_workers`, or of all at once.
+
+        If all ranks serve, all work, too.
+        """
         workers = range(self.size) if num_servers == self.size else range(num_servers, self.size)
+        ways = exchange(range(num_servers), workers[:num_workers])
+        hosts, segment_bytes = self.hosts[: len(ways[0])], int(BUCKET_MB * 2**20)
         push, pull = (
-            predict(way, self.hosts, self.machine, round(num_bytes), segment_bytes=int(BUCKET_MB * 2**20))
-            for way in exchange(range(num_servers), workers)
+            predict(way, hosts, self.machine, round(num_bytes), segment_bytes=segment_bytes) for way in ways
         )
         return push, pull

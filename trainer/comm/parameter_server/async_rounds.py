@@ -62,6 +62,11 @@ class AsyncServer:
         self._server.finish()
         return self._limit // len(self._server.links)
 
+    @property
+    def busy_s(self) -> float:
+        """The time to copy values for a pull and to apply a push, the mean over the run."""
+        return self.order.busy_s / max(1, self._num_updates)
+
     def _serve(self, worker: int) -> None:
         link = self._server.links[worker]
         request = torch.empty(2, dtype=torch.int64)
@@ -77,10 +82,9 @@ class AsyncServer:
                 _answer(link, 0)
             elif kind == _PULL:
                 with self.order.turn("pull", worker):
-                    values = self._server.copy()
+                    values = self._server.copy_for(worker)
                     self._pulled_at[worker] = self._num_updates
                 self._server.send(worker, values)
-                del values  # free them before the next copy: one set for each worker
             elif kind == _PUSH:
                 word = self._server.receive(worker, _FACTS)
                 with self.order.turn("push", worker):

@@ -29,6 +29,8 @@ class Client:
         self._names = [name for bucket in buckets if bucket.trainable for name in bucket.names]
         self._awaited: dict[int, list[Transfer]] = {}
         self._pulls, self._waited_s = 0, 0.0
+        self.settled_at = 0.0  # when the last values had come
+        self.blocked_s = 0.0  # waiting for values and answers
         self._num_bytes = [0] * len(links)  # pulled from and pushed to each server
         self._told: dict[str, float] = dict.fromkeys(self.totals(), 0.0)  # at the last call of `metrics`
 
@@ -76,7 +78,9 @@ class Client:
         began = time.perf_counter()
         for transfer in transfers:
             transfer.wait()
-        self._waited_s += time.perf_counter() - began
+        self.settled_at = time.perf_counter()
+        self._waited_s += self.settled_at - began
+        self.blocked_s += self.settled_at - began
         for server, message in enumerate(self._incoming[index]):
             self._num_bytes[server] += message.nbytes
             unpack(self._buckets[index], server, message, self._parameters)
@@ -113,8 +117,10 @@ class Client:
 
     def answers(self) -> None:
         """Wait for an answer of every server."""
+        began = time.perf_counter()
         for link in self._links:
             self._answer(link)
+        self.blocked_s += time.perf_counter() - began
 
     def _answer(self, link: Link) -> int:
         word = torch.empty(1, dtype=torch.int64)

@@ -1,6 +1,7 @@
 """The order of a server's events: recorded as they come, or repeated as recorded."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +18,12 @@ class Order:
 
     Attributes:
         events: of this round so far, as "part 2", "pull 2", "push 2": the kind and the rank.
+        busy_s: how long events took, over the run.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.events: list[str] = []
+        self.busy_s = 0.0
         self._to_come: deque[str] | None = None
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
@@ -41,7 +44,9 @@ class Order:
             if not self._changed.wait_for(lambda: self._is_next(event), self._timeout_s):
                 first = f"; '{self._to_come[0]}' must come first" if self._to_come else ""
                 raise OutOfOrderError(f"{event} has waited {self._timeout_s:g} s for its turn{first}")
+            began = time.perf_counter()
             yield
+            self.busy_s += time.perf_counter() - began
             self.events.append(event)
             if self._to_come is not None:
                 self._to_come.popleft()

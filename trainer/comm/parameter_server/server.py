@@ -79,10 +79,15 @@ class Server:
         if self._error is not None:
             raise self._error
 
-    def copy(self) -> dict[int, Tensor]:
-        """The values as they are now, by bucket."""
+    def copy_for(self, worker: int) -> Mapping[int, Tensor]:
+        """A copy of the values as they are now, by bucket, where the worker's last push was.
+
+        That push has been applied, and the next comes only after this copy was sent: it needs no more memory.
+        """
         self._pack()
-        return {bucket.index: self._values[bucket.index].clone() for bucket in self.buckets}
+        for index, copy in self.pushed[worker].items():
+            copy.copy_(self._values[index])
+        return self.pushed[worker]
 
     def send(self, worker: int, values: Mapping[int, Tensor] | None = None) -> None:
         """Send all trainable buckets: `values`, or the current ones, which must not change."""

@@ -1,9 +1,12 @@
 """A worker's copy of the model: modules wait for their values, gradients are sent as soon as they exist."""
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,6 +60,7 @@ class WorkerCopy:
         self._pushes: list[Future[Any]] = []
         self._pushing = False
         self._worker = Worker(self._push)
+        self._shares: deque[tuple[float, ...]] = deque(maxlen=100)  # for `typical_share`
         # What an asynchronous exchange sends before a push, and after it.
         self.before_push: Callable[[], None] = lambda: None
         self.commit: Callable[[], None] = client.commit
@@ -84,6 +88,7 @@ class WorkerCopy:
     def pass_(self, first: bool, last: bool) -> Iterator[None]:
         """Around a forward and backward pass: the `first` of a step pulls, the `last` pushes."""
         if first:
+            self._began, self._blocked_s = time.perf_counter(), self.client.blocked_s
             self.client.ask()
             if self._compiled:
                 self.client.settle_all()
@@ -124,6 +129,17 @@ class WorkerCopy:
         replaced = {name for parameter, name in self._names.items() if now.get(name) is not parameter}
         return sorted(replaced.union(*map(self.client.changed, self._all if buckets is None else buckets)))
 
+    def typical_share(self) -> dict[str, float]:
+        """Medians over the newest shares of steps, as in result.json; {} without one.
+
+        Computing until the last values were needed; computing from the first gradients that could be sent to
+        the last; blocked, for values, for gradients to be sent and for servers.
+        """
+        times = [1e3 * median(seconds) for seconds in zip(*self._shares, strict=True)]
+        named = dict(zip(("forward_ms", "backward_ms", "blocked_ms"), times, strict=False))
+        num_bytes = sum(bucket.num_bytes for bucket in self._buckets.values())
+        return {"bytes": num_bytes, "buckets": len(self._buckets), **named} if named else {}
+
     def close(self) -> None:
         self._worker.close()
 
@@ -147,6 +163,8 @@ class WorkerCopy:
         self._enter("all_reduce", index)
         is_last = len(self._pushes) == len(self._buckets) - 1
         record = self.timeline.arrive(index, self._buckets[index].num_bytes, is_last)
+        if not self._pushes:
+            self._first_ready = record.ready
         self._pushes.append(self._worker.put(self._buckets[index], record))
 
     def _push(self, bucket: ShardedBucket, record: BucketRecord) -> Tensor:
@@ -161,15 +179,22 @@ class WorkerCopy:
         for index in reversed(self._waiting):
             if self._waiting[index]:
                 self._submit(index)
+        ready, forward_s = time.perf_counter(), self.client.settled_at - self._began
+        pulled_s = self.client.blocked_s - self._blocked_s
         pushes, self._pushes = self._pushes, []
         with suppress(Exception):  # torch's version; the worker has the original error
             torch.futures.wait_all(pushes)
         if self._worker.error is not None:
             raise self._worker.error
+        self.client.blocked_s += time.perf_counter() - ready
         self.commit()
+        blocked_s = self.client.blocked_s - self._blocked_s
+        self._shares.append((forward_s - pulled_s, ready - self._first_ready, blocked_s))
 
 
 _NOTHING = torch.empty(0)
+# Each step looks at some gradients before its loss, which needs no values.
+_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
 CHANGES = (
     "strategy=parameter_server: a forward or backward pass or the loss makes or changes {}: no server would "
     "hold that, nor a checkpoint; make parameters in __init__, and change none, or use strategy=ddp"
@@ -177,7 +202,7 @@ CHANGES = (
 
 
 class _Uses(TorchFunctionMode):
-    """Waits for the values of a parameter when any code uses it."""
+    """Waits for the values of a parameter when any code uses them."""
 
     def __init__(self, bucket_of: Mapping[nn.Parameter, int], client: Client) -> None:
         super().__init__()
@@ -185,7 +210,7 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._client.awaits:
+        if self._client.awaits and func != _GRADIENT:
             for value in leaves((args, kwargs)):
                 if isinstance(value, nn.Parameter) and value in self._bucket_of:
                     self._client.settle(self._bucket_of[value])
