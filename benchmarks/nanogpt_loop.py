@@ -1,20 +1,26 @@
-"""The cost of a step of a small GPT here compared with a loop in nanoGPT's style, in one process.
+"""The cost of a step of a small GPT here compared with a loop in nanoGPT's style.
 
-Three ways run in rotation, some steps each: that loop with a model in the same style (separate views of
-heads, exact GELU), the same loop with our model, and our training loop with our model. All have 842,496
-parameters, block 128, batch 16, AdamW, a cosine with warm-up, clipping at 1, decay of matrices only, and read
-the same bytes. Prints milliseconds per step and the median, over the rounds, of each ratio.
+Three ways train at the same time on one core, each in its own process: that loop with a model in the same
+style (separate views of heads, exact GELU), the same loop with our model, and our training loop with our
+model. All have 842,496 parameters, block 128, batch 16, AdamW, a cosine with warm-up, clipping at 1, decay of
+matrices only, and read the same bytes. Prints milliseconds of processor time per step and the median, least
+and most over the rounds of each ratio: other load on the machine slows all alike.
 
-    python -m benchmarks.nanogpt_loop [--turns 20] [--steps 5] [--switch ema.decay=0.999 ...]
+    python -m benchmarks.nanogpt_loop [--rounds 5] [--steps 60] [--switch ema.decay=0.999 ...]
 """
 
 import argparse
 import contextlib
+import itertools
 import math
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,66 +113,84 @@ def plain_loop(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def our_loop(context: Any) -> Iterator[None]:
+@contextlib.contextmanager
+def our_loop(overrides: Sequence[str]) -> Iterator[Iterator[None]]:
+    from trainer.distributed.process_group import process_group
+    from trainer.launch.signals import StopRequest
     from trainer.loop import train_epoch
+    from trainer.run import assemble
 
-    while True:
-        yield from train_epoch(context)
+    with contextlib.ExitStack() as stack:
+        stop_request = stack.enter_context(StopRequest())
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory())
+        cfg = settings(f"run_dir={run_dir}", *overrides)
+        dist = stack.enter_context(process_group(cfg.distributed))
+        context = assemble(cfg, "benchmark", dist, stop_request)
+        context.run_log.open()
+        stack.callback(context.run_log.close)
+        yield itertools.chain.from_iterable(train_epoch(context) for _ in itertools.count())  # epochs
 
 
-def in_turns(ways: dict[str, Iterator[None]], turns: int, steps: int) -> dict[str, list[float]]:
-    """Milliseconds per step of each way in each round; the order of the ways rotates."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
+WAYS = {
+    "plain loop, its model": lambda: contextlib.nullcontext(plain_loop(PlainGPT())),
+    "plain loop, our model": lambda: contextlib.nullcontext(plain_loop(GPT(256, BLOCK))),
+}
+OUR_WAY = "our loop, our model"
+
+
+def processor_ms(name: str, steps: int) -> float:
+    """Per step of this process, after some steps."""
+    with WAYS[name]() if name in WAYS else our_loop(() if name == OUR_WAY else name.split()) as way:
+        for _ in range(5):
+            next(way)
+        begin = time.process_time()
         for _ in range(steps):
             next(way)
-    names = list(ways)
-    for turn in range(turns):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            begin = time.perf_counter()
-            for _ in range(steps):
-                next(ways[name])
-            found[name].append(1e3 * (time.perf_counter() - begin) / steps)
-    return found
+        return 1e3 * (time.process_time() - begin) / steps
+
+
+def at_once(names: Sequence[str], steps: int, core: int) -> list[float]:
+    """The processor time of each way, in processes that share a core."""
+    command = ["taskset", "-c", str(core), sys.executable, "-m", "benchmarks.nanogpt_loop"]
+    children = [
+        subprocess.Popen(
+            [*command, f"--steps={steps}", "--way", name],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    ]
+    printed = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        sys.exit(1)
+    return [float(text.splitlines()[-1]) for text in printed]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--switch", nargs="*", default=[], help="overrides, each measured separately")
+    parser.add_argument("--way", help=argparse.SUPPRESS)  # what a child process runs
     arguments = parser.parse_args()
-    from trainer.distributed.process_group import process_group
-    from trainer.launch.signals import StopRequest
-    from trainer.run import assemble
-
-    ours = "our loop, our model"
-    ways = {
-        "plain loop, its model": plain_loop(PlainGPT()),
-        "plain loop, our model": plain_loop(GPT(256, BLOCK)),
-    }
-    with contextlib.ExitStack() as stack:
-        stop_request = stack.enter_context(StopRequest())
-        dist = stack.enter_context(process_group(settings().distributed))
-        for switch in ("", *arguments.switch):
-            run_dir = stack.enter_context(tempfile.TemporaryDirectory())
-            context = assemble(
-                settings(f"run_dir={run_dir}", *switch.split()), "benchmark", dist, stop_request
-            )
-            context.run_log.open()
-            stack.callback(context.run_log.close)
-            ways[switch or ours] = our_loop(context)
-        found = in_turns(ways, arguments.turns, arguments.steps)
+    if arguments.way:
+        print(processor_ms(arguments.way, arguments.steps))
+        return
+    names = [*WAYS, OUR_WAY, *arguments.switch]
+    rounds = [at_once(names, arguments.steps, arguments.core) for _ in range(arguments.rounds)]
+    found = dict(zip(names, zip(*rounds, strict=True), strict=True))
     for name, theirs in found.items():
-        one, other = (theirs, found[ours]) if name in arguments.switch else (found[ours], theirs)
+        one, other = (theirs, found[OUR_WAY]) if name in arguments.switch else (found[OUR_WAY], theirs)
         ratios = sorted(a / b for a, b in zip(one, other, strict=True))
         words = "this / ours" if name in arguments.switch else "ours / this"
         print(
-            f"{name:24s} {statistics.median(theirs):8.2f} ms/step   {words}: median "
-            f"{statistics.median(ratios):.3f}, {ratios[len(ratios) // 4]:.3f} to "
-            f"{ratios[3 * len(ratios) // 4]:.3f} in the middle half"
+            f"{name:24s} {statistics.median(theirs):8.2f} ms of processor time per step   {words}: "
+            f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
         )
 
 

@@ -481,15 +481,16 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def _served_in(folder: Path, **changes: Any) -> Path:
     """Four buckets of 10 MB; of 100 ms, 60 are computing."""
     times = {"forward_ms": 0.0, "backward_ms": 0.0, "blocked_ms": 40.0, "busy_ms": 5.0}
-    share = {"servers": "1", "bytes": 40_000_000, "buckets": 4, **times, **changes}
+    share = {"servers": "1", "device": "cuda", "bytes": 40_000_000, "buckets": 4, **times, **changes}
     (folder / "result.json").write_text(json.dumps({"ms_per_step": 100.0, "share": share}))
     return folder
 
 
-def _served(folder: Path, num_hosts: int, **changes: Any) -> predict_step.PredictedStep:
+def _served(folder: Path, num_hosts: int, machine: Any = (), **changes: Any) -> predict_step.PredictedStep:
     run = predict_servers.read(_served_in(folder, **changes))
     assert run is not None
-    return run.step(PlannedWorld(num_hosts, 1, Machine(link_bytes_per_s=1e9)), run.computed_s(None))
+    world = PlannedWorld(num_hosts, 1, Machine(link_bytes_per_s=1e9, **dict(machine)))
+    return run.step(world, run.computed_s(None))
 
 
 def test_workers_that_do_not_meet_queue_for_links_and_servers(tmp_path: Path) -> None:
@@ -507,6 +508,18 @@ def test_workers_that_do_not_meet_queue_for_links_and_servers(tmp_path: Path) ->
     assert several == pytest.approx(100 * 0.020, rel=0.05), "each of two sends half"
     alone, both = (_served(tmp_path, 2, servers=servers).seconds for servers in ("1", "all"))
     assert 0.105 < both < alone, "half of it is not sent, but two work"
+    crowded = _served(tmp_path, 101, {"crowded": 0.8}).seconds
+    assert crowded == pytest.approx(100 * 0.040 / 0.8, rel=0.02), "it sends and receives at the same time"
+
+
+def test_processors_that_move_values_compute_later(tmp_path: Path) -> None:
+    hides = {"forward_ms": 50.0, "backward_ms": 50.0}
+    busy = {"network_s_per_byte": 1e-10, "parallelism": 1.0}
+    assert _served(tmp_path, 2, busy, **hides).slowed_s == 0.0, "not those of a GPU"
+    found = _served(tmp_path, 2, busy, device="cpu", **hides)
+    # 80 MB move in 85 ms, with 5 at the server; of each direction 10 ms are exposed.
+    assert found.hidden_s == pytest.approx(0.060, rel=0.01)
+    assert found.slowed_s == pytest.approx(0.008 * 60 / 85, rel=0.02)
 
 
 def test_a_run_of_asynchronous_servers_is_planned_with(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.comm.network import entries
 from trainer.comm.network.cost_model import Machine
-from trainer.comm.network.predict_step import PredictedStep
+from trainer.comm.network.predict_step import PredictedStep, slowdown_s
 from trainer.comm.network.world import PlannedWorld
 
 
@@ -28,6 +28,7 @@ class MeasuredServers:
     backward_s: float  # computing, from the first gradients that can be sent to the last
     blocked_s: float  # a worker, for its pull and push and the servers
     busy_s: float  # a server: it copies values, and updates
+    on_cpu: bool
 
     @property
     def title(self) -> str:
@@ -53,8 +54,11 @@ class MeasuredServers:
         """Predict a step on these hosts, with servers as in this run."""
         num_workers = self.num_workers(world)
         num_servers = world.size if self.servers == "all" else int(self.servers)
-        alone = [way.seconds for way in world.exchange(num_servers, self.num_bytes, 1)]
-        each = [way.seconds / num_workers for way in world.exchange(num_servers, self.num_bytes)]
+        ways_alone = world.exchange(num_servers, self.num_bytes, 1)
+        alone, processors_s = [way.seconds for way in ways_alone], sum(way.processors_s for way in ways_alone)
+        # Workers that queue make a server send and receive at the same time.
+        left = num_workers * (world.machine.crowded if world.num_hosts > 1 else 1.0)
+        each = [way.seconds / left for way in world.exchange(num_servers, self.num_bytes)]
         # A push, a pull, and the server's own work: alone, and of the resource that others wait for.
         undisturbed, demands = [*alone, self.busy_s], [*each, self.busy_s]
         queues = [0.0, 0.0, 0.0]
@@ -66,9 +70,12 @@ class MeasuredServers:
             # The first values are needed at once, and the last gradients come at the end.
             exposed_s = server_s + max(push_s - self.backward_s, push_s / self.num_buckets)
             exposed_s += max(pull_s - self.forward_s, pull_s / self.num_buckets)
-            throughput = number / (computed_s + exposed_s)
+            moved_s = push_s + pull_s + server_s
+            hidden_s = moved_s - exposed_s
+            slowed_s = slowdown_s(world, hidden_s, moved_s, processors_s) if self.on_cpu else 0.0
+            throughput = number / (computed_s + exposed_s + slowed_s)
             queues = [throughput * (demand + wait) for demand, wait in zip(demands, waits, strict=True)]
-        return PredictedStep(computed_s, push_s + pull_s + server_s - exposed_s, exposed_s, slowed_s=0.0)
+        return PredictedStep(computed_s, hidden_s, exposed_s, slowed_s)
 
 
 def read(run_dir: Path) -> MeasuredServers | None:
@@ -90,4 +97,5 @@ def read(run_dir: Path) -> MeasuredServers | None:
         max(1, share.count("bytes")),
         max(1, share.count("buckets")),
         **{f"{name}_s": seconds for name, seconds in times.items()},
+        on_cpu=share.text("device") == "cpu",
     )

@@ -113,16 +113,24 @@ class MeasuredRun:
                 free_s = there_s[index] = max(free_s, computed + stood_s) + moved[index].seconds
         exposed_s = min(total_s, stood_s)
         hidden_s = total_s - exposed_s
-        slowed_s = 0.0
-        if self.on_cpu and total_s > 0:
-            computing = min(1.0, world.per_host / world.machine.parallelism)  # of a host's processors
-            slowed_s = hidden_s * min(1.0, processors_s / total_s) * computing
+        slowed_s = slowdown_s(world, hidden_s, total_s, processors_s) if self.on_cpu else 0.0
         return PredictedStep(computed_s, hidden_s, exposed_s, slowed_s)
 
     def steps(self, world: PlannedWorld, computed_s: float) -> dict[str, PredictedStep]:
         """By algorithm, fastest first."""
         found = {name: self.step(world, name, computed_s) for name in ALGORITHMS}
         return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+
+
+def slowdown_s(world: PlannedWorld, hidden_s: float, total_s: float, processors_s: float) -> float:
+    """What hidden communication adds to computing on the same processors.
+
+    Args:
+        hidden_s: how much of the communication's `total_s` is hidden.
+        processors_s: the time that a host's processors are busy with all of it.
+    """
+    computing = min(1.0, world.per_host / world.machine.parallelism)  # of a host's processors
+    return hidden_s * min(1.0, processors_s / total_s) * computing if total_s > 0 else 0.0
 
 
 def read(run_dir: Path) -> MeasuredRun:

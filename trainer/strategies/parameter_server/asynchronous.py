@@ -262,7 +262,7 @@ class AsyncParameterServer(ParameterServer):
 
     def measured(self) -> dict[str, Any]:
         busy_s = self._async_server.busy_s if self._async_server is not None else 0.0
-        return self._exchange_stats.measured(self.settings.servers, busy_s)
+        return self._exchange_stats.measured(self.settings.servers, self.dist.device.type, busy_s)
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | self._staleness.metrics()

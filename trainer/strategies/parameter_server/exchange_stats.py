@@ -53,11 +53,12 @@ class ExchangeStats:
             found[f"ps/waited_ms/worker_{worker}"] = 1e3 * own["waited_s"] / max(1.0, own["pulls"])
         return found
 
-    def measured(self, servers: str, busy_s: float) -> dict[str, Any]:
+    def measured(self, servers: str, device: str, busy_s: float) -> dict[str, Any]:
         """A typical share of a step, the mean over workers, for result.json (a collective).
 
         Args:
             servers: as in strategy.servers.
+            device: the type of that which computes.
             busy_s: of this rank's server, for one share; 0 without one.
         """
         everyones = gather_objects((self._copy.typical_share() if self._copy is not None else {}, busy_s))
@@ -65,7 +66,14 @@ class ExchangeStats:
         if not shares:
             return {}
         means = {name: mean(share[name] for share in shares) for name in shares[0]}
-        return {"share": {"servers": servers, **means, "busy_ms": 1e3 * max(busy for _, busy in everyones)}}
+        return {
+            "share": {
+                "servers": servers,
+                "device": device,
+                **means,
+                "busy_ms": 1e3 * max(busy for _, busy in everyones),
+            }
+        }
 
     def plots(self) -> dict[str, "Figure"]:
         return {"comm/buckets": draw(self._seen)} if self._seen is not None else {}
