@@ -2,8 +2,8 @@
 
 Alternates the same work as a bare PyTorch loop (this file with --bare) and as train.py, each in separate
 processes: the MLP on the digits, batch 64 per process, SGD with momentum, the loss logged every 50 steps.
-The bare loop takes each batch by one index of the whole data, the fastest way; a DataLoader, which reads
-sample by sample, takes 1.2 to 1.3 times as long for a step (`benchmarks/peers.py` has both).
+The bare loop takes each batch by one index of the whole data, the fastest way; `benchmarks/peers.py` also has
+a loop by samples.
 Prints each pair and the medians of their ratios. Start-up is from the start of the launcher to the end of the
 first step.
 

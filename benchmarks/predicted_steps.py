@@ -5,8 +5,8 @@
     python -m benchmarks.predicted_steps --strategy parameter_server [--workers 2,3,4] [--servers 1]
 
 For each number of processes, a run on one host provides steps and buckets, and a preflight the capacities of
-the two hosts and their link; `trainer.comm.plan --train` predicts the step there; then it is measured, once
-before the preflight and once after. Hosts are network namespaces, so this needs root, and share one machine:
+the two hosts and their link; `trainer.comm.plan --train` predicts the step there. It is measured there twice,
+before and after the preflight. Hosts are network namespaces, so this needs root, and share one machine:
 a run on one host has as many processes, each with the same share of a processor. `waiting` computes nothing
 and only takes time, like an accelerator; `gpt` computes on the processors. With parameter servers, which are
 asynchronous, each process is on a host of its own.
@@ -139,9 +139,12 @@ def compare_servers(workers: int, servers: str, model: str, rate: str, steps: in
         folder, found = Path(name), []
         for where, places in {"before": hosts, "alone": [0] * world_size, "after": hosts}.items():
             train(places, settings, folder / where)
-            found.append(predict_servers.read(folder / where))
-        before, alone, after = filter(None, found)
-        there = PlannedWorld(world_size, 1, machine_of(hosts, folder / "there.json"))
+            measured = predict_servers.read(folder / where)
+            assert measured is not None
+            found.append(measured)
+            if where == "alone":
+                there = PlannedWorld(world_size, 1, machine_of(hosts, folder / "there.json"))
+        before, alone, after = found
     predicted = alone.step(there, alone.computed_s(None))
     measured_s = statistics.mean((before.step_s, after.step_s))
     line(f"{model}, {workers} workers, servers={servers}", alone.step_s, predicted, measured_s)

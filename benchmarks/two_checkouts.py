@@ -53,6 +53,8 @@ def processor_seconds(
             _, status, used = os.wait4(run.pid, 0)
             run.returncode = os.waitstatus_to_exitcode(status)
             if run.returncode:
+                for other in runs[number + 1 :]:
+                    other.kill()
                 sys.exit(Path(scratch, f"{number}.log").read_text())
             seconds.append(used.ru_utime + used.ru_stime)
     return seconds

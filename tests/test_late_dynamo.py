@@ -82,7 +82,8 @@ def test_methods_do_the_same_before_that_import_and_after(
             assert optimizer.step("result", closure=1) == ("result", 1, differentiable)
             assert torch.is_grad_enabled() == grad
     with Mode():
-        assert torch.zeros(()) + 1 == 3
+        value = torch.zeros(()) + 1
+    assert value == 3
     with Wrapper.__new__(Wrapper).inside("result") as result:
         assert result == "result"
     assert bool(graph_breaks) == is_imported

@@ -71,7 +71,7 @@ def compose() -> list[DictConfig]:
 
 
 def _is_of_hydra(error: Exception) -> bool:
-    """Whether Hydra itself raised it, not a sweep within: model=null or a tab in YAML, the user's error."""
+    """Whether Hydra or YAML raised it, as for model=null or a tab: a mistake on the command line."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return str(last[0].f_globals.get("__name__")).startswith(("hydra.", "yaml."))
 
@@ -97,7 +97,7 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
     return run(settings)
 
 
-@functools.cache  # a second call would freeze what the first must not
+@functools.cache  # a second gc.freeze would also freeze what was made since the first
 def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
     """`trainer.run.run`, after the import of all that any first step needs.
 

@@ -1,8 +1,10 @@
 """Pull and push: which rows go where; ranks with another layout are refused; the order is recorded and repeated."""
 
 import json
+import math
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trainer.comm.parameter_server import replay_file
+from trainer.comm.parameter_server import async_rounds, replay_file
+from trainer.comm.parameter_server.async_rounds import AsyncServer
 from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.layout import bytes_by_server, lay_out, unpack
 from trainer.comm.parameter_server.links import Loopback, PeerLink
@@ -77,6 +80,41 @@ def test_what_a_worker_pulls_is_copied_to_where_its_last_push_was() -> None:
     second = server.copy_for(2)
     assert first[0].unique().tolist() == [1] and second[0].unique().tolist() == [2]
     assert all(first[index] is pushed for index, pushed in server.pushed[1].items()), "no more memory"
+
+
+class _Shares:
+    """A link whose worker asks for one share of a step after the other, and whether it may pull."""
+
+    def __init__(self, shares: int) -> None:
+        kinds = (async_rounds._MAY_PULL, async_rounds._PULL, async_rounds._PUSH)
+        self._requests = iter([*kinds * shares, async_rounds._END])
+
+    def receive(self, request: torch.Tensor, tag: int) -> Any:
+        request.copy_(torch.tensor([next(self._requests), 0]))
+        return SimpleNamespace(wait=lambda: None)
+
+    def send(self, answer: torch.Tensor, tag: int) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, math.inf])
+def test_a_worker_waits_to_pull_while_it_is_too_far_ahead(max_staleness: float) -> None:
+    pushes = list[Any]()
+    server: Any = SimpleNamespace(
+        links={1: _Shares(5), 2: _Shares(0)}, pushed={1: {}}, start=lambda serve: None
+    )
+    server.copy_for = lambda worker: {}
+    server.send = lambda worker, values: None
+    server.receive = lambda worker, facts: torch.ones(1)
+    rounds = AsyncServer(server, Order(0.1), max_staleness, lambda *push: pushes.append(push))
+    rounds.start(5, None, lambda: False)
+    if math.isinf(max_staleness):
+        rounds._serve(1)
+        assert len(pushes) == 5
+    else:
+        with pytest.raises(PeerError, match="rank 2"):
+            rounds._serve(1)
+        assert len(pushes) == max_staleness + 1, "it pulled while it was no more than that ahead"
 
 
 def test_messages_to_oneself_move_in_whatever_order_they_are_waited_for() -> None:

@@ -482,14 +482,16 @@ def _served_in(folder: Path, **changes: Any) -> Path:
     """Four buckets of 10 MB; of 100 ms, 60 are computing."""
     times = {"forward_ms": 0.0, "backward_ms": 0.0, "blocked_ms": 40.0, "busy_ms": 5.0}
     share = {"servers": "1", "device": "cuda", "bytes": 40_000_000, "buckets": 4, **times, **changes}
-    (folder / "result.json").write_text(json.dumps({"ms_per_step": 100.0, "share": share}))
+    (folder / "result.json").write_text(json.dumps({"ms_per_step": 100.0, "world_size": 2, "share": share}))
     return folder
 
 
-def _served(folder: Path, num_hosts: int, machine: Any = (), **changes: Any) -> predict_step.PredictedStep:
+def _served(
+    folder: Path, num_hosts: int, machine: Any = (), per_host: int = 1, **changes: Any
+) -> predict_step.PredictedStep:
     run = predict_servers.read(_served_in(folder, **changes))
     assert run is not None
-    world = PlannedWorld(num_hosts, 1, Machine(link_bytes_per_s=1e9, **dict(machine)))
+    world = PlannedWorld(num_hosts, per_host, Machine(link_bytes_per_s=1e9, **dict(machine)))
     return run.step(world, run.computed_s(None))
 
 
@@ -510,6 +512,20 @@ def test_workers_that_do_not_meet_queue_for_links_and_servers(tmp_path: Path) ->
     assert 0.105 < both < alone, "half of it is not sent, but two work"
     crowded = _served(tmp_path, 101, {"crowded": 0.8}).seconds
     assert crowded == pytest.approx(100 * 0.040 / 0.8, rel=0.02), "it sends and receives at the same time"
+    assert _served(tmp_path, 2, per_host=2).seconds > 0.145, "two of three workers are on another host"
+
+
+def test_if_all_serve_each_updates_its_own_rows(tmp_path: Path) -> None:
+    for num_hosts in (2, 50):
+        free, busy = (
+            _served(tmp_path, num_hosts, servers="all", bytes=1, busy_ms=busy_ms) for busy_ms in (0.0, 5.0)
+        )
+        assert 5e-3 * 2 / num_hosts <= busy.seconds - free.seconds < 1.2 * 5e-3
+    crowded, free = (
+        _served(tmp_path, 20, {"crowded": crowded}, servers="all", blocked_ms=99.9).seconds
+        for crowded in (0.5, 1.0)
+    )
+    assert 1.5 < crowded / free < 2.05, "counted once"
 
 
 def test_processors_that_move_values_compute_later(tmp_path: Path) -> None:

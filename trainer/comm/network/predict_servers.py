@@ -2,9 +2,10 @@
 
 A step has as many shares as there are workers. For each share a worker pulls, computes and pushes, and the
 servers update. Workers queue for the servers' links, in each direction, and for the servers themselves. Mean
-value analysis gives the lengths of these queues: a worker finds those that there would be without it. Source:
-Reiser and Lavenberg, "Mean-value analysis of closed multichain queuing networks", JACM 1980. Workers are
-taken as equal, and none waits for a slower one, as with strategy.max_staleness=inf.
+value analysis gives the lengths of these queues: a worker that comes finds those of a system with one worker
+fewer. Source: Reiser and Lavenberg, "Mean-value analysis of closed multichain queuing networks", JACM 1980.
+Workers are taken as equal. The time in which they waited for slower ones, with a finite
+strategy.max_staleness, stays.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class MeasuredServers:
 
     step_s: float
     servers: str  # as in strategy.servers
+    world_size: int
     num_bytes: int  # of a pull, and of a push
     num_buckets: int
     forward_s: float  # computing, until the last values are needed
@@ -39,7 +41,7 @@ class MeasuredServers:
         return world.size if self.servers == "all" else world.size - int(self.servers)
 
     def computed_s(self, machine: Machine | None) -> float:
-        """The time of a step without communication. Raises ValueError if none is left."""
+        """The time of a step without pulls and pushes, on any links. Raises ValueError if none is left."""
         if self.blocked_s < self.step_s:
             return self.step_s - self.blocked_s
         raise ValueError(
@@ -54,13 +56,16 @@ class MeasuredServers:
         """Predict a step on these hosts, with servers as in this run."""
         num_workers = self.num_workers(world)
         num_servers = world.size if self.servers == "all" else int(self.servers)
+        # If all serve, each has its part of the rows, and of their updates.
+        busy_s = self.busy_s * (self.world_size / world.size if self.servers == "all" else 1.0)
         ways_alone = world.exchange(num_servers, self.num_bytes, 1)
         alone, processors_s = [way.seconds for way in ways_alone], sum(way.processors_s for way in ways_alone)
-        # Workers that queue make a server send and receive at the same time.
-        left = num_workers * (world.machine.crowded if world.num_hosts > 1 else 1.0)
-        each = [way.seconds / left for way in world.exchange(num_servers, self.num_bytes)]
+        # Workers that queue make a server send and receive at once. If all serve, `exchange` has that already.
+        apart = self.servers != "all" and world.num_hosts > 1
+        divisor = num_workers * (world.machine.crowded if apart else 1.0)
+        each = [way.seconds / divisor for way in world.exchange(num_servers, self.num_bytes)]
         # A push, a pull, and the server's own work: alone, and of the resource that others wait for.
-        undisturbed, demands = [*alone, self.busy_s], [*each, self.busy_s]
+        undisturbed, demands = [*alone, busy_s], [*each, busy_s]
         queues = [0.0, 0.0, 0.0]
         for number in range(1, num_workers + 1):
             if self.servers == "all":  # others push through the link through which a worker pulls
@@ -94,6 +99,7 @@ def read(run_dir: Path) -> MeasuredServers | None:
     return MeasuredServers(
         entries.number(result, "ms_per_step", positive=True) / 1e3,
         share.text("servers"),
+        max(1, result.count("world_size")),
         max(1, share.count("bytes")),
         max(1, share.count("buckets")),
         **{f"{name}_s": seconds for name, seconds in times.items()},

@@ -1,11 +1,12 @@
 """Predicts a training step on other hosts and links, from what a run measured.
 
-A step is its computing time plus the communication that is not hidden behind it. A run with strategy=ddp
-stores in result.json how long a step takes, and how long before the last gradient of a backward pass each
-bucket is ready. One bucket moves at a time, in the order in which they are ready; what moves after the last
-gradient is exposed. With strategy=fsdp and a schedule, buckets are the gathers and reduces of units, each
-with the moment at which the computation needs it and is blocked until it arrives. The computing time is
-unchanged: each process has the same batch, and the same share of a processor.
+A step is its computing time plus the communication that is not hidden behind it, plus, on CPUs, what the
+processors spend on communication that is. A run with strategy=ddp stores in result.json how long a step
+takes, and how long before the last gradient of a backward pass each bucket is ready. One bucket moves at a
+time, in the order in which they are ready; what moves after the last gradient is exposed. With strategy=fsdp
+and a schedule, buckets are the gathers and reduces of units, each with the moment at which the computation
+needs it and is blocked until it arrives. The computing time is that of the run: each process has the same
+batch, and the same share of a processor.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """Any number of hosts and processes, and what collectives and parameter servers would cost there."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -69,13 +70,17 @@ class PlannedWorld:
     def exchange(
         self, num_servers: int, num_bytes: float, num_workers: int | None = None
     ) -> tuple[Prediction, Prediction]:
-        """The cost of push and pull for `num_bytes` of fp32, of the first `num_workers`, or of all at once.
+        """The cost of push and pull for `num_bytes` of fp32, of the last `num_workers`, or of all at once.
 
         If all ranks serve, all work, too.
         """
-        workers = range(self.size) if num_servers == self.size else range(num_servers, self.size)
-        ways = exchange(range(num_servers), workers[:num_workers])
-        hosts, segment_bytes = self.hosts[: len(ways[0])], int(BUCKET_MB * 2**20)
+        hosts: Sequence[int] = self.hosts
+        workers = range(0 if num_servers == self.size else num_servers, self.size)[:num_workers]
+        if num_workers is not None and num_servers < self.size:
+            of_all = [*self.hosts[:num_servers], *self.hosts[-num_workers:]]
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(of_all))}
+            hosts = [numbers[host] for host in of_all]
+        ways, segment_bytes = exchange(range(num_servers), workers), int(BUCKET_MB * 2**20)
         push, pull = (
             predict(way, hosts, self.machine, round(num_bytes), segment_bytes=segment_bytes) for way in ways
         )

@@ -19,7 +19,7 @@ from trainer.comm.parameter_server.order import Order
 from trainer.comm.parameter_server.server import Server
 from trainer.errors import UserError
 
-_NEXT_SHARE, _LEAVE, _PULL, _PUSH, _END = range(5)
+_NEXT_SHARE, _MAY_PULL, _PULL, _PUSH, _END = range(5)
 _FACTS = 1  # of a push: the factor for its gradients; NaN: they must not be applied
 
 Apply = Callable[[dict[int, Tensor], Tensor], None]
@@ -30,7 +30,7 @@ class AsyncServer:
     """One server's role in rounds; the first server assigns the shares.
 
     Args:
-        max_staleness: pushes that a worker may be ahead of the slowest; math.inf: unlimited.
+        max_staleness: pushes that a worker may be ahead of the slowest when it pulls; math.inf: unlimited.
 
     Attributes:
         staleness: pushes by the number of updates that their values lacked.
@@ -58,7 +58,7 @@ class AsyncServer:
         self._server.start(self._serve)
 
     def finish(self) -> int:
-        """Wait for the end of the round; return its number of steps."""
+        """Wait for the end of the round; return its number of steps, which the first server knows."""
         self._server.finish()
         return self._limit // len(self._server.links)
 
@@ -77,8 +77,8 @@ class AsyncServer:
                 with self.order.turn("part", worker):
                     number = self._hand_out(bool(stops))
                 _answer(link, number)
-            elif kind == _LEAVE:
-                self.order.wait_until(lambda: self._may_go(worker), self._slowest)
+            elif kind == _MAY_PULL:
+                self.order.wait_until(lambda: self._may_pull(worker), self._slowest)
                 _answer(link, 0)
             elif kind == _PULL:
                 with self.order.turn("pull", worker):
@@ -107,7 +107,7 @@ class AsyncServer:
     def _slowest(self) -> int:
         return min(self._clocks, key=self._clocks.__getitem__)
 
-    def _may_go(self, worker: int) -> bool:
+    def _may_pull(self, worker: int) -> bool:
         return self._clocks[worker] - min(self._clocks.values()) <= self._max_staleness
 
     def _update(self, worker: int, word: Tensor) -> None:
@@ -195,7 +195,7 @@ class AsyncWorker:
     def before_pull(self) -> None:
         if self._bounded:
             with self._waits():
-                self._client.ask_first(_LEAVE, self._stops())
+                self._client.ask_first(_MAY_PULL)
         self._client.request(_PULL)
 
     def before_push(self) -> None:

@@ -30,7 +30,7 @@ class Client:
         self._awaited: dict[int, list[Transfer]] = {}
         self._pulls, self._waited_s = 0, 0.0
         self.settled_at = 0.0  # when the last values had come
-        self.blocked_s = 0.0  # waiting for values and answers
+        self.blocked_s = 0.0  # waiting for values, for gradients to be sent and for answers
         self._num_bytes = [0] * len(links)  # pulled from and pushed to each server
         self._told: dict[str, float] = dict.fromkeys(self.totals(), 0.0)  # at the last call of `metrics`
 
@@ -110,7 +110,7 @@ class Client:
         for transfer in [link.send(torch.tensor([kind, 0]), REQUEST) for link in self._links]:
             transfer.wait()
 
-    def ask_first(self, kind: int, stops: bool) -> int:
+    def ask_first(self, kind: int, stops: bool = False) -> int:
         """Ask the first server, and wait for its answer; `stops`: this worker received a request to stop."""
         self._links[0].send(torch.tensor([kind, int(stops)]), REQUEST).wait()
         return self._answer(self._links[0])

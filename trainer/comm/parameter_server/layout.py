@@ -97,7 +97,7 @@ def unpack(bucket: ShardedBucket, server: int, message: Tensor, parameters: Mapp
 
 
 def bytes_by_server(buckets: Sequence[ShardedBucket]) -> list[int]:
-    """Bytes that each server holds, and sends at each pull."""
+    """Bytes of values that each server holds."""
     columns = zip(*([n * bucket.dtype.itemsize for n in bucket.numels] for bucket in buckets), strict=True)
     return [sum(column) for column in columns]
 

@@ -56,10 +56,10 @@ class BatchReader(Dataset[Any], ABC):
         self.heartbeat = heartbeat or Heartbeat()
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self.in_batches = fetches_batches(dataset)
-        # Shared memory, since worker processes count. Its lock takes a millisecond to create.
-        counts = on_bad_sample == "skip" and not self.in_batches
-        self._num_looks = multiprocessing.RawValue("b")  # shared, too: it is told once
+        self._num_looks = multiprocessing.RawValue("b")  # shared by worker processes: it is told once
         self._kept: dict[str, Any] = {}  # of the dataset, after the first look
+        # Shared, too, since worker processes count. Its lock takes a millisecond to create.
+        counts = on_bad_sample == "skip" and not self.in_batches
         self._num_skipped = multiprocessing.Value("q") if counts else None
 
     @property

@@ -68,7 +68,7 @@ class AsyncParameterServer(ParameterServer):
         self._stops: Callable[[], bool] = lambda: False
         self._first_buffers: list[Tensor] | None = None  # copies from before the first forward pass
         self._warned = False  # that it changes them
-        self._norms = [0.0, 0.0]  # sum and number of this round's gradient norms
+        self._norms = [0.0, 0.0]  # sum and number of gradient norms since the last `_mean_norm`
         bound = (
             "without bound" if math.isinf(self._max_staleness) else f"at most {settings.max_staleness} ahead"
         )
@@ -249,7 +249,7 @@ class AsyncParameterServer(ParameterServer):
         )
 
     def _mean_norm(self) -> Tensor:
-        """The mean norm of the round's gradients, each clipped separately (a collective)."""
+        """The mean norm of the gradients since the last call, each clipped separately (a collective)."""
         norms = torch.tensor(self._norms, device=self.device)
         self._norms = [0.0, 0.0]
         dist.all_reduce(norms)

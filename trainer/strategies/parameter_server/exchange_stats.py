@@ -54,7 +54,7 @@ class ExchangeStats:
         return found
 
     def measured(self, servers: str, device: str, busy_s: float) -> dict[str, Any]:
-        """A typical share of a step, the mean over workers, for result.json (a collective).
+        """A typical share of a step for result.json: means over workers, the busiest server (a collective).
 
         Args:
             servers: as in strategy.servers.
