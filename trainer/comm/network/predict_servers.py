@@ -60,7 +60,7 @@ class MeasuredServers:
         busy_s = self.busy_s * (self.world_size / world.size if self.servers == "all" else 1.0)
         ways_alone = world.exchange(num_servers, self.num_bytes, 1)
         alone, processors_s = [way.seconds for way in ways_alone], sum(way.processors_s for way in ways_alone)
-        # Workers that queue make a server send and receive at once. If all serve, `exchange` has that already.
+        # Workers that queue make a server send and receive at once; if all serve, `exchange` has that.
         apart = self.servers != "all" and world.num_hosts > 1
         divisor = num_workers * (world.machine.crowded if apart else 1.0)
         each = [way.seconds / divisor for way in world.exchange(num_servers, self.num_bytes)]
