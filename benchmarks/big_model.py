@@ -10,7 +10,6 @@ initial model, under fsdp and whole.
 """
 
 import argparse
-import ctypes
 import resource
 import tempfile
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.memory_table import SHARED, predict, resident_at_rest, status
+from benchmarks.memory_table import SHARED, predict, resident_at_rest, return_freed_memory, status
 from tests.ranks import run_ranks
 from tests.runs import context_of
 
@@ -69,9 +68,7 @@ def train(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> dict
     from trainer.loop import fit, save
     from trainer.training.run_hash import parameters_sha256
 
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 1 << 16)  # as in benchmarks/memory_table.py
-    libc.mallopt(-1, 1 << 16)
+    return_freed_memory()
     with context_of(*small, f"run_dir={run_dir / 'small'}") as context:
         fit(context)
         parameters_sha256(context.state.model)

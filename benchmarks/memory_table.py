@@ -3,8 +3,8 @@
     python -m benchmarks.memory_table [--ranks 4] [--width 512] [--depth 8] [--only fsdp,ddp]
 
 A GPT with AdamW makes three steps. Memory is the peak of a rank's resident set, above its size after a
-small model has loaded all code; freed memory goes back to the system at once (mallopt), so that the
-figures count tensors, not what the C library keeps. CPU offload needs a GPU, and is not included.
+small model has loaded all code; freed memory goes back to the system at once (mallopt), other than in a run,
+so that the figures count tensors, not what the C library keeps. CPU offload needs a GPU, and is not included.
 """
 
 import argparse
@@ -61,13 +61,21 @@ def resident_at_rest() -> int:
     return status("VmRSS")
 
 
-def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> int:
-    """Bytes by which the peak of a rank's resident set exceeds its rest, for `large`."""
-    from trainer.loop import fit
+def return_freed_memory() -> None:
+    """Have the C library return all freed memory to the system at once, in place of keeping it."""
+    from trainer.distributed import backend_flags
 
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     libc.mallopt(_M_TRIM_THRESHOLD, 1 << 16)
+    backend_flags._keep_freed_memory = lambda: None
+
+
+def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> int:
+    """Bytes by which the peak of a rank's resident set exceeds its rest, for `large`."""
+    from trainer.loop import fit
+
+    return_freed_memory()
     with context_of(*small, f"run_dir={run_dir / 'small'}") as context:
         fit(context)
     del context
