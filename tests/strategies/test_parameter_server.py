@@ -1,12 +1,16 @@
 """The parameter server gives the same model as DDP, and resumes from checkpoints of any strategy."""
 
+import copy
 import functools
 import json
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, settings, train, trained
@@ -402,6 +407,75 @@ def test_a_collective_of_the_models_own_is_refused(tmp_path: Path, staleness: st
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert (failure["status"], failure["rank"]) == (2, 1), failure
     assert "calls a collective of its own (c10d.allreduce_.default)" in failure["message"]
+
+
+class Unseen(nn.Module):
+    """Digits; a use of a parameter that torch shows to no mode, and a copy of a module in the forward pass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.body, self.head = how, nn.Linear(64, 32), nn.Linear(32, 10)
+        self.alias = self.body.weight.detach()
+
+    def forward(self, images: Tensor) -> Tensor:
+        inputs = images.flatten(1)
+        if self.how == "thread":
+            with ThreadPoolExecutor(1) as threads:
+                return self.head(threads.submit(F.linear, inputs, self.body.weight).result())
+        if self.how == "alias":
+            return self.head(inputs @ self.alias.t() + self.body(inputs))
+        with torch.no_grad():
+            target = copy.deepcopy(self.body)(inputs)
+        return self.head(self.body(inputs) - 0.5 * target)
+
+
+def unseen_each(root: str) -> list[tuple[str, list[str]]]:
+    """For each use: the error, and the warnings of the worker."""
+    found = []
+    for how in ("thread", "alias"):
+        for staleness in ("0", "inf"):
+            words = (*UNSEEN_MODEL, f"+model.how={how}", f"strategy.max_staleness={staleness}")
+            with warnings_of("trainer.strategies.parameter_server.worker_copy") as warned:
+                try:
+                    train(*COMMON, *words, *SGD, *PS, *SMALL, f"run_dir={root}/{how}{staleness}")
+                except NonFiniteError as error:
+                    found.append((str(error), warned))
+            torch.distributed.destroy_process_group()
+    return found
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    told, handler = list[str](), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+SMALL = ("strategy.bucket_mb=0.0001",)  # each parameter is waited for on its own
+UNSEEN_MODEL = ("model._target_=tests.strategies.test_parameter_server.Unseen", *(f"~model.{n}" for n in MLP))
+
+
+@pytest.mark.slow
+def test_a_use_that_is_not_seen_finds_nan_and_not_the_values_of_the_last_step(tmp_path: Path) -> None:
+    _, worker = run_ranks(unseen_each, 2, str(tmp_path), init=False)
+    assert len(worker) == 4
+    for error, warned in worker:
+        assert "NaN" in error
+        assert "uses parameters where strategy=parameter_server does not see it" in warned[0]
+
+
+@pytest.mark.slow
+def test_a_forward_pass_may_copy_a_module(tmp_path: Path) -> None:
+    ran = (*COMMON, *UNSEEN_MODEL, "+model.how=copy", *SGD)
+    served = run_ranks(trained, 3, *ran, *PS, f"run_dir={tmp_path}/ps", init=False)[0]
+    ddp = run_ranks(
+        trained, 2, *ran, "strategy=ddp", "comm=master_worker", f"run_dir={tmp_path}/ddp", init=False
+    )[0]
+    assert all(torch.equal(ddp[key], served[key]) for key in ddp)
 
 
 def by_norm(root: str, *overrides: str) -> list[str]:

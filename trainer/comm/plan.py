@@ -154,6 +154,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _refusal(servers: str, world_size: int) -> str:
     """Why so many servers cannot be predicted; "" if they can."""
+    if world_size == 1:
+        return "needs one process or more beside the servers: raise --hosts or --per-host"
     if servers != "all" and not (servers.isdecimal() and 0 < int(servers) < world_size):
         return f"must be all, or from 1 to {world_size - 1}: one rank must work"
     count = world_size if servers == "all" else int(servers)

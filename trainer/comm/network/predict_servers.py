@@ -76,7 +76,7 @@ class MeasuredServers:
             exposed_s = server_s + max(push_s - self.backward_s, push_s / self.num_buckets)
             exposed_s += max(pull_s - self.forward_s, pull_s / self.num_buckets)
             moved_s = push_s + pull_s + server_s
-            hidden_s = moved_s - exposed_s
+            hidden_s = max(0.0, moved_s - exposed_s)
             slowed_s = slowdown_s(world, hidden_s, moved_s, processors_s) if self.on_cpu else 0.0
             throughput = number / (computed_s + exposed_s + slowed_s)
             queues = [throughput * (demand + wait) for demand, wait in zip(demands, waits, strict=True)]

@@ -1,5 +1,6 @@
 """A worker's side of the exchange: pull values into its parameters, push its gradients, bucket by bucket."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -58,8 +59,12 @@ class Client:
         """Whether some requested values have not been waited for."""
         return bool(self._awaited)
 
+    @torch.no_grad()
     def ask(self) -> None:
-        """Begin to receive all trainable buckets."""
+        """Begin to receive all trainable buckets; until they are settled, their parameters are NaN.
+
+        So a use that nobody sees, and for which no values are waited, gives a NaN loss, not a wrong one.
+        """
         assert not self._awaited, "one pull at a time"
         self._pulls += 1
         for bucket in self._buckets:
@@ -69,6 +74,8 @@ class Client:
                     for server, message in enumerate(self._incoming[bucket.index])
                     if message.numel()
                 ]
+        for name in self._names:
+            self._parameters[name].fill_(math.nan)
 
     def settle(self, index: int) -> None:
         """Wait for the bucket and copy it into its parameters, unless that is done already."""
@@ -146,6 +153,10 @@ class Client:
                 self._num_bytes[server] += message.nbytes
         for transfer in transfers:
             transfer.wait()
+
+    def pushed_nan(self) -> bool:
+        """Whether a message begins with NaN, as all do after a loss of NaN."""
+        return any(bool(message[:1].isnan().any()) for messages in self._outgoing for message in messages)
 
     def commit(self, *facts: float) -> None:
         """End a push: send `facts` about it, and which parameters had a gradient at all."""

@@ -30,7 +30,8 @@ class WorkerCopy:
     """Hooks on `model` that pull and push through `client`.
 
     A module's values are waited for when it is called, or when the code of another module uses them before
-    (`self.head.weight`). A compiled model waits for all.
+    (`self.head.weight`). A compiled model waits for all. A use that torch shows to no TorchFunctionMode, as
+    in a scripted function, torch.func or another thread, finds NaN.
 
     Args:
         buckets: the client's.
@@ -79,7 +80,7 @@ class WorkerCopy:
                 if parameter in self._bucket_of
             }
             if own and not compiled:
-                module.register_forward_pre_hook(partial(self._settle, sorted(own)))
+                module.register_forward_pre_hook(_Settle(client, sorted(own)))
         for parameter, index in self._bucket_of.items():
             parameter.register_post_accumulate_grad_hook(partial(self._ready, index))
         self._num_hooks = {parameter: num_gradient_hooks(parameter) for parameter in self._bucket_of}
@@ -143,10 +144,6 @@ class WorkerCopy:
     def close(self) -> None:
         self._worker.close()
 
-    def _settle(self, indices: Sequence[int], module: nn.Module, inputs: Any) -> None:
-        for index in indices:
-            self.client.settle(index)
-
     def _ready(self, index: int, parameter: Tensor) -> None:
         waiting = self._waiting[index]
         if parameter not in waiting:
@@ -187,6 +184,8 @@ class WorkerCopy:
         if self._worker.error is not None:
             raise self._worker.error
         self.client.blocked_s += time.perf_counter() - ready
+        if self.client.pushed_nan():
+            log.warning("%s", UNSEEN)
         self.commit()
         blocked_s = self.client.blocked_s - self._blocked_s
         self._shares.append((forward_s - pulled_s, ready - self._first_ready, blocked_s))
@@ -199,6 +198,28 @@ CHANGES = (
     "strategy=parameter_server: a forward or backward pass or the loss makes or changes {}: no server would "
     "hold that, nor a checkpoint; make parameters in __init__, and change none, or use strategy=ddp"
 )
+
+
+UNSEEN = (
+    "gradients are NaN. If data and learning rate are not to blame, the model uses parameters where "
+    "strategy=parameter_server does not see it, and finds NaN in place of values that have not come: in a "
+    "scripted function, torch.func.grad, another thread, an alias made in __init__, or a backward hook. Call "
+    "the module that holds them, or use strategy=ddp"
+)
+
+
+class _Settle:
+    """A forward pre-hook that waits for a module's values; a copy of the module has it, too."""
+
+    def __init__(self, client: Client, indices: Sequence[int]) -> None:
+        self._client, self._indices = client, indices
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        for index in self._indices:
+            self._client.settle(index)
+
+    def __deepcopy__(self, memo: Any) -> "_Settle":
+        return self
 
 
 class _Uses(TorchFunctionMode):
