@@ -21,6 +21,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "late_dynamo": "",
         "local_shard": "",
         "nested": "",
+        "single_tensor": "",
         "turns": "",
     },
     {
@@ -30,7 +31,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "gradient_norm": "local_shard",
     },
     {
-        "comm": "errors files local_shard",
+        "comm": "errors files local_shard single_tensor",
         "launch": "config errors files",
         "optim": "config errors late_dynamo local_shard nested",
     },
@@ -69,7 +70,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
         "training": "checkpoint config data distributed errors exact faults fingerprint inference launch "
-        "local_shard loggers nested optim run_dir step strategies tasks",
+        "local_shard loggers nested optim run_dir single_tensor step strategies tasks",
     },
     {
         "loop": "data errors inference optim step training",

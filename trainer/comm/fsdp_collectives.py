@@ -28,7 +28,7 @@ from trainer.comm.leaf_sums import Encoder
 from trainer.comm.shard_sums import ShardSums
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.transport import Transport
-from trainer.distributed.single_tensor import reduce_scatter_single
+from trainer.single_tensor import reduce_scatter_single
 
 Enter = Callable[[str, int], None]
 _BUILDS = {Collective.ALL_GATHER: all_gather, Collective.REDUCE_SCATTER: reduce_scatter}
