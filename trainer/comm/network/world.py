@@ -70,9 +70,9 @@ class PlannedWorld:
     def exchange(
         self, num_servers: int, num_bytes: float, num_workers: int | None = None
     ) -> tuple[Prediction, Prediction]:
-        """The cost of push and pull for `num_bytes` of fp32, of the last `num_workers`, or of all at once.
+        """The cost of push and pull for `num_bytes` of fp32, of all workers at once or only `num_workers`.
 
-        If all ranks serve, all work, too.
+        These are on the last hosts, apart from the servers if possible. If all ranks serve, all work, too.
         """
         hosts: Sequence[int] = self.hosts
         workers = range(0 if num_servers == self.size else num_servers, self.size)[:num_workers]

@@ -63,7 +63,7 @@ class Client:
     def ask(self) -> None:
         """Begin to receive all trainable buckets; until they are settled, their parameters are NaN.
 
-        So a use that nobody sees, and for which no values are waited, gives a NaN loss, not a wrong one.
+        A use that torch hides, and that does not wait for them, then gives a NaN loss, not a wrong one.
         """
         assert not self._awaited, "one pull at a time"
         self._pulls += 1
