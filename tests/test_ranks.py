@@ -73,6 +73,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
 
 
 def _die_in_one() -> None:
+    dist.barrier()  # as in _hang_in_one
     if dist.get_rank() == 0:
         os._exit(9)
 

@@ -46,7 +46,8 @@ _hashes: dict[Any, str] = {}
 def undisturbed(world_size: int, folder: Path, *overrides: str) -> str:
     if (world_size, overrides) not in _hashes:
         ranks = start(world_size, folder / "undisturbed", *overrides)
-        assert [rank.code for rank in ranks] == [0] * world_size, ranks
+        stacks = [file.read_text() for file in (folder / "undisturbed" / "stacks").glob("*")]
+        assert [rank.code for rank in ranks] == [0] * world_size, "\n".join([*map(str, ranks), *stacks])
         _hashes[world_size, overrides] = hash_of(folder / "undisturbed")
     return _hashes[world_size, overrides]
 
