@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 
+import pytest
 from torch.futures import Future
 
 from trainer.faults.stacks import STACK_SIGNAL, StackReader, Stacks, ask, frames_of, waits, where
@@ -56,6 +57,36 @@ def test_the_question_is_answered_by_the_main_thread_and_later_by_all() -> None:
     over.set()
     other.join()
     stacks.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("is_in_python", [True, False])
+def test_only_a_process_that_is_in_c_code_gets_the_signal_that_c_code_answers(is_in_python: bool) -> None:
+    """In a main thread that executes Python, the handler may walk a frame that is being freed: SIGSEGV."""
+    stacks, (is_open, opened) = Stacks(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        stacks.open(crashes=False)
+        if is_in_python:
+            signal.signal(STACK_SIGNAL, signal.SIG_DFL)  # would end it
+        os.write(opened, b"x")
+        while is_in_python:
+            exec("len('freed code')")
+        Future().wait()
+    os.read(is_open, 1)
+    reader = StackReader(pid, stacks.fd)
+    try:
+        deadline, texts = time.monotonic() + 100, [""]
+        while not texts[-1] or waits(frames_of(texts[-1])) == is_in_python:  # it may not wait yet
+            assert time.monotonic() < deadline
+            texts += ask([(pid, reader)], timeout_s=100 if is_in_python else 0.4)
+        assert "test_only_a_process_that" in texts[-1]
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    for fd in (is_open, opened):
+        os.close(fd)
     reader.close()
 
 

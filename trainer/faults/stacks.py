@@ -1,4 +1,9 @@
-"""The Python stacks of a process, written by a signal handler in C, which needs no interpreter lock."""
+"""The Python stacks of a process, written by its main thread, or by a signal handler if that is in C code.
+
+The handler, in C too, needs no interpreter lock. It walks the frames of the main thread wherever that is. In
+Python code, one walk in about 30,000 meets the code of a function that is just being freed: a SIGSEGV.
+So the main thread is asked to answer itself first. If it does not, it is in C code, and its frames stay.
+"""
 
 import contextlib
 import faulthandler
@@ -12,10 +17,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from trainer.faults import uncaught
 
-STACK_SIGNAL = signal.SIGUSR2
+STACK_SIGNAL = signal.SIGUSR2  # answered by C code
+_QUESTION = signal.SIGURG  # answered by Python code; by default a process ignores it
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _ROOT = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}  # in any of several environments
@@ -40,8 +47,8 @@ _asking = threading.Lock()
 class Stacks:
     """The memory for this process's stacks, which neighbours can open, and keep when it is dead.
 
-    Answers STACK_SIGNAL, also in processes forked from this one; a fatal signal writes the stack too, and
-    before it the message of a C++ exception.
+    Answers `ask`, also in processes forked from this one; a fatal signal writes the stack too, and before it
+    the message of a C++ exception.
     """
 
     def __init__(self) -> None:
@@ -60,6 +67,8 @@ class Stacks:
             self._undo = uncaught.write_to(self.fd)
         # Only the main thread: others continue meanwhile, and walking their frames may end in SIGSEGV.
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=False)
+        signal.signal(_QUESTION, self._answer)
+        signal.siginterrupt(_QUESTION, False)
 
     def add_other_threads(self) -> None:
         """Add the stacks of all threads if the main thread's was asked for.
@@ -70,7 +79,17 @@ class Stacks:
             faulthandler.dump_traceback(self._file, all_threads=True)
             self._size = os.fstat(self.fd).st_size
 
+    def _answer(self, number: int, frame: FrameType | None) -> None:
+        """Write the main thread's stack, in faulthandler's words."""
+        lines = (
+            f'  File "{of.f_code.co_filename}", line {line} in {of.f_code.co_name}\n'
+            for of, line in traceback.walk_stack(frame)
+        )
+        text = "".join(["Stack (most recent call first):\n", *lines])
+        os.write(self.fd, text.encode(errors="backslashreplace"))
+
     def close(self) -> None:
+        signal.signal(_QUESTION, signal.SIG_DFL)
         faulthandler.unregister(STACK_SIGNAL)
         if self._crashes:
             faulthandler.disable()
@@ -94,27 +113,35 @@ class StackReader:
 
 
 def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> list[str]:
-    """Have each process, by pid, write its stacks now, and return them; "" for one that does not answer.
+    """Have each process, by pid, write its stack now, and return them; "" for one that does not answer.
 
     A rank and its data workers write to one file, so processes of a rank are asked one at a time.
+
+    Args:
+        timeout_s: for the main threads, and once more for the handlers of those that did not answer.
     """
-    with _asking:
-        return _ask(readers, timeout_s)
-
-
-def _ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float) -> list[str]:
-    begins = [reader.size() for _, reader in readers]
-    for pid, _ in readers:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, STACK_SIGNAL)
-    deadline = time.monotonic() + timeout_s
     texts = [""] * len(readers)
-    while time.monotonic() < deadline:
-        time.sleep(0.02)
-        before, texts = texts, [reader.read(at) for (_, reader), at in zip(readers, begins, strict=True)]
-        if all(texts) and texts == before:  # no process is still writing
-            break
+    with _asking:
+        begins = [reader.size() for _, reader in readers]
+        for number in (_QUESTION, STACK_SIGNAL):
+            silent = [at for at, text in enumerate(texts) if not text]
+            for at in silent:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(readers[at][0], number)
+            _read_answers({at: (readers[at][1], begins[at]) for at in silent}, texts, timeout_s)
     return texts
+
+
+def _read_answers(asked: dict[int, tuple[StackReader, int]], texts: list[str], timeout_s: float) -> None:
+    """Write to `texts` what each of `asked` has written since its begin, until none is still writing."""
+    deadline = time.monotonic() + timeout_s
+    while asked and time.monotonic() < deadline:
+        time.sleep(0.02)
+        before = texts.copy()
+        for at, (reader, begin) in asked.items():
+            texts[at] = reader.read(begin)
+        if all(texts) and texts == before:
+            break
 
 
 def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
