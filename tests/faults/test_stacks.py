@@ -1,5 +1,6 @@
 """The signal that asks a process for its stacks is answered while it is watched, and harmless before and after."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -68,25 +69,55 @@ def test_only_a_process_that_is_in_c_code_gets_the_signal_that_c_code_answers(is
     if not pid:
         stacks.open(crashes=False)
         if is_in_python:
-            signal.signal(STACK_SIGNAL, signal.SIG_DFL)  # would end it
+            signal.signal(STACK_SIGNAL, signal.SIG_DFL)  # the signal would end this process
         os.write(opened, b"x")
         while is_in_python:
             exec("len('freed code')")
         Future().wait()
+    os.close(opened)
     os.read(is_open, 1)
     reader = StackReader(pid, stacks.fd)
     try:
-        deadline, texts = time.monotonic() + 100, [""]
-        while not texts[-1] or waits(frames_of(texts[-1])) == is_in_python:  # it may not wait yet
+        deadline, text = time.monotonic() + 100, ""
+        while not text or waits(frames_of(text)) == is_in_python:  # it may not wait yet
             assert time.monotonic() < deadline
-            texts += ask([(pid, reader)], timeout_s=100 if is_in_python else 0.4)
-        assert "test_only_a_process_that" in texts[-1]
+            (text,) = ask([(pid, reader)], timeout_s=100 if is_in_python else 0.4)
+        assert "test_only_a_process_that" in text
         assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    for fd in (is_open, opened):
-        os.close(fd)
+    os.close(is_open)
+    reader.close()
+
+
+def test_what_other_processes_write_to_the_same_file_is_no_answer() -> None:
+    """A rank and its data workers share it: the rank's watch writes there, and answers may come late."""
+    stacks, over = Stacks(), threading.Event()
+    pid = os.fork()  # like a data worker that is stuck, before it could answer
+    if not pid:
+        while True:
+            time.sleep(0)
+    reader = StackReader(os.getpid(), stacks.fd)
+
+    def write_all_the_time() -> None:
+        while not over.is_set():
+            faulthandler.dump_traceback(stacks.fd, all_threads=True)
+            os.write(
+                stacks.fd,
+                f'Stack of process {os.getpid()} (most recent call first):\n  File "a", line 1 in b\n'.encode(),
+            )
+            over.wait(0.01)
+
+    other = threading.Thread(target=write_all_the_time)
+    other.start()
+    try:
+        assert ask([(pid, reader)]) == [""]
+    finally:
+        over.set()
+        other.join()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     reader.close()
 
 

@@ -15,6 +15,12 @@ def state(pid: int) -> str:
     return "stopped" if fields[0] in "Tt" else "running"
 
 
+def executes(pid: int) -> bool:
+    """Whether its main thread has a processor, or is next in turn: it does not sleep, nor is it stopped."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] == "R"
+
+
 def parent(pid: int) -> int | None:
     """The pid of the parent; None if the process does not exist."""
     fields = _stat(pid)

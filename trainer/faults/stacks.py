@@ -1,8 +1,9 @@
-"""The Python stacks of a process, written by its main thread, or by a signal handler if that is in C code.
+"""The Python stacks of a process, written by a signal handler in C, or by Python code in its main thread.
 
-The handler, in C too, needs no interpreter lock. It walks the frames of the main thread wherever that is. In
-Python code, one walk in about 30,000 meets the code of a function that is just being freed: a SIGSEGV.
-So the main thread is asked to answer itself first. If it does not, it is in C code, and its frames stay.
+The handler needs no interpreter lock, so it works while the process is stuck. But it walks the main thread's
+frames at any moment. While that thread executes Python, one walk in about 30,000 meets the code of a function
+that is just being freed, which is a SIGSEGV. So a main thread that executes is asked to answer in Python
+first. If it does not within the time for it, it is most likely in C code, and its frames stay as they are.
 """
 
 import contextlib
@@ -19,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from trainer.faults import uncaught
+from trainer.faults import processes, uncaught
 
 STACK_SIGNAL = signal.SIGUSR2  # answered by C code
 _QUESTION = signal.SIGURG  # answered by Python code; by default a process ignores it
+_HEADERS = re.compile(r"^(?=Stack |Thread 0x|Current thread )", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _ROOT = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = {"site-packages", "dist-packages"}  # in any of several environments
@@ -67,8 +69,8 @@ class Stacks:
             self._undo = uncaught.write_to(self.fd)
         # Only the main thread: others continue meanwhile, and walking their frames may end in SIGSEGV.
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=False)
-        signal.signal(_QUESTION, self._answer)
-        signal.siginterrupt(_QUESTION, False)
+        self._before = signal.signal(_QUESTION, self._answer)
+        signal.siginterrupt(_QUESTION, False)  # as faulthandler's: system calls of users' C code go on
 
     def add_other_threads(self) -> None:
         """Add the stacks of all threads if the main thread's was asked for.
@@ -80,16 +82,21 @@ class Stacks:
             self._size = os.fstat(self.fd).st_size
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """Write the main thread's stack, in faulthandler's words."""
-        lines = (
-            f'  File "{of.f_code.co_filename}", line {line} in {of.f_code.co_name}\n'
-            for of, line in traceback.walk_stack(frame)
-        )
-        text = "".join(["Stack (most recent call first):\n", *lines])
-        os.write(self.fd, text.encode(errors="backslashreplace"))
+        """Write the main thread's stack, in faulthandler's words.
+
+        With the pid: an answer may come late, when another process that writes to the same file was asked.
+        """
+        with contextlib.suppress(Exception):  # it runs within users' code
+            lines = (
+                f'  File "{at.f_code.co_filename}", line {line or "???"} in {at.f_code.co_name}\n'
+                for at, line in traceback.walk_stack(frame)
+            )
+            # It begins a line, also in the middle of what another thread is writing.
+            text = "".join([f"\nStack of process {os.getpid()} (most recent call first):\n", *lines])
+            os.write(self.fd, text.encode(errors="backslashreplace"))
 
     def close(self) -> None:
-        signal.signal(_QUESTION, signal.SIG_DFL)
+        signal.signal(_QUESTION, self._before or signal.SIG_DFL)
         faulthandler.unregister(STACK_SIGNAL)
         if self._crashes:
             faulthandler.disable()
@@ -113,35 +120,39 @@ class StackReader:
 
 
 def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> list[str]:
-    """Have each process, by pid, write its stack now, and return them; "" for one that does not answer.
+    """Have each process, by pid, write its main thread's stack now, and return them; "" without an answer.
 
     A rank and its data workers write to one file, so processes of a rank are asked one at a time.
 
     Args:
-        timeout_s: for the main threads, and once more for the handlers of those that did not answer.
+        timeout_s: for the answers in Python, if some process executes; and once more for those in C.
     """
-    texts = [""] * len(readers)
     with _asking:
-        begins = [reader.size() for _, reader in readers]
-        for number in (_QUESTION, STACK_SIGNAL):
-            silent = [at for at, text in enumerate(texts) if not text]
-            for at in silent:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(readers[at][0], number)
-            _read_answers({at: (readers[at][1], begins[at]) for at in silent}, texts, timeout_s)
-    return texts
+        executing = [(pid, reader) for pid, reader in readers if processes.executes(pid)]
+        texts = _ask(executing, _QUESTION, timeout_s)
+        silent = [(pid, reader) for pid, reader in readers if not texts.get(pid)]
+        texts |= _ask(silent, STACK_SIGNAL, timeout_s)
+    return [texts[pid] for pid, _ in readers]
 
 
-def _read_answers(asked: dict[int, tuple[StackReader, int]], texts: list[str], timeout_s: float) -> None:
-    """Write to `texts` what each of `asked` has written since its begin, until none is still writing."""
+def _ask(readers: Sequence[tuple[int, StackReader]], number: int, timeout_s: float) -> dict[int, str]:
+    """By pid, what each process has answered to the signal `number`, until all have, or the time is over."""
+    begins = {pid: reader.size() for pid, reader in readers}
+    for pid in begins:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
     deadline = time.monotonic() + timeout_s
-    while asked and time.monotonic() < deadline:
+    texts = dict.fromkeys(begins, "")
+    while readers and time.monotonic() < deadline:
         time.sleep(0.02)
-        before = texts.copy()
-        for at, (reader, begin) in asked.items():
-            texts[at] = reader.read(begin)
-        if all(texts) and texts == before:
+        before, texts = texts, {}
+        for pid, reader in readers:
+            header = f"Stack of process {pid} " if number == _QUESTION else "Stack ("
+            parts = _HEADERS.split(reader.read(begins[pid]))
+            texts[pid] = next((part for part in parts if part.startswith(header)), "")
+        if all(texts.values()) and texts == before:  # no process is still writing
             break
+    return texts
 
 
 def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
@@ -152,7 +163,7 @@ def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
     """
     _, crash, after = text.rpartition("Fatal Python")
     text = uncaught.without_handler(after) if crash else text
-    threads = re.split(r"^(?=Stack |Thread 0x|Current thread )", text, flags=re.MULTILINE)
+    threads = _HEADERS.split(text)
     if of_worker:
         threads = [thread for thread in threads if " in _worker_loop\n" in thread] or [""]
     # The kernel delivers a signal to the main thread if it can; in a crash that is written last.
