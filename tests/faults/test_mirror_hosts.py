@@ -79,22 +79,29 @@ def test_no_step_is_lost(how: tuple[str, ...], tmp_path: Path) -> None:
     assert_goes_on(run_dir, tmp_path, *MIRRORED)
 
 
-@pytest.mark.slow
-def test_hosts_may_have_different_numbers_of_ranks(tmp_path: Path) -> None:
+def host_0_killed(where: list[int], tmp_path: Path, *overrides: str) -> tuple[Path, list[Ended]]:
+    """A run on the hosts `where` of which all ranks of host 0 are killed at once: its directory, and its ranks' ends."""
     for attempt in range(3):
         run_dir = tmp_path / f"run {attempt}"
-        ended = start_on([0, 0, 0, 1], run_dir, *MIRRORED, *fault("kill", 0, "backward", count=3))
+        how = fault("kill", 0, "backward", count=where.count(0))
+        ended = start_on(where, run_dir, *overrides, *how)
         if "saves the last step" not in message(run_dir):
-            break  # else, on a busy machine, the verdict came before all three were dead, and asked one of them
+            break  # else, on a busy machine, the verdict came before all were dead, and asked one of them
+    return run_dir, ended
+
+
+@pytest.mark.slow
+def test_hosts_may_have_different_numbers_of_ranks(tmp_path: Path) -> None:
+    run_dir, ended = host_0_killed([0, 0, 0, 1], tmp_path, *MIRRORED)
     assert saved_steps(run_dir) in ([7], [6]), ended  # the copies of step 7 may still be on their way
     assert_goes_on(run_dir, tmp_path, *MIRRORED)
 
 
 @pytest.mark.slow
 def test_under_hybrid_each_host_has_all(tmp_path: Path) -> None:
-    run_dir, hybrid = tmp_path / "run", (*MIRRORED, "strategy.shard_group=host")
-    ended = start_on(PAIR, run_dir, *hybrid, *fault("kill", 0, "backward", count=2))
-    assert checkpoints(run_dir) == ["step_00000007"], ended
+    hybrid = (*MIRRORED, "strategy.shard_group=host")
+    run_dir, _ = host_0_killed(PAIR, tmp_path, *hybrid)
+    assert checkpoints(run_dir) == ["step_00000007"], message(run_dir)
     assert len(verified(run_dir / "checkpoints" / "step_00000007").facts["places"]) == WORLD_SIZE
     again = start_on(PAIR, run_dir, *hybrid)
     assert "step_00000007 at step" in again[0].output
