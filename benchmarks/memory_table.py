@@ -40,9 +40,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "servers=1": ("strategy=parameter_server",),
     "servers=2": ("strategy=parameter_server", "strategy.servers=2"),
     "servers=all": ("strategy=parameter_server", "strategy.servers=all"),
-    "servers=1, asynchronous": ("strategy=parameter_server", "strategy.max_staleness=inf"),
 }
-DEDICATED = {"servers=1": 1, "servers=1, asynchronous": 1, "servers=2": 2}  # ranks that are only servers
+DEDICATED = {"servers=1": 1, "servers=2": 2}  # ranks that are only servers
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 
 

@@ -1,15 +1,13 @@
-"""Training steps between hosts, predicted from a run on one host and measured: within 15 %, servers 20 %.
+"""Training steps between hosts, predicted from a run on one host and measured: within 15 %.
 
     python -m benchmarks.predicted_steps [--per-host 2,4] [--rate 1gbit] [--models waiting,gpt] [--steps 40]
         [--strategy ddp|fsdp]
-    python -m benchmarks.predicted_steps --strategy parameter_server [--workers 2,3,4] [--servers 1]
 
 For each number of processes, a run on one host provides steps and buckets, and a preflight the capacities of
 the two hosts and their link; `trainer.comm.plan --train` predicts the step there. It is measured there twice,
 before and after the preflight. Hosts are network namespaces, so this needs root, and share one machine:
 a run on one host has as many processes, each with the same share of a processor. `waiting` computes nothing
-and only takes time, like an accelerator; `gpt` computes on the processors. With parameter servers, which are
-asynchronous, each process is on a host of its own.
+and only takes time, like an accelerator; `gpt` computes on the processors.
 """
 
 import argparse
@@ -26,7 +24,7 @@ from tests.hosts import hosts as network
 from tests.programs import finish_ranks
 from tests.ranks import run_ranks
 from trainer.comm import preflight
-from trainer.comm.network import entries, predict_servers, predict_step
+from trainer.comm.network import entries, predict_step
 from trainer.comm.network.cost_model import Machine, measured
 from trainer.comm.network.world import PlannedWorld
 
@@ -51,24 +49,19 @@ STRATEGIES = {
         "gpt": ("strategy=ddp", "strategy.first_bucket_mb=4", "strategy.bucket_cap_mb=4"),
     },
     "fsdp": dict.fromkeys(MODELS, ("strategy=fsdp",)),
-    "parameter_server": dict.fromkeys(MODELS, ("strategy=parameter_server", "strategy.max_staleness=inf")),
 }
 ALGORITHMS = ("ring", "hierarchical")
-BAR, BAR_OF_SERVERS = 1.15, 1.2
+BAR = 1.15
 
 
 def run(
     places: Sequence[int | Host], settings: Sequence[str], algorithm: str, steps: int, run_dir: Path
 ) -> predict_step.MeasuredRun:
-    train(places, (*COMMON, *settings, f"comm={algorithm}", f"train.max_steps={steps}"), run_dir)
-    return predict_step.read(run_dir)
-
-
-def train(places: Sequence[int | Host], settings: Sequence[str], run_dir: Path) -> None:
-    options = (*settings, f"run_dir={run_dir}")
+    options = (*COMMON, *settings, f"comm={algorithm}", f"train.max_steps={steps}", f"run_dir={run_dir}")
     ended = finish_ranks(places, "train.py", *options, env={"OMP_NUM_THREADS": "1"}, timeout_s=400)
     if any(rank.code for rank in ended):
         raise SystemExit("\n".join(rank.output for rank in ended))
+    return predict_step.read(run_dir)
 
 
 def quiet_preflight(*argv: str) -> int:
@@ -90,22 +83,15 @@ def main() -> int:
     parser.add_argument("--models", default="waiting,gpt")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
-    parser.add_argument("--workers", default="2,3,4")
-    parser.add_argument("--servers", default="1", help="a number, or all")
     args = parser.parse_args()
-    kept, bar = True, BAR
+    kept = True
     print(
         f"{'':30}{'one host':>10}{'computing':>11}{'exposed':>9}{'predicted':>11}{'measured':>10}{'ratio':>7}"
     )
     for model in args.models.split(","):
-        if args.strategy == "parameter_server":
-            bar = BAR_OF_SERVERS
-            for workers in map(int, args.workers.split(",")):
-                kept &= compare_servers(workers, args.servers, model, args.rate, args.steps)
-        else:
-            for per_host in map(int, args.per_host.split(",")):
-                kept &= compare(per_host, model, args.strategy, args.rate, args.steps)
-    print(f"{'all' if kept else 'NOT all'} within {100 * (bar - 1):.0f} %")
+        for per_host in map(int, args.per_host.split(",")):
+            kept &= compare(per_host, model, args.strategy, args.rate, args.steps)
+    print(f"{'all' if kept else 'NOT all'} within {100 * (BAR - 1):.0f} %")
     return int(not kept)
 
 
@@ -128,27 +114,6 @@ def compare(per_host: int, model: str, strategy: str, rate: str, steps: int) -> 
             line(f"{model} {strategy} 2 x {per_host} {algorithm}", found.step_s, predicted, measured_s)
             kept &= 1 / BAR < predicted.seconds / measured_s < BAR
     return kept
-
-
-def compare_servers(workers: int, servers: str, model: str, rate: str, steps: int) -> bool:
-    world_size = workers if servers == "all" else workers + int(servers)
-    settings = (*COMMON, *MODELS[model], *STRATEGIES["parameter_server"][model], f"train.max_steps={steps}")
-    settings += (f"strategy.servers={servers}", f"train.global_batch_size={4 * workers}")
-    settings += ("train.log_every_steps=20",)  # all meet there, so that a part of the run is steady
-    with tempfile.TemporaryDirectory() as name, network(world_size, rate) as hosts:
-        folder, found = Path(name), []
-        for where, places in {"before": hosts, "alone": [0] * world_size, "after": hosts}.items():
-            train(places, settings, folder / where)
-            measured = predict_servers.read(folder / where)
-            assert measured is not None
-            found.append(measured)
-            if where == "alone":
-                there = PlannedWorld(world_size, 1, machine_of(hosts, folder / "there.json"))
-        before, alone, after = found
-    predicted = alone.step(there, alone.computed_s(None))
-    measured_s = statistics.mean((before.step_s, after.step_s))
-    line(f"{model}, {workers} workers, servers={servers}", alone.step_s, predicted, measured_s)
-    return 1 / BAR_OF_SERVERS < predicted.seconds / measured_s < BAR_OF_SERVERS
 
 
 def line(what: str, alone_s: float, predicted: predict_step.PredictedStep, measured_s: float) -> None:

@@ -10,7 +10,7 @@ from trainer.data.loading.base import EvalLoader
 from trainer.errors import StoppedBySignal, UserError
 from trainer.inference.evaluation import evaluate, show
 from trainer.optim.schedules import after_evaluation
-from trainer.step import AfterStep
+from trainer.step import AfterStep, train_step
 from trainer.training.context import TrainingContext
 from trainer.training.log_step import log_step
 from trainer.training.meter import peak_memory_bytes
@@ -84,7 +84,7 @@ def train_epoch(context: TrainingContext) -> Iterator[None]:
     meter.start()
     while progress.epoch == epoch and not is_over(context):
         context.profile.before(progress.step + 1, meter)
-        result = context.strategy.train_step(context, batches)
+        result = train_step(context, batches)
         context.count_step(result.losses, result.data_left)
         if result.after is AfterStep.END:
             context.state.early_end.end()

@@ -1,7 +1,4 @@
-"""One optimizer step: gradients of the micro-batches, an agreement with the other ranks, an update.
-
-Called by `Strategy.train_step`, so it imports none of its arguments' modules.
-"""
+"""One optimizer step: gradients of the micro-batches, an agreement with the other ranks, an update."""
 
 import time
 from collections.abc import Sequence
@@ -61,7 +58,7 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     strategy.begin_step()
     context.checks.gradients.begin_step()
     if strategy.trains:
-        losses = compute_gradients(context, batches, divisors, step, strategy.replica, tell_others=True)
+        losses = compute_gradients(context, batches, divisors, step)
         heartbeat.skip(("data", "forward", "backward"), context.batch.fewer)
     else:
         losses = torch.zeros((), device=context.dist.device)
@@ -110,24 +107,21 @@ def compute_gradients(
     batches: "Batches",
     divisors: Sequence[Divisor],
     step: int,
-    replica: int,
-    *,
-    tell_others: bool,
 ) -> Tensor:
-    """Add the gradients of `context.batch.accumulation` micro-batches.
+    """Add the gradients of this rank's micro-batches.
+
+    The loss is sent to the other ranks as soon as it is known (a collective).
 
     Args:
         divisors: the divisor of each micro-batch's loss.
-        step: of the run; with `replica`, random numbers follow from it.
-        replica: whose share of the step comes next in `batches`.
-        tell_others: whether to send the loss to the other ranks as soon as it is known (a collective).
+        step: of the run; random numbers follow from it.
 
     Returns:
         Their losses, as `SumOrder.in_rows` adds them.
     """
     strategy, heartbeat, meter = context.strategy, context.dist.heartbeat, context.meter
     another_follows = context.state.progress.step + 1 < context.total_steps
-    first_micro_batch, order = context.batch.first_micro_batch(replica), strategy.order
+    first_micro_batch, order = context.batch.first_micro_batch(strategy.replica), strategy.order
     own_losses: list[Tensor] = []
     is_first_step = step == context.steps_before + 1
     watched = strategy.watched(context.model, step - 1 - context.steps_before)
@@ -137,7 +131,7 @@ def compute_gradients(
         batch = context.to_device(next(batches))
         meter.data_s += time.perf_counter() - data_begin
         last = micro_step == len(divisors)
-        looks_ahead = last and tell_others and another_follows
+        looks_ahead = last and another_follows
         label_counts = label_counts_ahead(context, batches) if looks_ahead else ()
         heartbeat.enter("forward")
         seed_micro_batch(context.seed, step, first_micro_batch + micro_step - 1, strategy.devices)
@@ -152,7 +146,7 @@ def compute_gradients(
                 )
             own_losses.append(loss.detach().float())
             meter.count_batch(context.task, batch, divisor, order.row(micro_step - 1))
-            if last and tell_others:
+            if last:
                 own_loss = reduce(torch.add, own_losses)
                 context.agreement.start(own_loss, context.asked(), batches.data_left, label_counts)
             heartbeat.enter("backward")

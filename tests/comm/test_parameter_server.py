@@ -1,23 +1,15 @@
-"""Pull and push: which rows go where; ranks with another layout are refused; the order is recorded and repeated."""
+"""Pull and push: which rows go where; ranks with another layout are refused."""
 
-import json
-import math
-import threading
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from trainer.comm.parameter_server import async_rounds, replay_file
-from trainer.comm.parameter_server.async_rounds import AsyncServer
 from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.layout import bytes_by_server, lay_out, unpack
 from trainer.comm.parameter_server.links import Loopback, PeerLink
-from trainer.comm.parameter_server.order import Order, OutOfOrderError
 from trainer.comm.parameter_server.server import LayoutError, Server
 from trainer.comm.transport.blame import PeerError
 
@@ -82,41 +74,6 @@ def test_what_a_worker_pulls_is_copied_to_where_its_last_push_was() -> None:
     assert all(first[index] is pushed for index, pushed in server.pushed[1].items()), "no more memory"
 
 
-class _Shares:
-    """A link whose worker asks for one share of a step after the other, and whether it may pull."""
-
-    def __init__(self, shares: int) -> None:
-        kinds = (async_rounds._MAY_PULL, async_rounds._PULL, async_rounds._PUSH)
-        self._requests = iter([*kinds * shares, async_rounds._END])
-
-    def receive(self, request: torch.Tensor, tag: int) -> Any:
-        request.copy_(torch.tensor([next(self._requests), 0]))
-        return SimpleNamespace(wait=lambda: None)
-
-    def send(self, answer: torch.Tensor, tag: int) -> Any:
-        return SimpleNamespace(wait=lambda: None)
-
-
-@pytest.mark.parametrize("max_staleness", [1, 2, math.inf])
-def test_a_worker_waits_to_pull_while_it_is_too_far_ahead(max_staleness: float) -> None:
-    pushes = list[Any]()
-    server: Any = SimpleNamespace(
-        links={1: _Shares(5), 2: _Shares(0)}, pushed={1: {}}, start=lambda serve: None
-    )
-    server.copy_for = lambda worker: {}
-    server.send = lambda worker, values: None
-    server.receive = lambda worker, facts: torch.ones(1)
-    rounds = AsyncServer(server, Order(0.1), max_staleness, lambda *push: pushes.append(push))
-    rounds.start(5, None, lambda: False)
-    if math.isinf(max_staleness):
-        rounds._serve(1)
-        assert len(pushes) == 5
-    else:
-        with pytest.raises(PeerError, match="rank 2"):
-            rounds._serve(1)
-        assert len(pushes) == max_staleness + 1, "it pulled while it was no more than that ahead"
-
-
 def test_messages_to_oneself_move_in_whatever_order_they_are_waited_for() -> None:
     link = Loopback(0, timeout_s=0.2)
     got = torch.zeros(2), torch.zeros(2)
@@ -128,63 +85,3 @@ def test_messages_to_oneself_move_in_whatever_order_they_are_waited_for() -> Non
     assert [value.tolist() for value in got] == [[1, 1], [2, 2]]
     with pytest.raises(PeerError, match="to send a message"):
         link.receive(got[0], tag=3).wait()
-
-
-def test_an_order_is_noted_and_repeated() -> None:
-    order = Order(timeout_s=5.0)
-    order.start(["push 2", "pull 1"])
-    done: list[str] = []
-
-    def event(what: str, worker: int) -> None:
-        with order.turn(what, worker):
-            done.append(f"{what} {worker}")
-
-    first = threading.Thread(target=event, args=("pull", 1))
-    first.start()
-    event("push", 2)
-    first.join()
-    assert done == order.events == ["push 2", "pull 1"]
-    order = Order(timeout_s=0.05)
-    order.start(["push 2"])
-    with pytest.raises(OutOfOrderError, match="'push 2' must come first"), order.turn("pull", 1):
-        pass
-    with pytest.raises(PeerError, match=r"rank 3 did not answer .* due to push"):
-        order.wait_until(lambda: False, slowest=lambda: 3)
-
-
-def test_arrivals_of_other_roles_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "arrivals"
-    replay_file.append(file, {"servers": [0]}, 0, 5, [["pull 1"]])
-    replay_file.append(file, {"servers": [0]}, 0, 5, [])
-    with pytest.raises(ValueError, match="line 2 is not a round of 1 servers"):
-        replay_file.read(file, {"servers": [0]})
-    file.unlink()
-    replay_file.append(file, {"servers": [0]}, 0, 4, [["pull 2"]])  # again, after a restart
-    assert replay_file.read(file, {"servers": [0]}) == {0: (4, [["pull 2"]])}
-    with pytest.raises(ValueError, match=r"of a run with servers \[0\], but this run has \[0, 1\]"):
-        replay_file.read(file, {"servers": [0, 1]})
-    for line in ("{}", "7", "[" * 9000, _round(first_step=[]), _round(events=[7]), _round(events=[[7]])):
-        file.write_text(f"{line}\n")
-        with pytest.raises(ValueError, match="line 1 is not a round"):
-            replay_file.read(file, {"servers": [0]})
-    file.write_text(_round(roles={"servers": ["\x1b[2J"]}) + "\n")
-    with pytest.raises(ValueError, match=r"of a run with servers \['\\x1b\[2J'\]"):
-        replay_file.read(file, {"servers": [0]})
-
-
-def _round(**changed: Any) -> str:
-    return json.dumps({"roles": {"servers": [0]}, "first_step": 0, "steps": 1, "events": [[]]} | changed)
-
-
-def test_a_line_torn_by_a_kill_is_passed_over_and_written_again(tmp_path: Path) -> None:
-    file, roles = tmp_path / "arrivals", {"servers": [0]}
-    replay_file.append(file, roles, 0, 5, [["pull 1"]])
-    one = file.read_bytes()
-    replay_file.append(file, roles, 5, 5, [["pull 2", "push 2"]])
-    both = file.read_bytes()
-    for length in range(len(both)):
-        file.write_bytes(both[:length])
-        whole = {0: (5, [["pull 1"]])} if length >= len(one) else {}
-        assert replay_file.read(file, roles) == whole, length
-        replay_file.append(file, roles, 5, 5, [["pull 2", "push 2"]])
-        assert replay_file.read(file, roles) == {**whole, 5: (5, [["pull 2", "push 2"]])}, length

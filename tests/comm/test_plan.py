@@ -20,7 +20,7 @@ from trainer.comm.algorithms.rank_order import Hosts
 from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 from trainer.comm.algorithms.traffic import count_traffic
 from trainer.comm.network import cost_model as predicting
-from trainer.comm.network import predict_servers, predict_step, rounds
+from trainer.comm.network import predict_step, rounds
 from trainer.comm.network.cost_model import Machine, Prediction, measured, predict
 from trainer.comm.network.world import PlannedWorld
 from trainer.files.untrusted import Fields
@@ -475,97 +475,6 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ):
         with pytest.raises(SystemExit):
             plan.main([*asked[:-1], str(_run_in(tmp_path, **changes))])
-        assert message in capsys.readouterr().err
-
-
-def _served_in(folder: Path, **changes: Any) -> Path:
-    """Four buckets of 10 MB; of 100 ms, 60 are computing."""
-    times = {"forward_ms": 0.0, "backward_ms": 0.0, "blocked_ms": 40.0, "busy_ms": 5.0}
-    share = {"servers": "1", "device": "cuda", "bytes": 40_000_000, "buckets": 4, **times, **changes}
-    (folder / "result.json").write_text(json.dumps({"ms_per_step": 100.0, "world_size": 2, "share": share}))
-    return folder
-
-
-def _served(
-    folder: Path, num_hosts: int, machine: Any = (), per_host: int = 1, **changes: Any
-) -> predict_step.PredictedStep:
-    run = predict_servers.read(_served_in(folder, **changes))
-    assert run is not None
-    world = PlannedWorld(num_hosts, per_host, Machine(link_bytes_per_s=1e9, **dict(machine)))
-    return run.step(world, run.computed_s(None))
-
-
-def test_workers_that_do_not_meet_queue_for_links_and_servers(tmp_path: Path) -> None:
-    # Alone, 40 ms each for pull and push and 5 at the server.
-    assert _served(tmp_path, 2).seconds == pytest.approx(0.145, rel=1e-3)
-    hidden = _served(tmp_path, 2, forward_ms=20.0, backward_ms=35.0)  # the last push of 10 ms is not hidden
-    assert hidden.seconds == pytest.approx(0.060 + 0.020 + 0.010 + 0.005, rel=1e-3)
-    assert hidden.hidden_s == pytest.approx(0.050, rel=0.01)
-    # Each of two finds the other where it is 40, 40 and 5 of 145 ms.
-    two = 0.060 + 2 * 0.040 * (1 + 40 / 145) + 0.005 * (1 + 5 / 145)
-    assert _served(tmp_path, 3).seconds == pytest.approx(two, rel=1e-3)
-    assert _served(tmp_path, 101).seconds == pytest.approx(100 * 0.040, rel=0.02), "all that the link can do"
-    assert _served(tmp_path, 101, busy_ms=80.0).seconds == pytest.approx(8.0, rel=0.02)
-    several = _served(tmp_path, 102, servers="2").seconds
-    assert several == pytest.approx(100 * 0.020, rel=0.05), "each of two sends half"
-    alone, both = (_served(tmp_path, 2, servers=servers).seconds for servers in ("1", "all"))
-    assert 0.105 < both < alone, "half of it is not sent, but two work"
-    crowded = _served(tmp_path, 101, {"crowded": 0.8}).seconds
-    assert crowded == pytest.approx(100 * 0.040 / 0.8, rel=0.02), "it sends and receives at the same time"
-    assert _served(tmp_path, 2, per_host=2).seconds > 0.145, "two of three workers are on another host"
-
-
-def test_if_all_serve_each_updates_its_own_rows(tmp_path: Path) -> None:
-    for num_hosts in (2, 50):
-        free, busy = (
-            _served(tmp_path, num_hosts, servers="all", bytes=1, busy_ms=busy_ms) for busy_ms in (0.0, 5.0)
-        )
-        assert 5e-3 * 2 / num_hosts <= busy.seconds - free.seconds < 1.2 * 5e-3
-    crowded, free = (
-        _served(tmp_path, 20, {"crowded": crowded}, servers="all", blocked_ms=99.9).seconds
-        for crowded in (0.5, 1.0)
-    )
-    assert 1.5 < crowded / free < 2.05, "counted once"
-
-
-def test_processors_that_move_values_compute_later(tmp_path: Path) -> None:
-    hides = {"forward_ms": 50.0, "backward_ms": 50.0}
-    busy = {"network_s_per_byte": 1e-10, "parallelism": 1.0}
-    assert _served(tmp_path, 2, busy, **hides).slowed_s == 0.0, "not those of a GPU"
-    found = _served(tmp_path, 2, busy, device="cpu", **hides)
-    # 80 MB move in 85 ms, with 5 at the server; of each direction 10 ms are exposed.
-    assert found.hidden_s == pytest.approx(0.060, rel=0.01)
-    assert found.slowed_s == pytest.approx(0.008 * 60 / 85, rel=0.02)
-
-
-def test_a_run_of_asynchronous_servers_is_planned_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture = tmp_path / "p.png"
-    links = ["--gbit", "8", "--latency-us", "0"]
-    asked = [*_on(16, 1), *links, "--plot", str(picture), "--train", str(_served_in(tmp_path))]
-    assert plan.main(asked) == 0 and picture.stat().st_size
-    out = capsys.readouterr().out
-    assert "asynchronous, strategy.servers=1: a step of 100.00 ms, 60.00 ms of it computing" in out
-    assert "parameter_server" in out and "x the speed of one process, of 15" in out
-    assert plan.main([*asked[:-1], str(_served_in(tmp_path, servers="all"))]) == 0
-    for changes, message in (
-        ({"servers": "16"}, "its strategy.servers=16 must be all, or from 1 to 15: one rank must work"),
-        ({"servers": "none"}, "its strategy.servers=none must be all"),
-        ({"blocked_ms": 100.0}, "a step took 100 ms, but workers waited 100 ms for servers"),
-        ({"busy_ms": -1}, "share: busy_ms is -1, but must be a number from 0"),
-        ({"bytes": "x"}, "share: bytes is 'x', but must be a whole number"),
-    ):
-        with pytest.raises(SystemExit):
-            plan.main([*asked[:-1], str(_served_in(tmp_path, **changes))])
-        assert message in capsys.readouterr().err
-    for result, message in (
-        ({"ms_per_step": None, "share": {}}, "it was too short to have a time per step"),
-        ({"ms_per_step": 9.0, "strategy": "parameter_server"}, "strategy.max_staleness above 0"),
-    ):
-        (tmp_path / "result.json").write_text(json.dumps(result))
-        with pytest.raises(SystemExit):
-            plan.main(asked)
         assert message in capsys.readouterr().err
 
 

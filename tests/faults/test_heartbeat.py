@@ -30,21 +30,6 @@ def test_what_was_entered_is_read() -> None:
     assert (records.main().bucket, records.main().position) == (None, 2)
 
 
-def test_who_waits_is_ahead_of_who_works_however_many_phases_that_one_has_entered() -> None:
-    fast, slow = Heartbeat(), Heartbeat()
-    with fast.in_any_order(), slow.in_any_order():
-        for _ in range(5):
-            fast.enter("forward")
-            fast.enter("all_reduce", 0)
-        slow.enter("forward")
-        read = [heartbeat.records().main() for heartbeat in (fast, slow)]
-        assert len({(beat.position, beat.buckets) for beat in read}) == 1
-        with slow.ahead():
-            assert slow.records().main().position == fast.records().main().position + 1
-    slow.enter("optimizer")
-    assert slow.records().main().position == fast.records().main().position + 1
-
-
 def test_a_word_too_many_is_refused() -> None:
     with pytest.raises(KeyError):
         Heartbeat().enter("backwards")

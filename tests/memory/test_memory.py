@@ -132,8 +132,6 @@ def test_a_server_and_a_worker_take_their_own() -> None:
     of_two, every = rank(0, "strategy.servers=2"), rank(0, "strategy.servers=all")
     assert of_two.host == pytest.approx(6 / 2 * num_bytes, rel=0.05)
     assert every.host == pytest.approx((2 + 8 / 4) * num_bytes, rel=0.05) and every.peak == worker.peak
-    stale = rank(0, "strategy.max_staleness=2")
-    assert stale.host == server.host, "what a worker pulls is copied to where its last push was"
 
 
 @pytest.mark.slow

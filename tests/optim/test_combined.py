@@ -212,20 +212,6 @@ def test_with_exact_all_bits_are_those_of_one_process(single: Any, tmp_path: Pat
             assert apart(found[name]["end"], single[1]["exact"]["end"]) == 0, name
 
 
-def refused(run_dir: Path) -> str:
-    words = ("strategy.servers=all", "strategy.max_staleness=1", "train.max_steps=1")
-    context = runs.context_of(*SMALL, "strategy=parameter_server", *words, f"run_dir={run_dir}")
-    with pytest.raises(UserError) as ended, context as made:
-        fit(made)
-    return str(ended.value)
-
-
-@pytest.mark.slow
-def test_servers_without_common_steps_refuse_matrices_in_shards(tmp_path: Path) -> None:
-    for said in run_ranks(refused, 2, tmp_path, init=False):
-        assert "optim: its step communicates between shards" in said and "\n" not in said
-
-
 @pytest.mark.slow
 def test_memory_counts_one_moment_for_muon_and_two_for_adamw() -> None:
     from trainer.memory import __main__ as memory

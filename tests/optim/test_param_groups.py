@@ -296,9 +296,7 @@ def _rates(run_dir: Path, strategy: str, *overrides: str) -> tuple[list[float], 
     [
         ("single",),
         pytest.param(("fsdp",), marks=pytest.mark.slow),
-        pytest.param(
-            ("parameter_server", "strategy.servers=1", "strategy.max_staleness=inf"), marks=pytest.mark.slow
-        ),
+        pytest.param(("parameter_server", "strategy.servers=1"), marks=pytest.mark.slow),
     ],
     ids=lambda settings: settings[0],
 )
@@ -399,18 +397,18 @@ def _thawing(root: str, thaws: bool, *strategy: str) -> tuple[str, list[str]]:
 
 def _thawing_under_each(root: str) -> list[list[tuple[str, list[str]]]]:
     servers = ("strategy=parameter_server", "strategy.servers=all")
-    each = (("strategy=ddp",), ("strategy=fsdp",), servers, (*servers, "strategy.max_staleness=1"))
+    each = (("strategy=ddp",), ("strategy=fsdp",), servers)
     return [[_thawing(f"{root}/{n}", thaws, *s) for thaws in (False, True)] for n, s in enumerate(each)]
 
 
 @pytest.mark.slow
 def test_what_is_thawed_in_mid_run_is_told_once_and_leaves_the_rest_alone(tmp_path: Path) -> None:
     words = "layer.weight (and 1 more) was frozen when the run began and now requires a gradient"
-    *in_common, alone = run_ranks(_thawing_under_each, 2, str(tmp_path), init=False)[0]
-    for (frozen, nothing), (thawed, (warning,)) in in_common:
+    for (frozen, nothing), (thawed, (warning,)) in run_ranks(
+        _thawing_under_each, 2, str(tmp_path), init=False
+    )[0]:
         assert thawed == frozen and not nothing
         assert warning.startswith(words)
-    assert len(alone[1][1]) == 1  # pushes come in any order
 
 
 def _freezing(root: str) -> list[str]:

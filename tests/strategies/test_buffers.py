@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any, ClassVar
@@ -83,21 +82,6 @@ def test_all_ranks_have_those_of_rank_0(tmp_path: Path) -> None:
             assert seen[0] == zeros
         for strategy in found:
             assert found[strategy][1][1] == ones, f"{strategy}, before its second forward pass on rank {rank}"
-
-
-def _without_steps_in_common(run_dir: str) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainer.strategies.parameter_server.asynchronous").addHandler(handler)
-    train(*COMMON, "strategy=parameter_server", "strategy.max_staleness=1", f"run_dir={run_dir}")
-    return said
-
-
-@pytest.mark.slow
-def test_workers_that_have_buffers_of_their_own_say_so(tmp_path: Path) -> None:
-    _, first, second = run_ranks(_without_steps_in_common, 3, str(tmp_path), init=False)
-    assert [message[:35] for message in first] == ["the forward pass changes buffers, a"] and not second
 
 
 class Normed(nn.Module):

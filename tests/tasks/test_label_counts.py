@@ -106,12 +106,6 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "fsdp, accumulated": (2, "strategy=fsdp", "train.micro_batch_size=2", "train.clip_grad_norm=1000"),
     "servers": (2, "strategy=parameter_server", "strategy.servers=all"),
     "servers, apart": (3, "strategy=parameter_server", "strategy.servers=1", "train.micro_batch_size=2"),
-    "servers, in turn": (
-        2,
-        "strategy=parameter_server",
-        "strategy.servers=all",
-        "strategy.max_staleness=inf",
-    ),
 }
 ALL_DATA = ("single, accumulated", "ddp, accumulated", "fsdp")
 

@@ -69,12 +69,3 @@ def test_evaluation_draws_the_same_each_time_and_nothing_of_training(tmp_path: P
     assert trained == alone
     assert evaluated == 2 * evaluated[: len(evaluated) // 2]
     assert len(set(evaluated)) == len(evaluated) // 2 > 1
-
-
-@pytest.mark.slow
-def test_an_asynchronous_worker_draws_by_the_part_that_it_was_given(tmp_path: Path) -> None:
-    """One worker is given each part of a round."""
-    words = ("strategy=parameter_server", "strategy.max_staleness=1", "train.log_every_steps=4")
-    ((_, _), (worker, _)) = run_ranks(_drawn, 2, tmp_path, *words, init=False)
-    ((alone, _),) = run_ranks(_drawn, 1, tmp_path / "alone", init=False)
-    assert worker == alone

@@ -2,8 +2,7 @@
 
 Simulates the schedules on the links that `trainer.comm.preflight --json FILE` measured, or on given ones;
 prints time, traffic and the best choice. `--train RUN` takes computing time and buckets from a former run,
-and predicts its step on these links, also of asynchronous parameter servers. `--formulas` prints the
-textbooks' traffic beside the schedules'.
+and predicts its step on these links. `--formulas` prints the textbooks' traffic beside the schedules'.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from typing import Any
 from trainer.comm.algorithms import formulas
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
 from trainer.comm.algorithms.schedule import Collective
-from trainer.comm.network import entries, plots, predict_servers, predict_step, tables
+from trainer.comm.network import entries, plots, predict_step, tables
 from trainer.comm.network.cost_model import Machine, measured
 from trainer.comm.network.world import PlannedWorld
 
@@ -79,17 +78,16 @@ def _print(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
     """The step of a former run, on other hosts and links."""
-    run: predict_step.MeasuredRun | predict_servers.MeasuredServers = options.run
+    run: predict_step.MeasuredRun = options.run
     computed_s: float = options.computed_s
     megabytes = run.num_bytes / 1e6
     facts = (
         f"{options.train}: {run.title}: a step of {tables.seconds(run.step_s)}, "
-        f"{tables.seconds(computed_s)} of it computing; {run.num_buckets} buckets, {megabytes:.3g} MB"
+        f"{tables.seconds(computed_s)} of it computing; {len(run.buckets)} buckets, {megabytes:.3g} MB"
     )
-    print(f"{facts}\n\n{tables.steps(run.num_workers(world), run.steps(world, computed_s))}")
+    print(f"{facts}\n\n{tables.steps(world.size, run.steps(world, computed_s))}")
     if options.plot:
-        worlds = [other for other in plots.worlds(world) if run.num_workers(other) > 0]
-        curves = {other.size: run.steps(other, computed_s) for other in worlds}
+        curves = {other.size: run.steps(other, computed_s) for other in plots.worlds(world)}
         title = f"{megabytes:.3g} MB to move beside {tables.seconds(computed_s)} of computing"
         plots.efficiencies(curves, f"{title}, {options.per_host} processes on each host", options.plot)
         print(f"plot: {options.plot}")
@@ -142,10 +140,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         if options.train:
             where_it_was = Machine(**_from_file(options)) if options.results else None
-            served = predict_servers.read(options.train)
-            if served is not None and (why := _refusal(served.servers, world_size)):
-                raise ValueError(f"its strategy.servers={served.servers} {why}")
-            options.run = served or predict_step.read(options.train)
+            options.run = predict_step.read(options.train)
             options.computed_s = options.run.computed_s(where_it_was)
     except (OSError, ValueError) as error:
         parser.error(f"--train {options.train}: {error}")

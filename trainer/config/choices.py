@@ -100,8 +100,6 @@ class FsdpConfig(UnitsConfig):
 @dataclass
 class ParameterServerConfig(UnitsConfig):
     servers: str = like(r"all|0*[1-9][0-9]*", "a number of ranks, 1 or more, or all")
-    max_staleness: str = like(r"inf|\d+", "a number of steps, 0 or more, or inf")
-    replay: str | None = limited(bool, "a file written by an asynchronous run, or null")
     bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
 
 

@@ -196,21 +196,6 @@ def _check_parameter_server(config: Config, strategy: ParameterServerConfig) -> 
             "train.precision=fp16 scales the loss by the size of all gradients, but with "
             "strategy=parameter_server no process has them all; use train.precision=bf16"
         )
-    if strategy.max_staleness != "0" and config.train.skip_nonfinite:
-        raise UserError(
-            f"train.skip_nonfinite leaves out steps of all ranks, but strategy.max_staleness="
-            f"{strategy.max_staleness} has no common steps; set it to 0, or strategy.max_staleness=0"
-        )
-    if strategy.max_staleness != "0" and config.train.profile is not None:
-        raise UserError(
-            f"train.profile records common steps, but strategy.max_staleness={strategy.max_staleness} "
-            "leaves workers without any; use strategy.max_staleness=0"
-        )
-    if strategy.max_staleness == "0" and strategy.replay is not None:
-        raise UserError(
-            f"strategy.replay={strategy.replay} repeats an asynchronous run, but strategy.max_staleness is "
-            "0; set it to that run's value"
-        )
 
 
 def _check_phase_comes(config: Config, fault: TimedFaultConfig) -> None:

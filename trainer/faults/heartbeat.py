@@ -89,7 +89,6 @@ class Heartbeat:
         self._memory = mmap.mmap(self.fd, _SIZE)
         self._num_reserved = self.turn = 0
         self._counting = threading.Lock()
-        self._ordered = True
         self._serve(0)
 
     def __del__(self) -> None:
@@ -126,28 +125,12 @@ class Heartbeat:
         words[_PROGRESS] = now
         if phase == ALL_REDUCE:
             words[_BUCKET] = bucket
-            words[_BUCKETS] += self._ordered
+            words[_BUCKETS] += 1
             return
         words[_PHASE] = _CODES[phase]
         words[_SINCE] = now
         words[_BUCKET] = _NONE
-        words[_POSITION] += self._ordered
-
-    @contextlib.contextmanager
-    def in_any_order(self) -> Iterator[None]:
-        """Within, ranks make different numbers of phases; one with fewer is not behind."""
-        self._ordered = False
-        try:
-            yield
-        finally:
-            self._ordered = True
-
-    @contextlib.contextmanager
-    def ahead(self) -> Iterator[None]:
-        """Around a wait for ranks that are behind, within `in_any_order`; stays set if the wait fails."""
-        self._words[_POSITION] += 1
-        yield
-        self._words[_POSITION] -= 1
+        words[_POSITION] += 1
 
     def skip(self, phases: tuple[str, ...], times: int) -> None:
         """Pass phases that others enter `times` times, so that this rank, without work, is not behind."""

@@ -85,7 +85,7 @@ class TrainState:
             self.progress.skipped_in_a_row += 1
             if self.scaler.is_enabled():
                 self.scaler.update()  # it has seen these gradients
-            self.step_schedule_and_average(skipped=True)
+            self._step_schedule_and_average(skipped=True)
             return
         self.progress.skipped_in_a_row = 0
         before, began = self._loss_scale, any(self.optimizer.state.values())
@@ -96,7 +96,7 @@ class TrainState:
         self._loss_scale = self.scaler.get_scale()
         if self._loss_scale >= before:
             self._overflows_in_a_row = 0
-            self.step_schedule_and_average()
+            self._step_schedule_and_average()
             return
         if not began:
             self.optimizer.state.clear()  # of fused SGD: momentum that its kernel did not write
@@ -109,9 +109,9 @@ class TrainState:
                 f"gradients that are NaN or Inf; the loss scale is {scale:.2g} now. Look for a root or a "
                 "logarithm of 0, or a division by 0; or use train.precision=bf16"
             )
-        self.step_schedule_and_average(skipped=True)
+        self._step_schedule_and_average(skipped=True)
 
-    def step_schedule_and_average(self, skipped: bool = False) -> None:
+    def _step_schedule_and_average(self, skipped: bool = False) -> None:
         """After an update: record its learning rates, step the schedule, and update the average."""
         self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor's rate
         after_step(self.schedule)

@@ -1,7 +1,5 @@
 """Strategies: how a model is distributed over processes and devices."""
 
-from pathlib import Path
-
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SplitConfig
 from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.backend_flags import set_backend_flags
@@ -70,14 +68,7 @@ def _named(config: Config, dist: Dist) -> Strategy:
         case ParameterServerConfig():
             from trainer.strategies.parameter_server.synchronous import ParameterServer
 
-            if settings.max_staleness == "0":
-                return ParameterServer(settings, dist, computing, timeout_s)
-            from trainer.strategies.parameter_server.asynchronous import AsyncParameterServer
-
-            assert config.run_dir is not None
-            return AsyncParameterServer(
-                settings, dist, computing, timeout_s, train.clip_grad_norm, Path(config.run_dir)
-            )
+            return ParameterServer(settings, dist, computing, timeout_s)
     if dist.world_size > 1:
         raise UserError(
             f"strategy={settings.name} is one process, but {dist.world_size} were started; start it with "

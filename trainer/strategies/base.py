@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer import step
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.summary import draw, table
 from trainer.distributed.backend_flags import DTYPES
@@ -19,16 +18,12 @@ from trainer.distributed.process_group import broadcast_buffers
 from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.optim.train_state import TrainState
-from trainer.step import StepResult
 from trainer.strategies.shardable import refuse_shared_memory
 from trainer.strategies.split import Split
 from trainer.strategies.whole_scalars import whole_scalars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from trainer.data.loading.base import Batches
-    from trainer.training.context import TrainingContext
 
 Fill = Callable[[nn.Module], None]
 """Gives a module that may be on the meta device its initial values, on the CPU."""
@@ -143,17 +138,6 @@ class Strategy:
     def grad_scaler(self) -> torch.amp.GradScaler:
         """fp16 needs a scaled loss to keep small gradients; otherwise the scaler does nothing."""
         return torch.amp.GradScaler(self.device.type, enabled=self.computing.precision == "fp16")
-
-    def train_step(self, context: "TrainingContext", batches: "Batches") -> StepResult:
-        """Make the step after `context.state.progress` (a collective), which the loop then counts.
-
-        A strategy whose ranks make no common steps overrides it. One call may make several steps: it then
-        counts all but the last by `context.count_step`.
-
-        Raises:
-            NonFiniteError: on all ranks; no parameter has changed.
-        """
-        return step.train_step(context, batches)
 
     def begin_step(self) -> None:
         """Called when a step begins: next come the gradients of this process, if it `trains`."""

@@ -55,19 +55,18 @@ class StepAgreement:
         self._label_counts = label_counts
         self._maxima.start(loss, (float(asked), float(not data_left), *extremes(label_counts)))
 
-    def finish(self, where: str, then: str = "no rank applied that step") -> Agreed:
+    def finish(self, where: str) -> Agreed:
         """Wait for the values of all ranks.
 
         Args:
             where: where the loss was computed, such as `step 3`.
-            then: what happened to the gradients of a loss that is not finite.
         """
         bad, asked, ended, most, minus_least = self._maxima.finish()
-        error = self._not_finite_on(int(bad) - 1, where, then) if bad else None
+        error = self._not_finite_on(int(bad) - 1, where) if bad else None
         self._even = most == -minus_least
         return Agreed(AfterStep(int(asked)), not ended, error)
 
-    def _not_finite_on(self, rank: int, where: str, then: str) -> NonFiniteError:
+    def _not_finite_on(self, rank: int, where: str) -> NonFiniteError:
         """The error of a loss on `rank`, with the sample to blame if one is (a collective)."""
         own = self._bad_sample() if rank == self._dist.rank else None
         sample = (gather_objects(own) if self._dist.world_size > 1 else [own])[rank]
@@ -75,7 +74,9 @@ class StepAgreement:
         if sample is not None:
             look = f"Its data has NaN or Inf itself, in {sample}: fix it, or leave it out"
         return NonFiniteError(
-            f"the loss of {where} is NaN or Inf on {self._dist.describe(rank)}; {then}. {look}", ranks=(rank,)
+            f"the loss of {where} is NaN or Inf on {self._dist.describe(rank)}; no rank applied that step. "
+            f"{look}",
+            ranks=(rank,),
         )
 
     def all_have(self, data_left: bool) -> bool:

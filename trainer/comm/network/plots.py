@@ -13,7 +13,7 @@ from trainer.comm.network.predict_step import PredictedStep
 from trainer.comm.network.world import PlannedWorld
 
 _ENDINGS = (".png", ".svg", ".pdf")
-_MARKERS = dict(zip([*ALGORITHMS, "parameter_server"], itertools.cycle("os^Dv"), strict=False))
+_MARKERS = dict(zip(ALGORITHMS, itertools.cycle("os^Dv"), strict=False))
 
 
 def file(name: str) -> Path:

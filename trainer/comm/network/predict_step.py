@@ -66,13 +66,6 @@ class MeasuredRun:
     def num_bytes(self) -> int:
         return FP32 * sum(bucket.numel for bucket in self.buckets)
 
-    @property
-    def num_buckets(self) -> int:
-        return len(self.buckets)
-
-    def num_workers(self, world: PlannedWorld) -> int:
-        return world.size
-
     def computed_s(self, machine: Machine | None) -> float:
         """The time of a step without communication.
 
@@ -141,8 +134,8 @@ def read(run_dir: Path) -> MeasuredRun:
         raise ValueError(
             "its result.json has no timeline: train with two or more processes and strategy=ddp, "
             "comm.timeline=true and any comm except powersgd; or with strategy=fsdp, comm=ring or another "
-            "schedule, shard_group=world and one micro-batch a step; or with strategy=parameter_server and "
-            "strategy.max_staleness above 0 (--servers, without --train, predicts the exchange of any)"
+            "schedule, shard_group=world and one micro-batch a step (--servers, without --train, predicts "
+            "the exchange with parameter servers)"
         )
     timeline = result.mapping("timeline")
     algorithm = _LIKE.get(result.text("comm"), result.text("comm"))

@@ -66,7 +66,7 @@ def exchanges(
     return "\n".join(lines)
 
 
-def steps(num_workers: int, found: Mapping[str, PredictedStep]) -> str:
+def steps(num_processes: int, found: Mapping[str, PredictedStep]) -> str:
     """Efficiency is the fraction of a step that is computing, at its speed without communication."""
     lines = [f"{'algorithm':<18}{'step':>11}{'computing':>11}{'hidden':>11}{'exposed':>11}{'efficiency':>12}"]
     for algorithm, step in found.items():
@@ -76,8 +76,8 @@ def steps(num_workers: int, found: Mapping[str, PredictedStep]) -> str:
             f"{step.computed_s / step.seconds:>11.1%} "
         )
     best, first = next(iter(found.items()))
-    times = num_workers * first.computed_s / first.seconds
-    words = f"{times:,.{0 if times >= 10 else 2}f} x the speed of one process, of {num_workers:,}"
+    times = num_processes * first.computed_s / first.seconds
+    words = f"{times:,.{0 if times >= 10 else 2}f} x the speed of one process, of {num_processes:,}"
     return "\n".join([*lines, "", f"best: comm={best}, {words}" if len(found) > 1 else words])
 
 

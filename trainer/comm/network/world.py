@@ -1,6 +1,5 @@
 """Any number of hosts and processes, and what collectives and parameter servers would cost there."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -67,21 +66,12 @@ class PlannedWorld:
         found = {name: self.collective(how, name, numel) for name in ALGORITHMS}
         return dict(sorted(found.items(), key=lambda item: item[1].seconds))
 
-    def exchange(
-        self, num_servers: int, num_bytes: float, num_workers: int | None = None
-    ) -> tuple[Prediction, Prediction]:
-        """The cost of push and pull for `num_bytes` of fp32, of all workers at once or only `num_workers`.
-
-        These are on the last hosts, apart from the servers if possible. If all ranks serve, all work, too.
-        """
-        hosts: Sequence[int] = self.hosts
-        workers = range(0 if num_servers == self.size else num_servers, self.size)[:num_workers]
-        if num_workers is not None and num_servers < self.size:
-            of_all = [*self.hosts[:num_servers], *self.hosts[-num_workers:]]
-            numbers = {host: number for number, host in enumerate(dict.fromkeys(of_all))}
-            hosts = [numbers[host] for host in of_all]
+    def exchange(self, num_servers: int, num_bytes: float) -> tuple[Prediction, Prediction]:
+        """The cost of push and pull for `num_bytes` of fp32. If all ranks serve, all work, too."""
+        workers = range(0 if num_servers == self.size else num_servers, self.size)
         ways, segment_bytes = exchange(range(num_servers), workers), int(BUCKET_MB * 2**20)
         push, pull = (
-            predict(way, hosts, self.machine, round(num_bytes), segment_bytes=segment_bytes) for way in ways
+            predict(way, self.hosts, self.machine, round(num_bytes), segment_bytes=segment_bytes)
+            for way in ways
         )
         return push, pull

@@ -198,17 +198,6 @@ class Timeline:
 
         A collective of the model's ranks, called between backward passes: compares clocks, gathers stamps.
         """
-        means = self.means()
-        if not means:
-            return {}
-        ready = [record.ready for record in self.last_pass]
-        self.arrivals = arrivals = Arrivals(self._clock.gather(ready), self.ranks)
-        self.times_last[arrivals.last_rank] = self.times_last.get(arrivals.last_rank, 0) + 1
-        arrived = {"comm/arrival_skew_ms": 1e3 * arrivals.skew_s, "comm/last_rank": float(arrivals.last_rank)}
-        return means | arrived
-
-    def means(self) -> dict[str, float]:
-        """The part of `metrics` for this rank alone; not a collective."""
         self.sum_up(wait=True)
         if self._gpu_clock is not None:
             self._gpu_clock.synchronize()
@@ -221,7 +210,12 @@ class Timeline:
             for collective, sums in collectives.items()
             for name, seconds in (("ms", sums.total_s), ("exposed_ms", sums.exposed_s))
         }
+        ready = [record.ready for record in self.last_pass]
+        self.arrivals = arrivals = Arrivals(self._clock.gather(ready), self.ranks)
+        self.times_last[arrivals.last_rank] = self.times_last.get(arrivals.last_rank, 0) + 1
         return apart | {
+            "comm/arrival_skew_ms": 1e3 * arrivals.skew_s,
+            "comm/last_rank": float(arrivals.last_rank),
             "comm/total_ms": 1e3 * recent.total_s / recent.count,
             "comm/hidden_ms": 1e3 * recent.hidden_s / recent.count,
             "comm/exposed_ms": 1e3 * recent.exposed_s / recent.count,

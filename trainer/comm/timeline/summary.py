@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.comm.timeline.records import BucketRecord, BucketSum, PassSum, Timeline
@@ -58,16 +57,6 @@ def _exposed_from(record: BucketRecord, last_ready: float) -> float:
     if record.blocked_s is not None:
         return max(record.start, record.end - record.blocked_s)
     return min(record.end, max(record.start, last_ready))
-
-
-def draw_staleness(counts: Mapping[int, int]) -> Figure:
-    """A histogram of pushes by staleness: the updates that their values lacked."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axes = figure.add_subplot(xlabel="updates that the values lacked", ylabel="pushes")
-    axes.bar(list(counts), list(counts.values()), color=_COLOURS["hidden"])
-    return figure
 
 
 def table(timeline: Timeline) -> str:

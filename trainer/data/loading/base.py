@@ -4,7 +4,7 @@ A loader lives for the whole run; loaders.py chooses between data read by index 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -52,10 +52,6 @@ class Share:
     collate: Collate = default_collate
 
 
-Shares = Callable[[], Iterator[tuple[int, int]]]
-"""Yields (steps from here, replica): whose share of which step a process reads next, if not only its own."""
-
-
 class Batches(Iterator[Any]):
     """The rest of an epoch: micro-batches that make up whole steps.
 
@@ -81,12 +77,11 @@ class TrainLoader(Protocol):
     def num_skipped(self) -> int:
         """Broken samples met so far, in all worker processes of this rank."""
 
-    def epoch(self, epoch: int, first_sample: int = 0, shares: Shares | None = None) -> Batches:
-        """The micro-batches of an epoch from sample ``first_sample`` on, or only the ``shares`` of it.
+    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
+        """The micro-batches of an epoch from sample ``first_sample`` on.
 
         Raises:
-            UserError: a sample cannot be read, or too many in a row; also during iteration. Or ``shares`` is
-                given for a stream, which is only read forward.
+            UserError: a sample cannot be read, or too many in a row; also during iteration.
         """
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:

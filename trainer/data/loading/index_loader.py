@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, batches_of, raise_errors
+from trainer.data.loading.base import Batches, LoaderSettings, Share, batches_of, raise_errors
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.collation import sample_name
 from trainer.data.loading.reader import EvalReader, TrainReader
@@ -53,14 +53,14 @@ class IndexTrainLoader:
     def num_skipped(self) -> int:
         return self._reader.num_skipped
 
-    def epoch(self, epoch: int, first_sample: int = 0, shares: Shares | None = None) -> Batches:
+    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
         """Samples before ``first_sample`` are not read."""
-        self._sampler.epoch, self._sampler.first_sample, self._sampler.shares = epoch, first_sample, shares
+        self._sampler.epoch, self._sampler.first_sample = epoch, first_sample
         return _Counted(raise_errors(self._loader), len(self._sampler), self._sampler.batch.accumulation)
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
         sampler = copy.copy(self._sampler)  # the loader still draws from its own
-        sampler.epoch, sampler.first_sample, sampler.shares = epoch, first_sample, None
+        sampler.epoch, sampler.first_sample = epoch, first_sample
         for _, indices in itertools.islice(sampler, sampler.batch.accumulation):
             for index in indices:
                 for leaf in leaves(self._reader.__getitems__((epoch, [index]))):

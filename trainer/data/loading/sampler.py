@@ -11,7 +11,7 @@ Evaluation: every sample exactly once, with the same number of batches on each r
 import copy
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 
 import torch
 from torch import Tensor
@@ -55,7 +55,6 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
         self._dataset, self._order = dataset, order
         self.epoch = 0
         self.first_sample = 0
-        self.shares: Callable[[], Iterator[tuple[int, int]]] | None = None
 
     def __len__(self) -> int:
         """Micro-batches of the next iteration."""
@@ -131,16 +130,9 @@ class TrainSampler(Sampler[tuple[int, list[int]]]):
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         order = self.order_of(self.epoch)
         epoch, batch = self.epoch, self.batch
-        for step, replica in self._shares_to_read():
-            numbers = batch.micro_batches(self.first_sample + step * batch.global_batch_size, replica)
-            for _, of_micro_batch in itertools.islice(numbers, batch.accumulation):
-                yield epoch, order[of_micro_batch.start : of_micro_batch.stop : of_micro_batch.step].tolist()
-
-    def _shares_to_read(self) -> Iterator[tuple[int, int]]:
-        """Yield (step, replica), the shares to be read next; by default this replica's share of each step."""
-        if self.shares is not None:
-            return self.shares()
-        return ((step, self.replica) for step in range(len(self) // self.batch.accumulation))
+        numbers = batch.micro_batches(self.first_sample, self.replica)
+        for _, of_micro_batch in itertools.islice(numbers, len(self)):
+            yield epoch, order[of_micro_batch.start : of_micro_batch.stop : of_micro_batch.step].tolist()
 
 
 class TrainRequests(Sampler[Request]):

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trainer.data.loading.base import Batches, LoaderSettings, Share, Shares, batches_of, raise_errors
+from trainer.data.loading.base import Batches, LoaderSettings, Share, batches_of, raise_errors
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.sampler import EvalRequests, TrainRequests
 from trainer.data.loading.stream_reader import CaughtUp, EvalStreamReader, StreamPosition, TrainStreamReader
@@ -35,13 +35,8 @@ class StreamTrainLoader:
         self.steps_per_epoch = None if total is None else total // size
         self.num_skipped = 0
 
-    def epoch(self, epoch: int, first_sample: int = 0, shares: Shares | None = None) -> Batches:
+    def epoch(self, epoch: int, first_sample: int = 0) -> Batches:
         """Samples between the position given to `resume` and ``first_sample`` are read and dropped."""
-        if shares is not None:
-            raise UserError(
-                "strategy.max_staleness above 0 assigns shares of steps on request, but a stream is only "
-                "read forward; set it to 0"
-            )
         requests, begin = self._requests, self._reader.begin
         requests.epoch, requests.first_sample, requests.reading = epoch, first_sample, requests.reading + 1
         requests.caught_up = first_sample == 0

@@ -1,14 +1,12 @@
 """All workers' statistics of pulls and pushes, combined for the log and for the table at the end."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.timeline.summary import draw, table
-from trainer.distributed.agreement import gather_objects
 from trainer.strategies.parameter_server.worker_copy import WorkerCopy
 
 if TYPE_CHECKING:
@@ -52,28 +50,6 @@ class ExchangeStats:
         for worker, own in zip(self._workers, metrics, strict=True):
             found[f"ps/waited_ms/worker_{worker}"] = 1e3 * own["waited_s"] / max(1.0, own["pulls"])
         return found
-
-    def measured(self, servers: str, device: str, busy_s: float) -> dict[str, Any]:
-        """A typical share of a step for result.json: means over workers, the busiest server (a collective).
-
-        Args:
-            servers: as in strategy.servers.
-            device: the type of that which computes.
-            busy_s: of this rank's server, for one share; 0 without one.
-        """
-        everyones = gather_objects((self._copy.typical_share() if self._copy is not None else {}, busy_s))
-        shares = [share for share, _ in everyones if share]
-        if not shares:
-            return {}
-        means = {name: mean(share[name] for share in shares) for name in shares[0]}
-        return {
-            "share": {
-                "servers": servers,
-                "device": device,
-                **means,
-                "busy_ms": 1e3 * max(busy for _, busy in everyones),
-            }
-        }
 
     def plots(self) -> dict[str, "Figure"]:
         return {"comm/buckets": draw(self._seen)} if self._seen is not None else {}

@@ -15,11 +15,6 @@ OF_WORKERS = (
     "ranks that only serve, and workers without common steps, never take part; leave it out, or use "
     "strategy=ddp"
 )
-OF_OPTIMIZERS = (
-    "optim: its step communicates between shards ({}), but asynchronous servers make their steps "
-    "independently; use strategy.servers=1 or max_staleness=0, or an optimizer that updates each element "
-    "independently, such as optim=adamw"
-)
 
 
 class NoCollectives(TorchDispatchMode):
