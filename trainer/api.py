@@ -48,8 +48,8 @@ def train(
     _refuse_classes_of_main(settings)
     if not settings.launch.leaves_result:
         raise UserError(
-            "launch=kubernetes, launch.dry_run=true and launch.wait=false leave no result to return; use "
-            f"them on a command line: ringmaster launch={settings.launch.name} ..."
+            "launch.dry_run=true and launch.wait=false leave no result to return; use them on a command "
+            "line: ringmaster launch=slurm ..."
         )
     settings.run_dir = settings.run_dir or str(new_run_dir())  # else the launcher would choose another
     run_dir = Path(settings.run_dir)

@@ -143,10 +143,7 @@ def test_groups_are_not_empty() -> None:
             "train.stop has several values; set null, or 'train.stop={metric: ..., patience: ...,",
         ),
         ("train.stop=[eval/loss]", "train.stop has several values; set null, or 'train.stop={metric: ...,"),
-        (
-            "launch=kubernetes launch.container=[a]",
-            "launch.container: a list, but must be {NAME: VALUE, ...}",
-        ),
+        ("launch=slurm launch.parameters=[a]", "launch.parameters: a list, but must be {NAME: VALUE, ...}"),
         ("data.order=ByLength", "data.order names a class or a function; set null, or 'data.order={_target_"),
         ("model._target_=5", "model._target_ is 5, but must name a class or function"),
         (

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.pods import children
 from tests.ranks import ROOT
 from trainer.checkpoint.manifest import verify
 
@@ -48,7 +47,7 @@ def test_it_saves_at_sigterm_and_leaves_no_process(launcher: str, tmp_path: Path
                     tmp_path / "output"
                 ).read_text()
                 time.sleep(0.1)
-            (first,) = children(outside.pid)
+            (first,) = _children(outside.pid)
             os.kill(first, signal.SIGTERM)
             status = outside.wait(200)
         finally:
@@ -59,6 +58,12 @@ def test_it_saves_at_sigterm_and_leaves_no_process(launcher: str, tmp_path: Path
     assert said.count("stopped by a signal after step") == 1, said
     verify(tmp_path / "run" / "checkpoints" / "latest")
     assert not any(str(tmp_path).encode() in _command(pid) for pid in Path("/proc").glob("[0-9]*"))
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that `pid` has started and that live."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def _command(process: Path) -> bytes:

@@ -1,34 +1,32 @@
-"""launch=kubernetes: the JobSet it prints, its pods as they meet and end, and a run that goes on in new ones."""
+"""The JobSet and the TrainJob of docs/howto/kubernetes.md: valid, consistent, and their script returns the run's status."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
+import shlex
 import signal
+import subprocess
 import time
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.run import parse_args
 
-from tests.hosts import Host, hosts
-from tests.launch.pods import container_of, pods, printed
-from tests.programs import Ended, finish_ranks
 from tests.ranks import ROOT
 from tests.runs import settings
-from trainer.api import train
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
-from trainer.launch import kubernetes
-from trainer.launch.host import HostPlace, host_place
-from trainer.launch.place import place
 
-TWO = ("launch.nodes=2", "launch.processes=4")
-KEYS = "launch.container={envFrom: [{secretRef: {name: s3-keys}}], env: [{name: A, value: b}]}"
-POOL = "launch.pod={nodeSelector: {pool: a100}, volumes: [{name: d, emptyDir: {}}]}"
+PAGE = (ROOT / "docs/howto/kubernetes.md").read_text()
+JOB_SET, TRAIN_JOB = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.S))
+(REPLICATED,) = JOB_SET["spec"]["replicatedJobs"]
+JOB = REPLICATED["template"]["spec"]
+POD = JOB["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+TOLD = {entry["name"]: entry.get("value", "1") for entry in CONTAINER["env"]}
 
 
 def _valid(job_set: dict[str, Any]) -> None:
@@ -43,195 +41,80 @@ def _valid(job_set: dict[str, Any]) -> None:
         kubernetes_validate.validate(job, version, strict=True)
 
 
-@pytest.mark.parametrize("further", [(), TWO, (*TWO, "launch.gpus=4", KEYS, POOL)])
-def test_what_is_printed_is_a_valid_job_set(further: tuple[str, ...]) -> None:
-    job_set = printed(*further)
-    _valid(job_set)
-    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+def test_both_are_valid() -> None:
+    _valid(JOB_SET)
     for broken in ({"completion": 2}, {"completions": "2"}):
-        wrong = deepcopy(job_set)
+        wrong = deepcopy(JOB_SET)
         wrong["spec"]["replicatedJobs"][0]["template"]["spec"] |= broken
         with pytest.raises(Exception, match=r"completion|valid"):
             _valid(wrong)
-    if KEYS in further:
-        container, pod = container_of(job_set), job["template"]["spec"]
-        assert container["resources"] == {"limits": {"nvidia.com/gpu": 4}}
-        assert [entry["name"] for entry in container["env"]][-1] == "A" and len(container["env"]) == 6
-        assert pod["nodeSelector"] == {"pool": "a100"} and len(pod["volumes"]) == 2
-
-
-def test_the_rules_know_the_statuses() -> None:
-    spec = printed()["spec"]
-    rules = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
-    final = {UserError.exit_code, NonFiniteError.exit_code}
-    assert set(rules[0]["onExitCodes"]["values"]) == final | {StoppedBySignal.exit_code}
-    by_message, otherwise = spec["failurePolicy"]["rules"]
-    (pattern,) = by_message["onJobFailureMessagePatterns"]
-    for status in (2, 3, 75):  # as Kubernetes writes it
-        message = f"Container ringmaster for pod a/b-node-0-1 failed with exit code {status} matching FailJob rule at index 0"
-        assert bool(re.search(pattern, message)) == (status in final)
-    assert by_message["action"] == "FailJobSet"
-    assert otherwise["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-
-
-def test_the_pods_take_the_command_line() -> None:
-    job_set = printed(*TWO, "strategy=fsdp", r"run_dir='it\'s, one'", "resume=auto", "+model.more=1")
-    assert container_of(job_set)["args"] == [
-        "strategy=fsdp",
-        "+model.more=1",
-        "launch=local",
-        r"run_dir='it\'s, one'",
-        "resume=auto",
-    ]
-    with pytest.raises(UserError, match=r"resume=runs/a is where each restart would begin again"):
-        printed("resume=runs/a")
-    with pytest.raises(UserError, match=r"launch.job_name is My_job, but must be up to 40 lower-case"):
-        printed("launch.job_name=My_job")
-    with pytest.raises(UserError, match=r"env is \{'A': 'b'\}, but must be a list"):
-        printed("launch.container={env: {A: b}}")
-
-
-def test_the_page_shows_what_is_printed_and_a_train_job() -> None:
-    text = (ROOT / "docs/howto/kubernetes.md").read_text()
-    train_job, job_set = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S))
-    command = next(line for line in text.splitlines() if "launch.dry_run=true" in line)
-    assert printed(*command.partition("#")[0].split()[3:]) == job_set
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    assert models.TrainerV1alpha1TrainJob.from_dict(deepcopy(train_job)).to_dict() == train_job
+    assert models.TrainerV1alpha1TrainJob.from_dict(deepcopy(TRAIN_JOB)).to_dict() == TRAIN_JOB
 
 
-FAKE = """#!/bin/sh
-[ "$*" = "create -f -" ] && grep -q "kind: JobSet" && echo "$SAYS" && exit $STATUS
+def test_names_numbers_and_statuses_agree() -> None:
+    assert TOLD["PET_MASTER_ADDR"] == "{0}-{1}-0-0.{0}".format(
+        JOB_SET["metadata"]["name"], REPLICATED["name"]
+    )
+    assert JOB["completions"] == JOB["parallelism"] == int(TOLD["PET_NNODES"])
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == {each["name"] for each in POD["volumes"]}
+    by_status = JOB["podFailurePolicy"]["rules"][0]["onExitCodes"]
+    assert by_status["containerName"] == CONTAINER["name"]
+    final = {UserError.exit_code, NonFiniteError.exit_code}
+    assert set(by_status["values"]) == final | {StoppedBySignal.exit_code}
+    (pattern,) = JOB_SET["spec"]["failurePolicy"]["rules"][0]["onJobFailureMessagePatterns"]
+    for status in by_status["values"]:  # as Kubernetes writes it
+        message = f"Container trainer for pod a/b-node-0-1 failed with exit code {status} matching FailJob rule at index 0"
+        assert bool(re.search(pattern, message)) == (status in final)
+
+
+def test_torchrun_and_the_run_understand_the_command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TOLD.items():
+        monkeypatch.setenv(name, value)
+    (line,) = (line for line in CONTAINER["args"][0].splitlines() if line.startswith("torchrun"))
+    of_train_job = TRAIN_JOB["spec"]["trainer"]
+    for words in (shlex.split(line.rstrip(" &")), [*of_train_job["command"], *of_train_job["args"]]):
+        assert words[0] == "torchrun"
+        told = parse_args(words[1:])
+        assert (told.nnodes, told.nproc_per_node, told.node_rank) == ("2", "4", 1)
+        assert (told.master_addr, told.master_port) == ("mine-node-0-0.mine", 29400)
+        assert told.shutdown_timeout < POD["terminationGracePeriodSeconds"]
+        assert told.training_script == "train.py"
+        config = settings(*(word.replace("$RUN", TOLD["RUN"]) for word in told.training_script_args))
+        assert (config.strategy.name, config.resume) == ("fsdp", "auto")
+
+
+TORCHRUN = """#!/bin/sh
+[ ! -e $RUN/failure.json ] || exit 9    # one of the attempt before
+trap 'printf "{\\"status\\": 75}" > $RUN/failure.json; exit 1' TERM
+[ -z "$STATUS" ] || printf "{\\"status\\": $STATUS}" > $RUN/failure.json
+touch $RUN/started
+[ -z "$WAITS" ] || while :; do sleep 0.05; done
+exit $CODE
 """
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_kubectl_submits(
-    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("code", "status", "signalled", "expected"),
+    [(0, "", False, 0), (1, "", False, 1), (1, "3", False, 3), (0, "", True, 75)],
+)
+def test_the_script_returns_the_status_of_the_run(
+    code: int, status: str, signalled: bool, expected: int, tmp_path: Path
 ) -> None:
-    config = settings("launch=kubernetes")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"needs kubectl, .* `kubectl create -f -`"):
-        kubernetes.launch(config, [])
-    assert "after a restart the run begins at step 0" in capsys.readouterr().err
-    with pytest.raises(UserError, match="checkpoint=sharded needs a disk that all pods share"):
-        kubernetes.launch(settings("launch=kubernetes", "launch.nodes=2", "checkpoint=sharded"), [])
-    (tmp_path / "kubectl").write_text(FAKE)
-    (tmp_path / "kubectl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.defpath}")
-    monkeypatch.setenv("SAYS", "jobset.x-k8s.io/ringmaster created")
-    monkeypatch.setenv("STATUS", str(status))
-    if status:
-        with pytest.raises(UserError, match="kubectl refuses the job: "):
-            kubernetes.launch(config, [])
-        return
-    assert kubernetes.launch(settings("launch=kubernetes", "checkpoint.remote=file:///x"), []) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("jobset.x-k8s.io/ringmaster created  ->  kubectl logs -f -l jobset")
-    assert not said.err
-    with pytest.raises(UserError, match="leave no result to return"):
-        train(["launch=kubernetes"], None, ())
-
-
-# ---- a host's place
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def told(**variables: str) -> HostPlace:
-        for name, value in variables.items():
-            monkeypatch.setenv(f"PET_{name}", value)
-        return host_place()
-
-    yield told
-
-
-def test_a_host_is_told_its_place(told: Any) -> None:
-    assert told() == HostPlace()
-    assert told(NNODES="1", NPROC_PER_NODE="auto") == HostPlace()
-    assert told(NPROC_PER_NODE="4") == HostPlace(processes=4)
-    with pytest.raises(UserError, match="PET_NNODES=2, but PET_NODE_RANK is not set"):
-        told(NNODES="2")
-    where = {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29400"}
-    assert told(**where) == HostPlace(1, 2, "a", 29400, 4)
-    with pytest.raises(UserError, match="PET_NNODES=2, but this process was not started by torchrun"):
-        place(settings().distributed)
-    for wrong, said in (
-        ({"NODE_RANK": "2"}, "hosts count from 0 to 1"),
-        ({"NODE_RANK": "x"}, "PET_NODE_RANK=x, but must be a number"),
-        ({"NNODES": "1:4"}, "PET_NNODES=1:4, but must be a number"),
-        ({"NNODES": "2", "NODE_RANK": "0", "NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE=0, but .* at least 1"),
-    ):
-        with pytest.raises(UserError, match=said):
-            told(**wrong)
-
-
-# ---- pods
-
-
-TRAIN = ("logger=jsonl", "train.log_every_steps=10", "train.eval_every_epochs=0", "checkpoint.every_steps=5")
-TRAIN += ("checkpoint.every_epochs=null", "train.max_steps=15", "distributed.device=cpu", "seed=3")
-
-
-def _ended(hosts: list[Host], disks: Path, *argv: str) -> list[Ended]:
-    with pods(hosts, disks, *argv) as programs:
-        return [program.wait() for program in programs]
-
-
-def _wait_for(path: Path, programs: list[Any]) -> None:
-    deadline = time.monotonic() + 200
-    while not path.exists():
-        assert time.monotonic() < deadline, "\n".join(each.stdout + each.stderr for each in programs)
-        assert all(each.poll() is None for each in programs), [each.stdout + each.stderr for each in programs]
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.netns
-def test_a_run_goes_on_in_new_pods_to_the_same_bits(tmp_path: Path) -> None:
-    """Two pods of two processes, of which one gets SIGKILL; the new pods have nothing but the remote's address.
-
-    Under fsdp, where all ranks hold a part; tests/faults kills the others.
-    """
-    run = (*TRAIN, "strategy=fsdp", "launch.processes=2")
-    calm = finish_ranks(
-        4, "train.py", *(word for word in run if "launch" not in word), f"run_dir={tmp_path}/calm"
-    )
-    assert [rank.code for rank in calm] == [0] * 4, calm
-    remote = f"checkpoint.remote=file://{tmp_path}/remote"
-    with hosts(2) as pair:
-        slow = ("fault=slow", "fault.step=8", "fault.seconds=60")
-        with pods(pair, tmp_path / "first", *run, remote, *slow) as programs:
-            _wait_for(tmp_path / "remote/checkpoints/step_00000005/manifest.json", programs)
-            os.kill(programs[1].ranks()[1], signal.SIGKILL)  # rank 3
-            lost = [program.wait() for program in programs]
-        again = _ended(pair, tmp_path / "second", *run, remote)
-    assert [pod.code for pod in lost] == [1, 1], lost
-    assert "rank 3 was ended by SIGKILL" in lost[1].output
-    assert [pod.code for pod in again] == [0, 0], again
-    assert re.search(r"resumed from .*step_000000(0[5-9]|1\d)", again[0].output), again[0].output
-    assert not (tmp_path / "second/pod1/runs/ringmaster/result.json").exists(), "a pod keeps its own files"
-    results = [tmp_path / "calm/result.json", tmp_path / "second/pod0/runs/ringmaster/result.json"]
-    first, second = (json.loads(path.read_text()) for path in results)
-    assert (second["world_size"], second["steps"]) == (4, 15)
-    assert first["param_sha256"] == second["param_sha256"]
-
-
-@pytest.mark.slow
-@pytest.mark.netns
-def test_a_pod_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
-    """0 and 1 are shown above."""
-    with hosts(2) as pair:
-        mistake = _ended(pair[:1], tmp_path / "mistake", *TRAIN, "train.global_batch_size=2001")
-        nan = _ended(pair, tmp_path / "nan", *TRAIN, "optim.lr=1e30")
-        with pods(
-            pair, tmp_path / "stop", *TRAIN, "train.max_steps=1000000", "train.epochs=1000000"
-        ) as programs:
-            _wait_for(tmp_path / "stop/pod0/runs/ringmaster/checkpoints/step_00000005", programs)
-            programs[1].send_signal(signal.SIGTERM)  # one pod is evicted
-            stopped = [program.wait() for program in programs]
-    assert [pod.code for pod in mistake] == [2], mistake
-    assert "2001" in mistake[0].output
-    assert [pod.code for pod in nan] == [3, 3], nan
-    assert [pod.code for pod in stopped] == [75, 75], stopped
-    assert "stopped by a signal after step" in stopped[0].output
+    (tmp_path / "failure.json").write_text('{"status": 2}')
+    (tmp_path / "torchrun").write_text(TORCHRUN)
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN": str(tmp_path)}
+    environment |= {"CODE": str(code), "STATUS": status, "WAITS": "yes" if signalled else ""}
+    pod = subprocess.Popen([*CONTAINER["command"], *CONTAINER["args"]], env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while signalled and not (tmp_path / "started").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if signalled:
+            pod.send_signal(signal.SIGTERM)
+        assert pod.wait(60) == expected
+    finally:
+        pod.kill()
+        pod.wait()

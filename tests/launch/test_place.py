@@ -26,7 +26,9 @@ from trainer.errors import StoppedBySignal, UserError
 from trainer.launch.place import Place, derived_port, first_node, place, publish
 
 ROOT = Path(__file__).parents[2]
-LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|TORCHELASTIC|SLURM_|OMPI_|PMIX?_|MPI_LOCAL")
+LAUNCHERS = re.compile(
+    r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|PET_|TORCHELASTIC|SLURM_|OMPI_|PMIX?_|MPI_LOCAL"
+)
 
 SRUN = {
     "SLURM_JOB_ID": "7",
@@ -132,6 +134,7 @@ def test_by_hand_in_the_settings(told: Told) -> None:
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"}, (), r"MASTER_PORT is not"),
         (PMI | {"MASTER_ADDR": ""}, (), r"PMI_SIZE=4, but nothing says where rank 0 is"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (), r"SLURM_NTASKS=4, but this process was not started by srun"),
+        ({"PET_NNODES": "2"}, (), r"PET_NNODES=2, but this process was not started by torchrun"),
         ({}, ("distributed.rank=1",), r"distributed.rank=1, but distributed.world_size is not set"),
         ({}, ("distributed.init_method=tcp://a:1",), r"tcp://a:1 does not say which process this is"),
         ({}, ("distributed.init_method=tcp://a",), r"init_method is tcp://a, but must be env://, tcp://HOST:PORT"),

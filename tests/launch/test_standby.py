@@ -18,7 +18,6 @@ from tests.programs import Program, finish_ranks, started
 from tests.ranks import run_ranks
 from trainer.faults.injection import drilled_run
 from trainer.launch import fresh, local_ranks
-from trainer.launch.host import HostPlace
 from trainer.launch.local_ranks import LocalRanks, stands_by
 
 
@@ -30,7 +29,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRank
         fresh, "program", lambda: ["sh", "-c", f"echo $0 > {tmp_path}/started-$RANK; exit $1"]
     )
     monkeypatch.setenv("OUT", str(tmp_path / "told"))
-    ranks = LocalRanks(2, HostPlace())
+    ranks = LocalRanks(2)
     yield ranks
     ranks.end()
 

@@ -176,7 +176,6 @@ def test_settings_edited_under_a_sweep_end_it_and_leave_nothing_out(sweep: Sweep
             for case in (
                 ("optim.lr=interval(0.1,1)", "optim.lr=interval(...) has no grid"),
                 ("run_dir=here", "run_dir=here would be the directory of every trial"),
-                ("launch=kubernetes", "a sweep waits for each trial"),
                 ("launch=slurm launch.wait=false", "a sweep waits for each trial"),
                 (
                     "hydra.sweeper.search=best",

@@ -15,7 +15,6 @@ from trainer.config.choices import (
     DivergeFaultConfig,
     FaultConfig,
     FsdpConfig,
-    KubernetesLaunchConfig,
     LaunchConfig,
     LocalLaunchConfig,
     NativeCommConfig,

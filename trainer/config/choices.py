@@ -190,26 +190,6 @@ class SlurmLaunchConfig(LaunchConfig):
         return self.wait and not self.dry_run
 
 
-@dataclass
-class KubernetesLaunchConfig(LaunchConfig):
-    in_cluster = True
-
-    job_name: str = like(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "up to 40 lower-case letters, digits and -")
-    image: str = MISSING
-    nodes: int = at_least(1)
-    processes: int = at_least(1)
-    gpus: int | None = at_least(0)
-    container: dict[str, Any] | None = MISSING
-    pod: dict[str, Any] | None = MISSING
-    save_within_s: int = at_least(1)
-    max_restarts: int = at_least(0)
-    dry_run: bool = MISSING
-
-    @property
-    def leaves_result(self) -> bool:
-        return False
-
-
 STRATEGIES: dict[str, type[StrategyConfig]] = {
     "single": SplitConfig,
     "dp": StrategyConfig,
@@ -243,5 +223,4 @@ LAUNCHES: dict[str, type[LaunchConfig]] = {
     "as_started": LaunchConfig,
     "local": LocalLaunchConfig,
     "slurm": SlurmLaunchConfig,
-    "kubernetes": KubernetesLaunchConfig,
 }

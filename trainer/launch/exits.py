@@ -18,7 +18,6 @@ from trainer.errors import EndedBefore, NonFiniteError, RunEndError, StoppedBySi
 from trainer.files.atomic_file import atomic_file
 from trainer.files.untrusted import Fields, load_json
 from trainer.launch.fresh import launched_by
-from trainer.launch.host import host_place
 from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
 
@@ -91,7 +90,7 @@ def _end_file() -> Path | None:
 
 def refuse_sweep_in_ranks() -> None:
     """A sweep inside ranks would run on all of them at once; each trial must be its own launch."""
-    if place().among_ranks or host_place().count > 1:
+    if place().among_ranks:
         raise UserError(
             f"-m (multirun) inside {place().launcher or 'ranks'} starts every trial on every rank; sweep "
             "outside, where each trial is its own launch: python train.py -m optim.lr=0.1,0.01 "

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from trainer.config import Config, LaunchConfig
-from trainer.launch import kubernetes, local, slurm
+from trainer.launch import local, slurm
 from trainer.launch.fresh import launched_by
 
-LAUNCHERS = {"local": local.launch, "slurm": slurm.launch, "kubernetes": kubernetes.launch}
+LAUNCHERS = {"local": local.launch, "slurm": slurm.launch}
 
 
 def launcher(settings: LaunchConfig) -> Callable[[Config, Sequence[str]], int] | None:

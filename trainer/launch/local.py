@@ -1,7 +1,5 @@
 """launch=local: starts the processes of a run here and watches them until the last one has ended.
 
-On several hosts a job starts it on each (host.py): its processes are then a part of the run's.
-
 This file does not import torch: the launcher starts fast, and each rank is a fresh interpreter, so a program
 that has used CUDA can launch too.
 """
@@ -23,7 +21,6 @@ from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json, printable
-from trainer.launch.host import HostPlace, host_place
 from trainer.launch.local_ranks import LocalRanks
 from trainer.launch.place import place
 from trainer.launch.signals import stop_signals_to
@@ -42,27 +39,18 @@ def launch(config: Config, argv: Sequence[str]) -> int:
     a loss that is not finite, a stop, and the same fault at the same step again are final.
 
     Raises:
-        UserError: this process is one of several itself; or `launch` asks for restarts of one host of
-            several, or for standbys without restarts.
+        UserError: this process is one of several itself; or `launch` asks for standbys without restarts.
     """
-    settings, host = config.launch, host_place()
-    processes = _processes(config, host)
+    settings, processes = config.launch, _processes(config)
     assert isinstance(settings, LocalLaunchConfig)
     standbys = _standbys(settings, processes)
-    if host.count > 1:
-        if settings.max_restarts:
-            raise UserError(
-                f"launch.max_restarts={settings.max_restarts}, but PET_NNODES={host.count}: one host alone "
-                "cannot start the run again; set it to 0, and have the job restart all hosts"
-            )
-        return _attempt(LocalRanks(processes, host), argv)[0]
     run_dir = config.run_dir or str(new_run_dir())
     argv = [*argv, set_to("run_dir", run_dir)]
     seen: list[dict[str, Any]] = []
-    following = LocalRanks(processes, host)
+    following = LocalRanks(processes)
     try:
         for attempt in range(settings.max_restarts + 1):
-            ranks, following = following, LocalRanks(processes, host)
+            ranks, following = following, LocalRanks(processes)
             # The given resume holds until the run has saved.
             is_told = config.resume is not None and not any(Path(run_dir, "checkpoints").glob("step_*"))
             # resume=auto also before the first save, since the directory is used now.
@@ -118,8 +106,7 @@ def launch_module(config: Config, module: str, argv: Sequence[str]) -> int:
     Raises:
         UserError: this process is one of several itself.
     """
-    host = host_place()
-    return _attempt(LocalRanks(_processes(config, host), host, module), argv)[0]
+    return _attempt(LocalRanks(_processes(config), module), argv)[0]
 
 
 def _standbys(settings: LocalLaunchConfig, processes: int) -> int:
@@ -135,7 +122,7 @@ def _standbys(settings: LocalLaunchConfig, processes: int) -> int:
     return min(processes, number)
 
 
-def _processes(config: Config, host: HostPlace) -> int:
+def _processes(config: Config) -> int:
     assert isinstance(config.launch, LocalLaunchConfig)
     if place().among_ranks:
         raise UserError(
@@ -143,7 +130,7 @@ def _processes(config: Config, host: HostPlace) -> int:
             "use only one of the two"
         )
     on_gpus = config.distributed.device != "cpu"
-    return config.launch.processes or host.processes or (num_gpus() if on_gpus else 0) or 1
+    return config.launch.processes or (num_gpus() if on_gpus else 0) or 1
 
 
 def _attempt(
@@ -163,7 +150,7 @@ def _attempt(
     finally:
         codes = [process.poll() for process in ranks.started]
         ranks.end()
-    return _status(codes, received, ranks.first), bool(received)
+    return _status(codes, received), bool(received)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], meanwhile: Callable[[], object]) -> None:
@@ -178,13 +165,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], meanwhile: Callable[[], obje
         time.sleep(_POLL_S)
 
 
-def _status(codes: Sequence[int | None], received: Sequence[int], first: int = 0) -> int:
+def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
     """The launcher's exit status. Names the ranks that could not report their end themselves.
 
     Args:
-        codes: those of the ranks from `first` on; None if one had to be killed.
+        codes: those of the ranks; None if one had to be killed.
     """
-    for rank, code in enumerate(codes, first):
+    for rank, code in enumerate(codes):
         if code is None and codes[0] not in (_MISTAKE, _NOT_FINITE):
             _say(f"rank {rank} was still running {_GRACE_S:.0f} s after the others had ended, and was killed")
         elif code is not None and code < 0:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO
 
 from trainer.launch import fresh
-from trainer.launch.host import HostPlace
 from trainer.launch.place import LISTENING
 
 _STANDBY = "trainer.standby"
@@ -23,19 +22,17 @@ class LocalRanks:
     """Processes that are told their rank and their port when they start, and their command line at `begin`.
 
     Args:
-        processes: on this host.
+        processes: how many.
         module: run this module in place of train.py.
 
     Attributes:
-        first: the first rank of this host.
         started: the ranks of the attempt, once it has begun.
     """
 
-    def __init__(self, processes: int, host: HostPlace, module: str | None = None) -> None:
-        self.first = host.rank * processes
+    def __init__(self, processes: int, module: str | None = None) -> None:
         # A socket that already listens avoids a race for a free port: rank 0 inherits it.
         self._server = socket.create_server(("127.0.0.1", 0))
-        self._processes, self._host, self._module = processes, host, module
+        self._processes, self._module = processes, module
         self.started: list[subprocess.Popen[bytes]] = []
         self._standbys: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         self._printers: list[threading.Thread] = []
@@ -60,10 +57,10 @@ class LocalRanks:
         """Begin the attempt with this command line; return how many of its ranks have stood by."""
         begun = 0
         with self._server:
-            for local_rank in range(self._processes):
-                process = self._standby(local_rank, argv)
+            for rank in range(self._processes):
+                process = self._standby(rank, argv)
                 begun += process is not None
-                self.started.append(process or self._start(argv, local_rank, self._module))
+                self.started.append(process or self._start(argv, rank, self._module))
         return begun
 
     def end(self) -> None:
@@ -78,11 +75,11 @@ class LocalRanks:
         for printer in self._printers:
             printer.join(1)
 
-    def _standby(self, local_rank: int, argv: Sequence[str]) -> subprocess.Popen[bytes] | None:
+    def _standby(self, rank: int, argv: Sequence[str]) -> subprocess.Popen[bytes] | None:
         """The standby of this rank, which begins now; None if there is none, or it has ended."""
-        if local_rank >= len(self._standbys):
+        if rank >= len(self._standbys):
             return None
-        process, channel = self._standbys[local_rank]
+        process, channel = self._standbys[rank]
         if process.poll() is not None:
             return None
         with contextlib.suppress(OSError):  # it stays open: one that still imports has yet to say it is ready
@@ -91,15 +88,14 @@ class LocalRanks:
         return None
 
     def _start(
-        self, argv: Sequence[str], local_rank: int, module: str | None, channel: socket.socket | None = None
+        self, argv: Sequence[str], rank: int, module: str | None, channel: socket.socket | None = None
     ) -> subprocess.Popen[bytes]:
-        processes, host = self._processes, self._host
-        rank, (address, port) = self.first + local_rank, self._server.getsockname()
-        told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": host.rank}
-        told |= {"WORLD_SIZE": host.count * processes, "LOCAL_WORLD_SIZE": processes}
-        told |= {"MASTER_ADDR": host.address or address, "MASTER_PORT": host.port or port}
+        address, port = self._server.getsockname()
+        told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+        told |= {"WORLD_SIZE": self._processes, "LOCAL_WORLD_SIZE": self._processes}
+        told |= {"MASTER_ADDR": address, "MASTER_PORT": port}
         inherited = [] if channel is None else [channel]
-        if rank == 0 and host.address is None:
+        if rank == 0:
             told |= {LISTENING: self._server.fileno()}
             inherited.append(self._server)
         pipe = None if rank == 0 and _is_inherited() else subprocess.PIPE

@@ -94,8 +94,7 @@ def place(settings: DistributedConfig | None = None) -> Place:
     source = _source(told)
     if source is None:
         _refuse_tasks_without_srun(told)
-        if settings is not None:  # the launchers themselves ask without
-            _refuse_one_process_a_host(told)
+        _refuse_one_process_a_host(told)
         if init_method != ENV:
             raise UserError(
                 f"distributed.init_method={init_method} does not say which process this is; add "
@@ -217,7 +216,7 @@ def _refuse_one_process_a_host(told: Mapping[str, str]) -> None:
     if told.get("PET_NNODES", "1") != "1":
         raise UserError(
             f"{_shown(told, 'PET_NNODES')}, but this process was not started by torchrun, and would train "
-            "alone; add launch=local, which starts this host's processes, or start it with torchrun"
+            "alone; start it with torchrun, which reads the PET_* variables"
         )
 
 

@@ -50,8 +50,8 @@ def sweep(
         loaded = config.load(trial)
         if not loaded.launch.leaves_result:
             raise UserError(
-                "a sweep waits for each trial: launch=kubernetes, launch.dry_run=true and launch.wait=false "
-                "are for single runs, without -m"
+                "a sweep waits for each trial: launch.dry_run=true and launch.wait=false are for single "
+                "runs, without -m"
             )
         return loaded
 
