@@ -3,7 +3,7 @@
     python -m benchmarks.parameter_server [--workers 4] [--megabytes 25] [--rate 1gbit] [--hosts 2]
 
 Every rank is on its own host, or ranks are distributed over `--hosts`: network namespaces, so this needs
-root. Predictions are those of `trainer.comm.plan`, from a preflight between as many ranks on those hosts.
+root. Predictions are those of `planner.comm`, from a preflight between as many ranks on those hosts.
 Times are medians; the ratio is measured : predicted.
 """
 
@@ -18,15 +18,15 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from planner import entries
+from planner.cost_model import Machine, measured, predict
+from planner.push_pull import exchange
+from planner.world import BUCKET_MB
 from tests.hosts import Host
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm import preflight
 from trainer.comm.algorithms.all_reduce import build
-from trainer.comm.algorithms.push_pull import exchange
-from trainer.comm.network import entries
-from trainer.comm.network.cost_model import Machine, measured, predict
-from trainer.comm.network.world import BUCKET_MB
 from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.layout import lay_out
 from trainer.comm.parameter_server.links import Link, Loopback, PeerLink

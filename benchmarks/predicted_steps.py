@@ -4,7 +4,7 @@
         [--strategy ddp|fsdp]
 
 For each number of processes, a run on one host provides steps and buckets, and a preflight the capacities of
-the two hosts and their link; `trainer.comm.plan --train` predicts the step there. It is measured there twice,
+the two hosts and their link; `planner.comm --train` predicts the step there. It is measured there twice,
 before and after the preflight. Hosts are network namespaces, so this needs root, and share one machine:
 a run on one host has as many processes, each with the same share of a processor. `waiting` computes nothing
 and only takes time, like an accelerator; `gpt` computes on the processors.
@@ -19,14 +19,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from planner import entries, step
+from planner.cost_model import Machine, measured
+from planner.world import PlannedWorld
 from tests.hosts import Host
 from tests.hosts import hosts as network
 from tests.programs import finish_ranks
 from tests.ranks import run_ranks
 from trainer.comm import preflight
-from trainer.comm.network import entries, predict_step
-from trainer.comm.network.cost_model import Machine, measured
-from trainer.comm.network.world import PlannedWorld
 
 COMMON = (
     "train.log_every_steps=1000", "train.eval_every_epochs=0", "checkpoint.every_epochs=null", "optim=sgd",
@@ -56,12 +56,12 @@ BAR = 1.15
 
 def run(
     places: Sequence[int | Host], settings: Sequence[str], algorithm: str, steps: int, run_dir: Path
-) -> predict_step.MeasuredRun:
+) -> step.MeasuredRun:
     options = (*COMMON, *settings, f"comm={algorithm}", f"train.max_steps={steps}", f"run_dir={run_dir}")
     ended = finish_ranks(places, "train.py", *options, env={"OMP_NUM_THREADS": "1"}, timeout_s=400)
     if any(rank.code for rank in ended):
         raise SystemExit("\n".join(rank.output for rank in ended))
-    return predict_step.read(run_dir)
+    return step.read(run_dir)
 
 
 def quiet_preflight(*argv: str) -> int:
@@ -116,7 +116,7 @@ def compare(per_host: int, model: str, strategy: str, rate: str, steps: int) -> 
     return kept
 
 
-def line(what: str, alone_s: float, predicted: predict_step.PredictedStep, measured_s: float) -> None:
+def line(what: str, alone_s: float, predicted: step.PredictedStep, measured_s: float) -> None:
     found = (alone_s, predicted.computed_s, predicted.exposed_s, predicted.seconds, measured_s)
     columns = "".join(f"{1e3 * s:>{width}.1f}" for s, width in zip(found, (10, 11, 9, 11, 10), strict=True))
     print(f"{what:30}{columns}{predicted.seconds / measured_s:>7.2f}", flush=True)

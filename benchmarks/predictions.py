@@ -1,4 +1,4 @@
-"""All-reduces between two hosts on slow links: predicted by `trainer.comm.plan`, and measured.
+"""All-reduces between two hosts on slow links: predicted by `planner.comm`, and measured.
 
     python -m benchmarks.predictions [--per-host 2,4] [--megabytes 25] [--rate 1gbit] [--attempts 3]
 
@@ -15,9 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from planner import comm as plan
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
-from trainer.comm import bench, plan, preflight
+from trainer.comm import bench, preflight
 from trainer.comm.algorithms.schedule import Collective
 
 NAMES = ["hierarchical", "ring", "halving_doubling", "tree", "master_worker"]

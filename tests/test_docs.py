@@ -265,7 +265,7 @@ def _check_torchrun(words: list[str]) -> None:
 
 
 def _check_module(module: str, words: list[str]) -> None:
-    if module.partition(".")[0] not in ("trainer", "benchmarks"):
+    if module.partition(".")[0] not in ("trainer", "planner", "benchmarks"):
         return
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"python -m {module}"
@@ -286,7 +286,7 @@ def _overrides(words: list[str]) -> list[str] | None:
     """The settings that a command line sets; of a sweep those of one trial."""
     if "train.py" in words:
         return _first_trial([word for word in words[words.index("train.py") :] if _sets(word)])
-    if "-m" in words and words[words.index("-m") + 1].startswith(("trainer", "benchmarks")):
+    if "-m" in words and words[words.index("-m") + 1].startswith(("trainer", "planner", "benchmarks")):
         return [word for word in words[words.index("-m") + 1 :] if _sets(word)]
     return None
 

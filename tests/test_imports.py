@@ -177,6 +177,11 @@ def test_imports_run_one_way(room: str) -> None:
         assert used <= allowed, f"{file.relative_to(ROOT)} imports {sorted(used - allowed)}"
 
 
+def test_trainer_runs_without_the_planner() -> None:
+    for file in HOUSE.rglob("*.py"):
+        assert not any(name.split(".")[0] == "planner" for name in imports_of(file)), file
+
+
 @pytest.mark.parametrize("folder", sorted(p.parent for p in HOUSE.rglob("__init__.py")), ids=lambda p: p.name)
 def test_no_circle_within_a_folder(folder: Path) -> None:
     """Also between its folders and the files beside them; graphlib raises CycleError."""

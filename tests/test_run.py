@@ -13,9 +13,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from planner import step
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
-from trainer.comm.network import predict_step
 from trainer.errors import UserError
 from trainer.tasks import Classification
 from trainer.training.start_table import layout
@@ -50,9 +50,7 @@ def test_run_directory(world_size: int, strategy: str, tmp_path: Path) -> None:
     assert result["eval/accuracy"] > 0.5, "ten classes: chance is 0.1"
     assert result["samples_per_second"] == pytest.approx(64e3 / result["ms_per_step"])
     if strategy == "ddp":  # for the plans of other worlds
-        assert (
-            sum(bucket.numel for bucket in predict_step.read(tmp_path).buckets) == 64 * 32 + 32 + 32 * 10 + 10
-        )
+        assert sum(bucket.numel for bucket in step.read(tmp_path).buckets) == 64 * 32 + 32 + 32 * 10 + 10
     assert f"name: {strategy}" in (tmp_path / "config.yaml").read_text()
     assert (tmp_path / "train.log").stat().st_size > 0
 

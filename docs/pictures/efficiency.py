@@ -9,7 +9,7 @@ import tempfile
 import style
 
 import trainer
-from trainer.comm.plan import main
+from planner.comm import main
 
 RUN = (
     "experiment=text_gpt comm=ring model.width=256 model.depth=6 train.global_batch_size=8 train.max_steps=40"

@@ -6,12 +6,12 @@ from math import floor, log2
 
 import pytest
 
+from planner.formulas import CLASSIC
+from planner.traffic import count_traffic
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, Kind, Op, Phase, Schedule, build
-from trainer.comm.algorithms.formulas import CLASSIC
 from trainer.comm.algorithms.gather_scatter import ALL_GATHERS
 from trainer.comm.algorithms.pipeline import IN_FLIGHT, sweeps
 from trainer.comm.algorithms.simulate import ScheduleError, simulate
-from trainer.comm.algorithms.traffic import count_traffic
 from trainer.config.choices import COMMS, SCHEDULES
 from trainer.config.overrides import CONF
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from planner.traffic import count_traffic
 from tests.comm.test_algorithms import EVEN, UNEVEN, without_each_op
 from tests.comm.threads import run_threads
 from tests.ranks import run_ranks
 from trainer.comm.algorithms.gather_scatter import ALL_GATHERS, all_gather, reduce_scatter
 from trainer.comm.algorithms.schedule import Collective, Kind, Schedule
 from trainer.comm.algorithms.simulate import ScheduleError, simulate
-from trainer.comm.algorithms.traffic import count_traffic
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
 

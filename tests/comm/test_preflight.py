@@ -19,10 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from planner import comm as plan
 from tests.hosts import hosts
 from tests.programs import finish_ranks
 from tests.ranks import RankFailure, run_ranks
-from trainer.comm import plan, preflight
+from trainer.comm import preflight
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.network import link_speeds

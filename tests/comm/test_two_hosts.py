@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from planner.traffic import count_traffic
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
 from trainer.comm.algorithms.schedule import Collective
-from trainer.comm.algorithms.traffic import count_traffic
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
 

@@ -59,7 +59,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m trainer.comm.preflight", description=__doc__)
     parser.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
     parser.add_argument("--timeout-s", type=float, default=20.0, help="the longest wait for one answer (20)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, for trainer.comm.plan")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results, for planner.comm")
     options = parser.parse_args(argv)
     if not 0 < options.timeout_s < float("inf"):
         parser.error(f"--timeout-s {options.timeout_s}: must be a positive number of seconds")

@@ -1,7 +1,7 @@
 """All-reduce algorithms as data; schedule.py defines what a schedule is.
 
 A new one is a function here, named in three places: ALGORITHMS below, COMMS in trainer/config/choices.py, and
-a file conf/comm/NAME.yaml with its settings. Then DDP, `trainer.comm.bench` and `trainer.comm.plan` offer it,
+a file conf/comm/NAME.yaml with its settings. Then DDP, `trainer.comm.bench` and `planner.comm` offer it,
 and the tests prove it. FSDP and `plan --collective` also need its all-gather, in ALL_GATHERS of
 gather_scatter.py; `plan --formulas` shows it if CLASSIC of formulas.py has its textbook formula.
 """

@@ -74,7 +74,7 @@ class PreflightReport:
         return silent + wrong + stopped
 
     def json(self) -> str:
-        """All results, for `trainer.comm.plan` and other tools."""
+        """All results, for `planner.comm` and other tools."""
         first = self.reports[0] or RankReport()
         results = {
             "passed": self.passed,

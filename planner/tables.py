@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
+from planner.cost_model import Prediction
+from planner.step import PredictedStep
+from planner.world import PlannedWorld
 from trainer.comm.algorithms.schedule import Collective
-from trainer.comm.network.cost_model import Prediction
-from trainer.comm.network.predict_step import PredictedStep
-from trainer.comm.network.world import PlannedWorld
 
 
 def heading(world: PlannedWorld, given: str) -> str:

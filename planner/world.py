@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from planner.cost_model import Machine, Prediction, Predictor, predict
+from planner.push_pull import exchange
+from planner.rounds import Family
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
-from trainer.comm.algorithms.push_pull import exchange
 from trainer.comm.algorithms.rank_order import Hosts
 from trainer.comm.algorithms.schedule import Collective, Schedule
-from trainer.comm.network.cost_model import Machine, Prediction, Predictor, predict
-from trainer.comm.network.rounds import Family
 
 BUCKET_MB = 4.0  # strategy.bucket_mb
 _HOW = {

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from planner.cost_model import Prediction
+from planner.step import PredictedStep
+from planner.world import PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
-from trainer.comm.network.cost_model import Prediction
-from trainer.comm.network.predict_step import PredictedStep
-from trainer.comm.network.world import PlannedWorld
 
 _ENDINGS = (".png", ".svg", ".pdf")
 _MARKERS = dict(zip(ALGORITHMS, itertools.cycle("os^Dv"), strict=False))

@@ -1,4 +1,4 @@
-"""Predict collectives and steps at any world size: `python -m trainer.comm.plan --hosts 512 ...`.
+"""Predict collectives and steps at any world size: `python -m planner.comm --hosts 512 ...`.
 
 Simulates the schedules on the links that `trainer.comm.preflight --json FILE` measured, or on given ones;
 prints time, traffic and the best choice. `--train RUN` takes computing time and buckets from a former run,
@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.comm.algorithms import formulas
+from planner import entries, formulas, plots, step, tables
+from planner.cost_model import Machine, measured
+from planner.world import PlannedWorld
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
 from trainer.comm.algorithms.schedule import Collective
-from trainer.comm.network import entries, plots, predict_step, tables
-from trainer.comm.network.cost_model import Machine, measured
-from trainer.comm.network.world import PlannedWorld
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _POSITIVE = (
@@ -78,7 +77,7 @@ def _print(options: argparse.Namespace) -> None:
 
 def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
     """The step of a former run, on other hosts and links."""
-    run: predict_step.MeasuredRun = options.run
+    run: step.MeasuredRun = options.run
     computed_s: float = options.computed_s
     megabytes = run.num_bytes / 1e6
     facts = (
@@ -95,7 +94,7 @@ def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options and derived values: `world`, and with --train `run` and `computed_s`."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.comm.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m planner.comm", description=__doc__)
     _declare(parser)
     options = _parsed(parser, argv)
     for name in _POSITIVE:
@@ -140,7 +139,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         if options.train:
             where_it_was = Machine(**_from_file(options)) if options.results else None
-            options.run = predict_step.read(options.train)
+            options.run = step.read(options.train)
             options.computed_s = options.run.computed_s(where_it_was)
     except (OSError, ValueError) as error:
         parser.error(f"--train {options.train}: {error}")

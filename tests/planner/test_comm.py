@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 
-from trainer.comm import plan
-from trainer.comm.algorithms import formulas
+from planner import comm as plan
+from planner import cost_model as predicting
+from planner import formulas, rounds, step
+from planner.cost_model import Machine, Prediction, measured, predict
+from planner.push_pull import exchange
+from planner.traffic import count_traffic
+from planner.world import PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
-from trainer.comm.algorithms.push_pull import exchange
 from trainer.comm.algorithms.rank_order import Hosts
 from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
-from trainer.comm.algorithms.traffic import count_traffic
-from trainer.comm.network import cost_model as predicting
-from trainer.comm.network import predict_step, rounds
-from trainer.comm.network.cost_model import Machine, Prediction, measured, predict
-from trainer.comm.network.world import PlannedWorld
 from trainer.files.untrusted import Fields
 
 _N = 64 << 20  # bytes: divides by every world size here
@@ -422,7 +421,7 @@ def _run_in(folder: Path, **changes: Any) -> Path:
 
 
 def test_a_step_is_what_it_computes_and_what_is_exposed(tmp_path: Path) -> None:
-    run = predict_step.read(_run_in(tmp_path))
+    run = step.read(_run_in(tmp_path))
     slow = PlannedWorld(2, 1, Machine(link_bytes_per_s=1e9), segment_bytes=1000)
     assert run.computed_s(None) == pytest.approx(0.025)
     # The first has gone 9 ms before the end, and the second at the end; the third is yet to go.
@@ -444,7 +443,7 @@ def test_units_are_waited_for_where_they_are_needed(tmp_path: Path) -> None:
         for how, size, early, needed in units
     ]
     known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
-    run = predict_step.read(_run_in(tmp_path, timeline=known | {"buckets": buckets}))
+    run = step.read(_run_in(tmp_path, timeline=known | {"buckets": buckets}))
     world = PlannedWorld(2, 1, Machine(link_bytes_per_s=1e9), segment_bytes=1000)
     # 0.5, 2 and 1 ms long: the first is due at once, the second 1 ms of computing later, the third at the end.
     found = run.step(world, "ring", 0.025)
@@ -452,7 +451,7 @@ def test_units_are_waited_for_where_they_are_needed(tmp_path: Path) -> None:
 
 
 def test_processors_that_move_hidden_buckets_compute_less_meanwhile(tmp_path: Path) -> None:
-    run = replace(predict_step.read(_run_in(tmp_path)), on_cpu=True)
+    run = replace(step.read(_run_in(tmp_path)), on_cpu=True)
     machine = Machine(link_bytes_per_s=1e9, add_s_per_byte=1e-10, network_s_per_byte=2e-10, parallelism=1.0)
     found = run.step(PlannedWorld(2, 1, machine, segment_bytes=1000), "ring", 0.025)
     per_byte = 0.5 * 1e-10 + 2 * 2e-10  # of the bucket: half of it added; sent and received once each
@@ -539,7 +538,7 @@ def test_an_entry_that_no_run_leaves_is_named(
 
 
 def test_a_preflight_that_explains_more_than_the_step_is_refused(tmp_path: Path) -> None:
-    run = replace(predict_step.read(_run_in(tmp_path)), on_cpu=True, exposed_s=0.029)
+    run = replace(step.read(_run_in(tmp_path)), on_cpu=True, exposed_s=0.029)
     slow = Machine(local_bytes_per_s=1e8, local_copy_s_per_byte=1e-8, parallelism=1.0)
     with pytest.raises(ValueError, match="a preflight of the hosts"):
         run.computed_s(slow)

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log2
 
+from planner.push_pull import exchange
+from planner.traffic import Traffic, count_traffic
 from trainer.comm.algorithms.all_reduce import build
-from trainer.comm.algorithms.push_pull import exchange
 from trainer.comm.algorithms.rank_order import Hosts
-from trainer.comm.algorithms.traffic import Traffic, count_traffic
 
 _ITEMSIZE = 4
 

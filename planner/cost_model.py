@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from planner.entries import number
+from planner.rounds import Round, rounds
+from planner.traffic import Traffic
 from trainer.comm.algorithms.pipeline import SEGMENT_MB, WIDTH, first_sweep
 from trainer.comm.algorithms.schedule import Schedule
-from trainer.comm.algorithms.traffic import Traffic
-from trainer.comm.network.entries import number
-from trainer.comm.network.rounds import Round, rounds
 from trainer.files.untrusted import Fields
 
 _EQUAL = 1e-9  # relative: times that differ less are equal

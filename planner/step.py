@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from planner import entries
+from planner.cost_model import Machine
+from planner.world import FP32, PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.comm.algorithms.schedule import Collective
-from trainer.comm.network import entries
-from trainer.comm.network.cost_model import Machine
-from trainer.comm.network.world import FP32, PlannedWorld
 from trainer.files.untrusted import Fields
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
