@@ -36,7 +36,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "fsdp, 2, sharded sums": ("strategy=fsdp", *TWICE, "strategy.reduce_every_micro_batch=true"),
     "hybrid": ("strategy=fsdp", "strategy.shard_group=2"),
     "hybrid, checkpointing": ("strategy=fsdp", "strategy.shard_group=2", *AGAIN),
-    "ddp, split in two": ("strategy=ddp", "strategy.devices_per_replica=2", "strategy.devices=[cpu,cpu]"),
     "servers=1": ("strategy=parameter_server",),
     "servers=2": ("strategy=parameter_server", "strategy.servers=2"),
     "servers=all": ("strategy=parameter_server", "strategy.servers=all"),

@@ -50,6 +50,7 @@ from trainer.run_dir.console import messages
 from trainer.run_dir.result import write as write_result
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import parameter_count
+from trainer.strategies.shardable import devices_of
 from trainer.tasks import Task
 from trainer.training import run_hash
 from trainer.training.context import Checks, TrainingContext
@@ -76,7 +77,7 @@ def run(config: Config) -> dict[str, Any]:
     """
     with (
         StopRequest(is_watched(place(config.distributed))) as stop_request,
-        process_group(config.distributed, config.strategy.devices_each, lambda: stop_request.is_set) as dist,
+        process_group(config.distributed, lambda: stop_request.is_set) as dist,
         ExitStack() as resources,
     ):
         shared = {name: value for name, value in flatten(config).items() if name != "distributed.rank"}
@@ -167,7 +168,7 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
         strategy=strategy,
         task=task,
         model=wrapped,
-        to_device=build_to_device(config, dist.device, data.train_set),
+        to_device=build_to_device(config, strategy.device, data.train_set),
         seed=config.seed,
         state=state,
         train_loader=data.train_loader,
@@ -201,7 +202,8 @@ def _model(
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())
     freeze(model.module, config.model)
-    flops = model_flops(model.module, task, config.train, batch, strategy.devices, dist)
+    devices = max(strategy.devices, devices_of(model.module), key=len)
+    flops = model_flops(model.module, task, config.train, batch, devices, dist)
     if batch.accumulation > 1 and (hooked := hooked_parameters(model.module)):
         strategy.notes.append(hooks_per_micro_batch_note(hooked))
     wrapped = wrap_model(config, model, strategy)

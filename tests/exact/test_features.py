@@ -23,10 +23,9 @@ FEATURES = {
         "strategy.activation_checkpointing=true",
     ),
     "bf16": ("train.precision=bf16",),
-    "split": ("strategy.devices_per_replica=2", "strategy.devices=[cpu,cpu]"),
 }
 # In bf16 fsdp computes with parameters in bf16, and autocast casts them op by op: both are told at the start.
-HASHES = {"bf16": [("single", 1), ("ddp", 2)], "split": [("single", 1), ("ddp", 2)]}
+HASHES = {"bf16": [("single", 1), ("ddp", 2)]}
 ALL = [("single", 1), ("ddp", 2), ("fsdp", 2)]
 
 

@@ -189,6 +189,32 @@ def test_dp_computes_in_the_runs_dtype_on_every_copy(compiled: bool) -> None:
     torch.testing.assert_close(weight.grad, 2 * x.sum(0).expand(4, 8), rtol=2e-2, atol=0.1)
 
 
+class OnTwo(nn.Module):
+    """Its first layer is on the GPU, its second on the CPU, unless it is `whole`."""
+
+    def __init__(self, whole: bool, **_: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first, second = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.first, self.second = first.to(GPU), second if not whole else second.to(GPU)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(images.flatten(1)).relu()
+        output: torch.Tensor = self.second(hidden.to(self.second.weight.device))
+        return output.to(images.device)
+
+
+def test_a_model_on_two_devices_trains_as_on_one(tmp_path: Path) -> None:
+    results = []
+    for whole in (True, False):
+        model = ("model=mlp", "model._target_=tests.gpu.test_cuda.OnTwo", f"+model.whole={whole}")
+        options = (*model, "data=digits", "train.epochs=1", "train.clip_grad_norm=1")
+        results.append(train("strategy=single", *options, f"run_dir={tmp_path}/{whole}"))
+    assert results[0]["eval/loss"] == pytest.approx(results[1]["eval/loss"], rel=1e-4)
+    again = train("strategy=single", *options, "train.epochs=2", f"run_dir={tmp_path}/False", "resume=auto")
+    assert again["steps"] > results[1]["steps"]
+
+
 def test_a_batch_is_copied_while_the_gpu_computes() -> None:
     to_device = ToDevice(GPU, channels_last=True, normalise=Normalise([0.5] * 3, [0.5] * 3, GPU))
     images = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8).pin_memory()

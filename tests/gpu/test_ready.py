@@ -210,8 +210,6 @@ def test_ranks_share_a_gpu_only_where_nccl_was_told_so(monkeypatch: pytest.Monke
     here: Any = SimpleNamespace(under_torchrun=True)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     with pytest.raises(UserError, match="local rank 1 has no own GPU"):
-        _device("auto", 1, here, 1)
+        _device("auto", 1, here)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert _device("auto", 1, here, 1) == GPU
-    with pytest.raises(UserError, match="devices_per_replica=2"):
-        _device("auto", 1, here, 2)
+    assert _device("auto", 1, here) == GPU

@@ -24,7 +24,6 @@ from trainer.config.choices import (
     ScheduleCommConfig,
     SlowFaultConfig,
     SlurmLaunchConfig,
-    SplitConfig,
     TimedFaultConfig,
     UnitsConfig,
 )

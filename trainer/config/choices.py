@@ -48,11 +48,6 @@ class PowerSgdCommConfig(CommConfig):
 class StrategyConfig:
     name: str = MISSING
 
-    @property
-    def devices_each(self) -> int:
-        """Devices that each process needs for itself, except explicitly named ones."""
-        return 1
-
 
 @dataclass
 class UnitsConfig(StrategyConfig):
@@ -65,19 +60,7 @@ class UnitsConfig(StrategyConfig):
 
 
 @dataclass
-class SplitConfig(UnitsConfig):
-    """Settings of strategies that may split a model over several devices of a process."""
-
-    devices_per_replica: int = limited(lambda value: value >= 1, "at least 1", 1)
-    devices: list[str] | None = None
-
-    @property
-    def devices_each(self) -> int:
-        return self.devices_per_replica if self.devices is None else 1
-
-
-@dataclass
-class DdpConfig(SplitConfig):
+class DdpConfig(UnitsConfig):
     bucket_cap_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
     first_bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
     gradient_as_bucket_view: bool = MISSING
@@ -191,7 +174,7 @@ class SlurmLaunchConfig(LaunchConfig):
 
 
 STRATEGIES: dict[str, type[StrategyConfig]] = {
-    "single": SplitConfig,
+    "single": UnitsConfig,
     "dp": StrategyConfig,
     "ddp": DdpConfig,
     "fsdp": FsdpConfig,

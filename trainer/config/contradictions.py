@@ -9,7 +9,6 @@ from trainer.config.choices import (
     ParameterServerConfig,
     PowerSgdCommConfig,
     ScheduleCommConfig,
-    SplitConfig,
     StrategyConfig,
     TimedFaultConfig,
     UnitsConfig,
@@ -64,13 +63,6 @@ def check_contradictions(config: Config) -> None:
                 )
     if isinstance(strategy, ParameterServerConfig):
         _check_parameter_server(config, strategy)
-    if isinstance(strategy, SplitConfig):
-        named = strategy.devices
-        if named is not None and len(named) != strategy.devices_per_replica:
-            raise UserError(
-                f"strategy.devices names {len(named)} devices, but strategy.devices_per_replica is "
-                f"{strategy.devices_per_replica}; set it to {len(named)}"
-            )
     if isinstance(config.fault, TimedFaultConfig):
         _check_phase_comes(config, config.fault)
     if train.exact is not None:
@@ -105,17 +97,11 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
 
 def _check_auto(config: Config) -> None:
     strategy, train = config.strategy, config.train
-    split = isinstance(strategy, SplitConfig) and strategy.devices_per_replica > 1
-    refused = {
-        f"strategy={strategy.name}": strategy.name not in ("single", "ddp", "fsdp"),
-        "strategy.devices_per_replica above 1": split,
-    }
-    for setting, is_refused in refused.items():
-        if is_refused:
-            raise UserError(
-                f"train.micro_batch_size=auto tries steps of one device, and does not go with {setting}; set "
-                "a number, which python -m trainer.memory --gpu-gb N predicts"
-            )
+    if strategy.name not in ("single", "ddp", "fsdp"):
+        raise UserError(
+            "train.micro_batch_size=auto tries steps of one device, and does not go with "
+            f"strategy={strategy.name}; set a number, which python -m trainer.memory --gpu-gb N predicts"
+        )
     if train.exact is not None:
         raise UserError(
             f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose leaves are the "

@@ -62,9 +62,9 @@ class Dist:
 
 @contextmanager
 def process_group(
-    settings: DistributedConfig, devices_each: int = 1, is_stopped: Callable[[], bool] = lambda: False
+    settings: DistributedConfig, is_stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[Dist]:
-    """Join the other processes, each with `devices_each` devices, and leave them after a success.
+    """Join the other processes, and leave them after a success.
 
     The group is the one that `place` finds; a single process gets one without a port. After an exception
     among several processes nothing is torn down: the peers may be gone, and a collective would wait for them
@@ -97,7 +97,7 @@ def process_group(
     watch.start()
     try:
         choose_interface(here.rank, hosts, [member["address"] for member in members])
-        joined = _join(settings, devices_each, here, hosts, store)
+        joined = _join(settings, here, hosts, store)
         yield replace(joined, heartbeat=heartbeat, watch=watch)
         leave(here, watch.let_go_of_store)
     except GeneratorExit:
@@ -114,12 +114,10 @@ def process_group(
     watch.ended_well()
 
 
-def _join(
-    settings: DistributedConfig, devices_each: int, here: Place, hosts: list[int], store: dist.Store | None
-) -> Dist:
+def _join(settings: DistributedConfig, here: Place, hosts: list[int], store: dist.Store | None) -> Dist:
     """Make the default group of all ranks that have met."""
     local_rank, local_world_size = on_this_host(here, hosts)
-    device = _device(settings.device, local_rank, here, devices_each)
+    device = _device(settings.device, local_rank, here)
     backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     _check_backend(backend, device)
     if device.type == "cuda":
@@ -211,26 +209,23 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _device(wanted: str, local_rank: int, here: Place, each: int) -> torch.device:
-    """The first of this process's devices."""
+def _device(wanted: str, local_rank: int, here: Place) -> torch.device:
+    """The device of this process."""
     num_gpus = torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
         raise UserError("distributed.device=cuda, but torch sees no GPU here; use distributed.device=cpu")
-    if num_gpus == each and not here.under_torchrun:
+    if num_gpus == 1 and not here.under_torchrun:
         return torch.device("cuda", 0)  # srun --gpus-per-task and the like show each process only its own
-    if (local_rank + 1) * each > num_gpus:
-        if each == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # to try out NCCL 2.30
+    if local_rank >= num_gpus:
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":  # to try out NCCL 2.30
             return torch.device("cuda", local_rank % num_gpus)
-        own = "own GPU" if each == 1 else f"{each} own GPUs (strategy.devices_per_replica)"
         raise UserError(
-            f"local rank {local_rank} has no {own}: this host has {num_gpus}; start with "
-            f"--nproc_per_node={num_gpus // each} or less, or use distributed.device=cpu"
-            if num_gpus >= each
-            else f"strategy.devices_per_replica={each}, but this host has {num_gpus} GPUs; set {num_gpus}"
+            f"local rank {local_rank} has no own GPU: this host has {num_gpus}; start with "
+            f"--nproc_per_node={num_gpus} or less, or use distributed.device=cpu"
         )
-    return torch.device("cuda", local_rank * each)
+    return torch.device("cuda", local_rank)
 
 
 def _check_backend(backend: str, device: torch.device) -> None:

@@ -96,7 +96,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
             strategy=strategy,
             task=build_task(config),
             model=wrapped,
-            to_device=build_to_device(config, dist.device, train_set()),
+            to_device=build_to_device(config, strategy.device, train_set()),
             seed=config.seed,
             config=config,
             checkpoint=source,

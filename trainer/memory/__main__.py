@@ -5,7 +5,7 @@ data, as one rank of a simulated world, and every byte that they would take is c
 `strategy=` in OVERRIDES all strategies are compared, hybrid (fsdp with strategy.shard_group=host) among them,
 and `strategy.NAME=VALUE` applies to those that have it.
 
-With strategy.devices_per_replica each device of a rank has its line; a parameter server and a worker have one
+A parameter server and a worker have one
 each; dp has one for the first GPU of a host and one for each other. What nn.DataParallel does on several
 GPUs is derived from torch's code; all else runs the strategy's own code.
 

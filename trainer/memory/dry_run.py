@@ -24,7 +24,7 @@ from trainer.build import (
     wrap_model,
 )
 from trainer.comm.fsdp_collectives import own_parameters, units_of
-from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig, SplitConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig, UnitsConfig
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
@@ -130,7 +130,7 @@ class DryRun:
             if isinstance(config.strategy, FsdpConfig):
                 strategy = build_strategy(config, dist)
             else:  # ddp, too, without its reducer: `Stage` makes the buckets
-                alone = dataclasses.replace(config, strategy=SplitConfig("single"))
+                alone = dataclasses.replace(config, strategy=UnitsConfig("single"))
                 strategy = build_strategy(alone, dataclasses.replace(dist, world_size=1))
             placed = PlacedStrategy(strategy, {"": device})
             module = wrap_model(config, model, strategy)

@@ -46,14 +46,13 @@ def as_rank_of(world: DryRunWorld, device: torch.device = CPU) -> Iterator[Dist]
 
 def without_values(model: Deferred, placed: PlacedStrategy) -> Deferred:
     """`model`, filled with fake tensors on their devices instead of its values."""
-    elsewhere = placed.lies_on(model.module)
     # Read before the fake mode, in which every sparse tensor is empty.
     sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
 
     def fake(tensor: Tensor) -> Tensor:
         if isinstance(tensor, FakeTensor | DTensor):
             return tensor
-        device = elsewhere.get(id(tensor), placed.device)
+        device = placed.device
         if tensor.layout == torch.strided:
             return torch.empty_like(tensor, device=device)
         held = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in sparse[id(tensor)]]

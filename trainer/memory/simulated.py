@@ -5,7 +5,7 @@ tensors there; otherwise cpu represents its only device.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,13 @@ from torch.func import functional_call
 
 from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.server import Mean, Server
-from trainer.config import Config, FsdpConfig, ParameterServerConfig, SplitConfig
+from trainer.config import Config, FsdpConfig, ParameterServerConfig
 from trainer.distributed.process_group import Dist
 from trainer.nested import leaves, mapped
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import Computing, Fill
 from trainer.strategies.data_parallel import to_gather
 from trainer.strategies.parameter_server.synchronous import ParameterServer
-from trainer.strategies.split import stages_of
 
 CPU = torch.device("cpu")
 FIRST = torch.device("cpu", 0)
@@ -33,27 +32,16 @@ FIRST = torch.device("cpu", 0)
 class PlacedStrategy:
     """A strategy and the devices on which it keeps tensors, by names for people; the first is its own.
 
-    `split_over` are the devices of the model's units, if not all are on the first; `host` is where it keeps
-    tensors off the devices, if it does.
+    `host` is where it keeps tensors off the devices, if it does.
     """
 
     strategy: Strategy
     devices: Mapping[str, torch.device]
-    split_over: Sequence[torch.device] = ()
     host: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.devices.values()))
-
-    def lies_on(self, model: nn.Module) -> dict[int, torch.device]:
-        """The device of each tensor of `model` that is not on the first, by the tensor's id."""
-        found: dict[int, torch.device] = {}
-        if self.split_over:
-            for module, stage in stages_of(model, len(self.split_over)).items():
-                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                    found.setdefault(id(tensor), self.split_over[stage])
-        return found
 
 
 def simulated_strategy(config: Config, dist: Dist, gpus: int) -> PlacedStrategy:
@@ -73,23 +61,16 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> PlacedStrategy:
     if settings.name == "dp" and gpus > 1:
         devices = {"first GPU": FIRST, "each other": torch.device("cpu", 1)}
         return PlacedStrategy(_Scattering(list(devices.values()), gpus, computing), devices)
-    split_over: list[torch.device] = []
-    devices = {"": CPU}
-    if isinstance(settings, SplitConfig) and settings.devices_per_replica > 1:
-        names = settings.devices or [f"device {number}" for number in range(settings.devices_per_replica)]
-        distinct = {name: torch.device("cpu", number) for number, name in enumerate(dict.fromkeys(names))}
-        split_over = [distinct[name] for name in names]
-        devices = distinct if len(distinct) > 1 else {"": FIRST}
-    strategy = _Whole(next(iter(devices.values())), computing, split_over)
+    strategy = _Whole(CPU, computing)
     strategy.num_replicas = dist.world_size
-    return PlacedStrategy(strategy, devices, split_over)
+    return PlacedStrategy(strategy, {"": CPU})
 
 
 class _Whole(Strategy):
     """A whole model; for DDP without its C++ buckets, which need tensors with memory."""
 
     def move_to_devices(self, model: nn.Module) -> nn.Module:
-        return super().move_to_devices(model) if self._split_over else model
+        return model
 
 
 class Unconnected(ParameterServer):

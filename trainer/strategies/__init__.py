@@ -1,6 +1,6 @@
 """Strategies: how a model is distributed over processes and devices."""
 
-from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, SplitConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig
 from trainer.distributed.agreement import compare_across_ranks
 from trainer.distributed.backend_flags import set_backend_flags
 from trainer.distributed.process_group import Dist
@@ -8,7 +8,6 @@ from trainer.errors import UserError
 from trainer.exact.environment import environment, prepare
 from trainer.exact.order import ByLeaves
 from trainer.strategies.base import Computing, Strategy
-from trainer.strategies.split import devices_of_replica
 
 __all__ = ["Strategy", "build_strategy"]
 
@@ -78,5 +77,4 @@ def _named(config: Config, dist: Dist) -> Strategy:
         from trainer.strategies.data_parallel import DataParallel
 
         return DataParallel(dist.device, computing)
-    split_over = devices_of_replica(settings, dist.device) if isinstance(settings, SplitConfig) else ()
-    return Strategy(dist.device, computing, split_over)
+    return Strategy(dist.device, computing)

@@ -18,8 +18,7 @@ from trainer.distributed.process_group import broadcast_buffers
 from trainer.errors import UserError
 from trainer.exact.order import AS_THEY_COME, SumOrder
 from trainer.optim.train_state import TrainState
-from trainer.strategies.shardable import refuse_shared_memory
-from trainer.strategies.split import Split
+from trainer.strategies.shardable import devices_of, refuse_shared_memory
 from trainer.strategies.whole_scalars import whole_scalars
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Strategy:
         num_replicas: how many processes share the global batch.
         replica: the index of this process's share.
         trains: whether this process computes gradients; if not, it still takes part in all else.
-        devices: the devices that this process uses.
+        devices: the devices that this process uses; batches go to the first.
         gradients_differ: whether ranks update different parameters, or different parts of them.
         algorithm: the choice of `comm` in force; known after `wrap`.
         notes: messages for the user about how the settings were applied.
@@ -68,13 +67,8 @@ class Strategy:
     gradients_differ = False
     order: SumOrder = AS_THEY_COME
 
-    def __init__(
-        self, device: torch.device, computing: Computing, split_over: Sequence[torch.device] = ()
-    ) -> None:
-        """`split_over`: the devices of a split replica, in order; `device` is the first."""
-        self.devices = list(dict.fromkeys(split_over)) or [device]
-        self._split_over = split_over
-        self._split: Split | None = None
+    def __init__(self, device: torch.device, computing: Computing) -> None:
+        self.devices = [device]
         self.computing = computing
         self.notes: list[str] = []
         self._watchable: list[Tensor] = []  # as of the last step in which all were watched
@@ -99,20 +93,20 @@ class Strategy:
         return model
 
     def move_to_devices(self, model: nn.Module) -> nn.Module:
-        """Move a whole model to where this process computes."""
-        if self.device.type != "cpu":
-            refuse_shared_memory(model, str(self.device))
+        """Move a whole model to where this process computes; one that is on several devices stays there.
+
+        Such a model moves its own activations, and returns its output to the first of them.
+        """
         if self.computing.channels_last:
             lay_out_channels_last(model)
-        if not self._split_over:
-            return model.to(self.device)
-        self._split = Split(model, self._split_over)
-        shares = ", ".join(
-            f"{size / 1e6:.3g} MB on {device}"
-            for device, size in zip(self._split_over, self._split.num_bytes, strict=True)
-        )
-        self.notes.append(f"the model is split over {len(self._split_over)} devices: {shares}")
-        return model
+        placed = devices_of(model)
+        if len(placed) > 1:
+            self.devices = placed
+            self.notes.append(f"the model has placed itself on {', '.join(map(str, placed))}")
+            return model
+        if self.device.type != "cpu":
+            refuse_shared_memory(model, str(self.device))
+        return model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's module within `model`: no prefix in its parameter names, no collective."""
@@ -235,10 +229,7 @@ class Strategy:
 
     def metrics(self) -> dict[str, float]:
         """The measurements of this strategy since the last call, for the log."""
-        found = self.timeline.metrics() if self.timeline is not None else {}
-        if self._split is not None:
-            found["split/moves_per_pass"] = self._split.moves / max(1, self._split.passes)
-        return found
+        return self.timeline.metrics() if self.timeline is not None else {}
 
     def plots(self) -> dict[str, "Figure"]:
         """Plots of the last `metrics`, for the log of one rank; slow, and not a collective."""

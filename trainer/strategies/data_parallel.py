@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.errors import UserError
 from trainer.nested import leaves
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.shardable import refuse_max_norm
+from trainer.strategies.shardable import refuse_max_norm, refuse_several_devices
 
 
 class DataParallel(Strategy):
@@ -30,6 +30,7 @@ class DataParallel(Strategy):
             self.notes.append(f"dp: nn.DataParallel needs two GPUs; this run is one model on {device}")
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        refuse_several_devices(model, "strategy=dp")
         if len(self.devices) == 1:
             return super().wrap(model, fill)
         refuse_max_norm(model, "strategy=dp")

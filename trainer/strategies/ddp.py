@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,6 @@ from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.ddp_comm import auto_choice, hook_options
 from trainer.strategies.shardable import refuse_max_norm
-from trainer.strategies.split import devices_of_replica
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +44,7 @@ class Ddp(Strategy):
         computing: Computing,
         timeout_s: float,
     ) -> None:
-        split_over = devices_of_replica(settings, dist.device)
-        super().__init__(dist.device, computing, split_over)
+        super().__init__(dist.device, computing)
         self.settings, self.comm, self.hosts, self.timeout_s = settings, comm, dist.hosts, timeout_s
         self.heartbeat = dist.heartbeat
         self.hook: CommHook | None = None
@@ -88,7 +86,7 @@ class Ddp(Strategy):
             with default_ddp_mode():
                 model = DistributedDataParallel(
                     model,
-                    device_ids=[self.device] if self.device.type == "cuda" and not self._split_over else None,
+                    device_ids=device_ids(self.devices),
                     gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
                     static_graph=self.settings.static_graph,
                     find_unused_parameters=self.settings.find_unused_parameters,
@@ -207,6 +205,11 @@ class Ddp(Strategy):
     def close(self) -> None:
         if self.hook is not None:
             self.hook.close()
+
+
+def device_ids(devices: Sequence[torch.device]) -> list[torch.device] | None:
+    """DDP's argument: the one GPU of a model; None on CPUs, and for a model on several devices."""
+    return list(devices) if len(devices) == 1 and devices[0].type == "cuda" else None
 
 
 def _written(parameter: nn.Parameter) -> Any:

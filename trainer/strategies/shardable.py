@@ -114,6 +114,19 @@ def refuse_max_norm(
             )
 
 
+def devices_of(model: nn.Module) -> list[torch.device]:
+    """The devices of the parameters, in their order: more than one if the model has placed itself."""
+    return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
+
+
+def refuse_several_devices(model: nn.Module, strategy: str) -> None:
+    if len(placed := devices_of(model)) > 1:
+        raise UserError(
+            f"{strategy} decides where the model is, but its constructor has placed it on "
+            f"{', '.join(map(str, placed))}; leave that out, or use strategy=ddp or single"
+        )
+
+
 def refuse_scripted(model: nn.Module, strategy: str) -> None:
     """Raise UserError, by name, for a module that takes no forward hook."""
     for name, module in model.named_modules():
@@ -144,6 +157,7 @@ def refuse_shared_memory(model: nn.Module, strategy: str) -> None:
 
 def refuse_what_cannot_be_sharded(model: nn.Module, units: Iterable[nn.Module]) -> None:
     """Raise UserError, by name, for parameters that fully_shard would refuse later or less clearly."""
+    refuse_several_devices(model, "strategy=fsdp")
     refuse_max_norm(model, "strategy=fsdp")
     refuse_scripted(model, "strategy=fsdp")
     refuse_shared_memory(model, "strategy=fsdp")

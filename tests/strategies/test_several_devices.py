@@ -1,0 +1,40 @@
+"""A model that has placed itself on several devices stays there; here one of them is the meta device."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.errors import UserError
+from trainer.strategies.base import Computing, Strategy
+from trainer.strategies.data_parallel import DataParallel
+from trainer.strategies.ddp import device_ids
+from trainer.strategies.shardable import devices_of, refuse_what_cannot_be_sharded
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+GPU = torch.device("cuda", 1)
+
+
+def _placed() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2, device=META), nn.Linear(2, 2), nn.Linear(2, 2, device=META))
+
+
+def test_it_is_not_moved_and_batches_go_to_its_first_device() -> None:
+    strategy = Strategy(CPU, Computing())
+    model = strategy.wrap(_placed())
+    assert [layer.weight.device for layer in model] == [META, CPU, META]  # type: ignore[attr-defined]
+    assert strategy.devices == [META, CPU] and strategy.device == META
+    whole = Strategy(META, Computing())
+    assert devices_of(whole.wrap(nn.Linear(2, 2))) == whole.devices == [META]
+
+
+def test_ddp_is_told_no_device_of_it() -> None:
+    assert device_ids([GPU]) == [GPU]
+    assert device_ids([CPU]) is None
+    assert device_ids([GPU, torch.device("cuda", 3)]) is None
+
+
+def test_strategies_that_place_models_themselves_refuse_it() -> None:
+    with pytest.raises(UserError, match=r"strategy=fsdp .* has placed it on meta, cpu; .* use strategy=ddp"):
+        refuse_what_cannot_be_sharded(_placed(), [])
+    with pytest.raises(UserError, match=r"strategy=dp .* has placed it on meta, cpu"):
+        DataParallel(CPU, Computing()).wrap(_placed())
