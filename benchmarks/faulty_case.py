@@ -5,6 +5,9 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fault_parts import fault
 
 OUTSIDE = ("kill", "pair", "stop", "saver", "again", "cut")
 INJECTED = ("update", "raise", "hang", "exit", "slow", "nan")
@@ -29,15 +32,12 @@ class Fault:
     phase: str = "update"
     rank: int = 0  # of an injected one
 
-    def command_line(self) -> list[str]:
-        """Overrides; none if it comes from outside."""
+    def command_line(self, mark: Path) -> Sequence[str]:
+        """Overrides; none if it comes from outside. `mark` records it."""
         if self.kind not in INJECTED:
             return []
         kind = "kill" if self.kind == "update" else self.kind
-        return [
-            f"fault={kind}",
-            *(f"fault.{name}={getattr(self, name)}" for name in ("rank", "step", "phase")),
-        ]
+        return fault(kind, self.rank, self.step, self.phase, mark=mark)
 
 
 @dataclass(frozen=True)

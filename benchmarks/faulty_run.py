@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import drilled_run
 from benchmarks.faulty_case import INJECTED, STRATEGIES, Case, Fault, Row
 from benchmarks.restarts import problems_of_logs
 from tests.hosts import Host
@@ -20,8 +21,6 @@ from trainer.checkpoint.open_checkpoint import verified
 from trainer.errors import UserError
 from trainer.faults import processes
 from trainer.faults.heartbeat import Records
-from trainer.faults.injection import drilled_run
-from trainer.faults.injection.injector import MARKER
 
 STEPS, TIMEOUT_S = 140, 8.0
 _DEADLINE_S = 200.0  # for one fault and the restart after it, on a busy machine
@@ -59,7 +58,7 @@ class FaultyRun:
     def __init__(self, case: Case, start: drilled_run.Start, folder: Path, pair: Sequence[Host] = ()) -> None:
         self.pair, self._is_cut = pair, False
         self.case, self.draw, self.start, self.folder = case, random.Random(case.seed), start, folder
-        self.run_dir, self.scratch = folder / "run", folder / "tmp"
+        self.run_dir, self.scratch, self.mark = folder / "run", folder / "tmp", folder / "fault.json"
         self.scratch.mkdir(parents=True)
         self.ranks: list[Rank] = []
         self.pids = set[int]()  # of all attempts
@@ -93,7 +92,7 @@ class FaultyRun:
     def _launch(self) -> None:
         mark = {drilled_run.MARK: f"{os.getpid()}-{self.folder.name}", "TMPDIR": str(self.scratch)}
         environment = {**mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        injected = [word for fault in self.case.faults for word in fault.command_line()]
+        injected = [word for fault in self.case.faults for word in fault.command_line(self.mark)]
         self.launchers = self.start(
             [*overrides(self.case, self.run_dir), *injected], environment, self.folder
         )
@@ -121,7 +120,7 @@ class FaultyRun:
             self._until(lambda: max(r.step for r in self.ranks) >= fault.step or self.has_ended, "the step")
             time.sleep(self.draw.random() * 0.03)
         else:
-            self._until(lambda: (self.run_dir / MARKER).exists() or self.has_ended, "the injected fault")
+            self._until(lambda: self.mark.exists() or self.has_ended, "the injected fault")
         if (self.run_dir / "result.json").exists():
             row.kind += " missed"
             return row

@@ -1,6 +1,6 @@
 """Processor seconds of each process from its start to the first step, and which packages they went to.
 
-Each rank stops itself when the second step begins (`fault=stop`), and the kernel's account of it is read: of
+Each rank stops itself when the second step begins, and the kernel's account of it is read: of
 the MLP on the digits in one process, of two ranks under DDP, and of a trial of a sweep. Source trees take
 turns, since a busy machine makes all of them slower; compare their smallest values.
 
@@ -21,8 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.drilled_run import MARK
+from tests.fault_parts import fault
 from trainer.faults import processes
-from trainer.faults.injection.drilled_run import MARK
 
 ROOT = Path(__file__).parents[1]
 WAYS = {
@@ -47,10 +48,10 @@ def processor_s(tree: Path, way: str) -> float:
     ranks = 2 if way == "ddp x2" else 1
     with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
         place = f"hydra.sweep.dir={folder}/sweep" if way == "trial" else f"run_dir={folder}/run"
-        fault = ("fault=stop", "fault.rank=0", f"fault.count={ranks}", "fault.step=2", "fault.phase=data")
+        stops = fault("stop", 0, 2, "data", count=ranks)
         mark = f"{os.getpid()}-{Path(folder).name}"
         launcher = subprocess.Popen(
-            [sys.executable, "train.py", *WAYS[way], *fault, place],
+            [sys.executable, "train.py", *WAYS[way], *stops, place],
             cwd=tree,
             env={**_environment(tree), MARK: mark},
             stdout=subprocess.DEVNULL,

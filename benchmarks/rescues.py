@@ -3,7 +3,7 @@
 Trains the MLP on the digits. Each run gets up to three faults, one after another. From outside, at a random
 moment: kill, pair (two ranks at once), stop, saver (a kill, and another of the rank that saves), again (a
 kill, and another while the run starts again), cut (the link between two hosts, until all ranks have ended).
-Injected: update (a kill within the update), and the faults of `fault=`. After each fault it looks whom the
+Injected: update (a kill within the update), and those of tests/fault_parts.py. After each it looks whom the
 verdict blames, which step is on disk against the last one that any rank had finished, and verifies each
 checkpoint; at the end, hash, logs, and what is left behind. Prints a row for each fault, and a table: how
 many verdicts blame the right rank, who saved, how many steps were lost, and how many runs ended with the hash
@@ -34,11 +34,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import drilled_run
 from benchmarks.faulty_case import INJECTED, OUTSIDE, STRATEGIES, Case, Fault, Row, table
 from benchmarks.faulty_run import STEPS, FaultyRun
 from tests.forked import Forked
 from tests.hosts import Host, hosts
-from trainer.faults.injection import drilled_run
 
 RESTARTS = 6
 PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "evaluate")

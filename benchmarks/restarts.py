@@ -31,9 +31,9 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from benchmarks.drill_two_hosts import on
+from benchmarks import drilled_run
+from benchmarks.drilled_run import on
 from tests.hosts import Host, hosts
-from trainer.faults.injection import drilled_run
 
 STEPS, SAVED, RESTARTS = 240, 20, 3
 _DEADLINE_S = 300.0  # for a run as a whole

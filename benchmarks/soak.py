@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drill_two_hosts import on
+from benchmarks import drilled_run
+from benchmarks.drilled_run import on
+from tests.fault_parts import fault
 from tests.hosts import Host, hosts
-from trainer.faults.injection import drilled_run
-from trainer.faults.injection.injector import MARKER
 
-PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint")
 KINDS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge", "cut")
+PHASES = ("data", "forward", "backward", "all_reduce", "optimizer", "checkpoint")
 EVERY_S, TIMEOUT_S, RANKS = 30.0, 8.0, 4
 PICTURE_S = 75.0  # time until the first figure: matplotlib is imported once, for some 33 MiB
 SHARE = 1 / 3  # of the time under faults that makes new steps; the rest is ends and starts
@@ -100,11 +100,11 @@ class Soak:
         while not (run_dir / "result.json").exists():
             begin = time.monotonic()
             at = saved_step(run_dir) + draw.randint(gap // 2, gap * 3 // 2)
-            fault = self.fault(draw, at) if at < steps - 60 else ["fault=none"]
-            words = " ".join(fault[:4]).replace("fault.", "")
             name = f"launch{len(done)}"
-            with self.launched([*settings(run_dir, steps), *fault], name) as launchers:
-                while all(launcher.poll() is None for launcher in launchers) and not survived(run_dir, fault):
+            mark = self.folder / f"{name}.json"
+            words, told = self.fault(draw, at, mark) if at < steps - 60 else ("no fault", ())
+            with self.launched([*settings(run_dir, steps), *told], name) as launchers:
+                while all(launcher.poll() is None for launcher in launchers) and not survived(mark):
                     time.sleep(0.5)
                 if all(launcher.poll() is None for launcher in launchers):
                     words += ", then SIGTERM"
@@ -124,24 +124,22 @@ class Soak:
                 raise RuntimeError("the run makes no progress")
         return json.loads((run_dir / "result.json").read_text()), done
 
-    def fault(self, draw: random.Random, step: int) -> list[str]:
-        kind = draw.choice(KINDS if self.members else KINDS[:-1])
-        options = [f"fault={kind}", f"fault.step={step}", f"fault.phase={draw.choice(PHASES)}"]
-        if kind == "cut":
-            host = draw.randrange(2)
-            command = f"ip -n {self.members[host].switch} link set {self.members[host].port} down"
-            return [*options, f"fault.host={host}", f"fault.command='{command}'"]
+    def fault(self, draw: random.Random, step: int, mark: Path) -> tuple[str, tuple[str, ...]]:
+        """A description, and the overrides."""
+        kind, phase, command = draw.choice(KINDS if self.members else KINDS[:-1]), draw.choice(PHASES), ""
         # Rank 0's values are saved: a bit flipped between the check and the copy would be saved, too.
-        first = 1 if kind == "diverge" else 0
-        return [*options, f"fault.rank={draw.randrange(first, RANKS)}"]
+        rank = draw.randrange(1 if kind == "diverge" else 0, RANKS)
+        if kind == "cut":
+            host = self.members[rank // 2]
+            command = f"ip -n {host.switch} link set {host.port} down"
+        told = fault(kind, rank, step, phase, mark=mark, command=command)
+        return f"{kind} rank {rank} step {step} {phase}", told
 
 
-def survived(run_dir: Path, fault: list[str]) -> bool:
+def survived(mark: Path) -> bool:
     """Whether the run has survived the fault for long enough."""
     with contextlib.suppress(OSError, ValueError):
-        made = json.loads((run_dir / MARKER).read_text())
-        made_here = f"fault.step={made['fault']['step']}" in fault
-        return made_here and time.time() - made["time"] > 3 * TIMEOUT_S
+        return time.time() - json.loads(mark.read_text())["time"] > 3 * TIMEOUT_S
     return False
 
 

@@ -25,7 +25,6 @@ GROUPS = [
     "checkpoint",
     "logger",
     "launch",
-    "fault",
     "hydra/sweeper",
 ]
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[\w/]+):(?: +(?P<value>[^#\s].*?))?(?: +# ?(?P<comment>.*))?$")

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import drilled_run
 from tests import hosts
 from tests.hosts import Host
 from tests.programs import Program, started, torchrun
-from trainer.faults.injection import drilled_run
 
 
 class Launcher:
@@ -33,7 +33,7 @@ class Launcher:
 
 
 class Forked:
-    """In place of `drilled_run.torchrun` and `drill_two_hosts.on`, with the same signatures."""
+    """In place of `drilled_run.torchrun` and `drilled_run.on`, with the same signatures."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trainer import config
-from trainer.config.overrides import for_hydra
 
 if TYPE_CHECKING:
     from trainer.training.context import TrainingContext
@@ -38,7 +37,7 @@ CONF = Path(__file__).parents[1] / "conf"
 
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=for_hydra(overrides))
+        return compose("train", overrides=list(overrides))
 
 
 def _composed(overrides: Sequence[str]) -> DictConfig:

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from tests import runs
 from tests.programs import finish
 from trainer import config
-from trainer.config.overrides import for_hydra, leaves
+from trainer.config.overrides import leaves
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
@@ -338,5 +338,5 @@ def test_commands_compose(overrides: tuple[str, ...], own: Path) -> None:
         assert runs.settings(*overrides)
         return
     with initialize_config_dir(str(runs.CONF), version_base="1.3"):
-        both = [f"hydra.searchpath=[file://{own}]", *for_hydra(overrides)]
+        both = [f"hydra.searchpath=[file://{own}]", *overrides]
         assert config.load(compose("train", overrides=both))

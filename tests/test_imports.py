@@ -36,7 +36,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "optim": "config errors late_dynamo local_shard nested",
     },
     {
-        "faults": "config errors files launch local_shard nested optim",
+        "faults": "errors files",
     },
     {
         "data": "errors faults fingerprint launch nested",

@@ -20,7 +20,7 @@ from tests.hosts import hosts
 from tests.ranks import RankFailure, run_ranks
 from trainer.checkpoint import store
 from trainer.comm.network.checks import CHECKS
-from trainer.faults.injection import injector
+from trainer.faults import processes
 
 
 def _sum(scale: float) -> tuple[torch.Tensor, int]:
@@ -107,7 +107,7 @@ def _leave(what: str) -> int:
         case "a constant":
             store.MANIFEST = "other.json"  # type: ignore[misc]
         case "a module":
-            injector.time = SimpleNamespace()  # type: ignore[assignment]
+            processes.signal = SimpleNamespace()  # type: ignore[assignment]
         case "a stream":
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         case "a thread":

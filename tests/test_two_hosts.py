@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault_parts import fault
 from tests.forked import Forked
 from tests.hosts import hosts
 from tests.programs import finish_ranks, started_ranks
@@ -67,19 +68,21 @@ LONG = (
     "train.eval_every_epochs=0",
 )
 CUTS = {
-    "training": ["fault.phase=backward"],
-    "evaluation": ["fault.phase=evaluate", "train.epochs=1", "train.eval_every_epochs=1"],
-    "a full save": ["fault.phase=checkpoint", "checkpoint.every_steps=10"],
-    "a sharded save": ["fault.phase=checkpoint", "checkpoint.every_steps=10", "checkpoint=sharded", "strategy=fsdp"],
-    "set-up": ["data.dataset._target_=tests.user_parts.CutsTheLink"],
+    "training": ("backward",),
+    "evaluation": ("evaluate", "train.epochs=1", "train.eval_every_epochs=1"),
+    "a full save": ("checkpoint", "checkpoint.every_steps=10"),
+    "a sharded save": ("checkpoint", "checkpoint.every_steps=10", "checkpoint=sharded", "strategy=fsdp"),
+    "set-up": ("",),
 }  # fmt: skip
 
 
 def cutting(where: str, run_dir: Path, command: str) -> list[str]:
-    options = [*LONG, f"run_dir={run_dir}", f"distributed.timeout_s={TIMEOUT_S}", *CUTS[where]]
+    phase, *more = CUTS[where]
+    options = [*LONG, f"run_dir={run_dir}", f"distributed.timeout_s={TIMEOUT_S}", *more]
     if where == "set-up":
+        options.append("data.dataset._target_=tests.user_parts.CutsTheLink")
         return [*options, f"+data.dataset.command='{command}'", f"+data.dataset.mark={run_dir}/fault.json"]
-    return [*options, "fault=cut", "fault.host=1", "fault.step=10", f"fault.command='{command}'"]
+    return [*options, *fault("cut", 2, 10, phase, mark=run_dir / "fault.json", command=command)]
 
 
 @pytest.mark.parametrize("where", CUTS)

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from trainer.config import Config, flatten, load
-from trainer.config.overrides import CONF, for_hydra, in_words, set_to
+from trainer.config.overrides import CONF, in_words, set_to
 from trainer.config.saved_run import saved_settings
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.faults import exit_report
@@ -69,7 +69,7 @@ def composed(overrides: list[str]) -> Config:
     """The settings of conf/ with `overrides`. UserError: they cannot be composed, or are invalid."""
     try:
         with _composing, initialize_config_dir(str(CONF), version_base="1.3"):
-            settings = compose("train", overrides=for_hydra(overrides))
+            settings = compose("train", overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(in_words(error)) from error
     return load(settings)

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer import config
-from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, for_hydra, in_words
+from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, in_words
 from trainer.errors import UserError
 from trainer.faults.left_running import ends_in_time
 from trainer.launch.exits import exits
@@ -32,12 +32,11 @@ def main() -> None:
     die_with_parent()
     extend_path()
     with exits():
-        argv, sys.argv = sys.argv[1:], for_hydra(sys.argv)
         composed = compose()
         if len(composed) > 1:
             raise UserError(f"hydra/sweeper: {EACH_TRIAL_LAUNCHES}")
         for settings in composed:
-            start(config.load(settings), argv)
+            start(config.load(settings), sys.argv[1:])
 
 
 def compose() -> list[DictConfig]:

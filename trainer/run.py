@@ -31,7 +31,6 @@ from trainer.distributed.seeding import seed_everything
 from trainer.errors import UserError, writing
 from trainer.exact.environment import exact_facts
 from trainer.faults import exit_report
-from trainer.faults.injection.injector import FaultInjector
 from trainer.files.atomic_file import atomic_file
 from trainer.launch.fresh import is_watched
 from trainer.launch.place import place
@@ -138,8 +137,6 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     """
     assert config.run_dir is not None and config.seed is not None
     run_dir, train = Path(config.run_dir), config.train
-    injector = FaultInjector(config.fault, dist.rank, dist.hosts, run_dir)
-    dist = dataclasses.replace(dist, heartbeat=injector.heartbeat(dist.heartbeat))
     strategy = build_strategy(config, dist)
     batch = split(train, strategy)
     task = build_task(config)
@@ -160,8 +157,6 @@ def assemble(config: Config, run_id: str, dist: Dist, stop_request: StopRequest)
     if checkpoint is not None:
         _resume(checkpoint, checkpointer, state, data, train)
     strategy.prepare(state)
-    replicated = partial(strategy.replicated, state) if strategy.replica_groups() else None
-    injector.attach(strategy.unwrap(wrapped), state, total_steps, replicated)
 
     return TrainingContext(
         dist=dist,

@@ -19,7 +19,9 @@ COLUMNS = 62  # 11 pixels a line on a page of 400
 TRAIN = "torchrun --standalone --nproc_per_node=2 train.py"
 COMMANDS = [
     f"{TRAIN} \\\n    run_dir=runs/whole",
-    f"{TRAIN} \\\n    run_dir=runs/killed fault=kill fault.step=400",
+    f"{TRAIN} \\\n    run_dir=runs/killed &\n"
+    "  tail -F runs/killed/train.log | grep -qm1 'step 400/'\n"
+    "  pkill -KILL --newest -f run_dir=runs/killed; wait",
     f"{TRAIN} \\\n    run_dir=runs/killed resume=auto",
     "grep -o 'sha256\": \"[0-9a-f]\\{16\\}' runs/*/result.json",
 ]

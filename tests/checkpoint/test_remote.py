@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import tiny
+from tests.fault_parts import fault
 from tests.programs import finish_ranks, started_ranks
 from tests.ranks import run_ranks
 from tests.runs import settings
@@ -379,7 +380,7 @@ def test_a_run_whose_machine_is_lost_goes_on_elsewhere(
     calm = finish_ranks(2, *train, f"run_dir={tmp_path / 'calm'}")
     with _bucket(tmp_path, kind, monkeypatch) as address:
         remote = f"checkpoint.remote={address}"
-        slow = ("fault=slow", "fault.step=45", "fault.seconds=30")
+        slow = fault("slow", step=45, seconds=30)
         with started_ranks(2, *train, remote, *slow, f"run_dir={tmp_path / 'lost'}") as ranks:
             _wait(lambda: (Address(address) / "checkpoints/step_00000040/manifest.json").exists(), 60)
             for rank in ranks:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from tests.runs import CONF, composed, settings
 from trainer.cli import compose
 from trainer.config import flatten, load
-from trainer.config.overrides import for_hydra, in_words
+from trainer.config.overrides import in_words
 from trainer.errors import UserError
 
 OPTIONS = sorted(
@@ -232,10 +232,6 @@ def test_a_tab_in_a_file_of_settings_is_told_with_its_place(
     monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "model=mine"])
     with pytest.raises(UserError, match=r"^model=mine cannot be composed: .*mine\.yaml\", line 2"):
         compose()
-
-
-def test_nan_is_a_fault_also_among_others() -> None:
-    assert for_hydra(["fault=none,nan,kill", "fault=nan"]) == ["fault=none,'nan',kill", "fault='nan'"]
 
 
 def test_zero_and_null_are_values() -> None:

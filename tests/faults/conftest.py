@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import restarts
+from benchmarks import drilled_run, restarts
 from tests.forked import Forked
-from trainer.faults.injection import drilled_run
 
 
 @pytest.fixture

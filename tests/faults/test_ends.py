@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.fault_parts import fault
 from tests.programs import finish, finish_ranks, torchrun
 from tests.ranks import ROOT, RankFailure, place, run_ranks
 from tests.runs import context_of, train
@@ -432,14 +433,16 @@ def test_a_rank_that_hangs_in_the_set_up_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slow_rank_is_named_and_changes_no_bit(tmp_path: Path) -> None:
-    def hash_of(name: str, *fault: str) -> tuple[str, str]:
+    def hash_of(name: str, *overrides: str) -> tuple[str, str]:
         run_dir = tmp_path / name
-        ranks = finish_ranks(2, "train.py", *TINY, f"run_dir={run_dir}", "distributed.timeout_s=10", *fault)
+        ranks = finish_ranks(
+            2, "train.py", *TINY, f"run_dir={run_dir}", "distributed.timeout_s=10", *overrides
+        )
         assert [rank.code for rank in ranks] == [0, 0], ranks
         output = "".join(rank.output for rank in ranks)
         return json.loads((run_dir / "result.json").read_text())["param_sha256"], output
 
     undisturbed, _ = hash_of("undisturbed")
-    slow, output = hash_of("slow", "fault=slow", "fault.seconds=3", "fault.step=4")
+    slow, output = hash_of("slow", *fault("slow", step=4, seconds=3))
     assert slow == undisturbed
     assert re.search(r"rank 1 \(.*\) has been in forward of step 4 for [\d.]+ s.*; the others wait", output)

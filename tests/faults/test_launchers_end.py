@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault_parts import fault
 from tests.programs import Ended, finish, started, torchrun
 from trainer.checkpoint.manifest import verify
 from trainer.errors import StoppedBySignal
@@ -109,7 +110,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(kind: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_ranks_that_cannot_save_end_too_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    run_dir = killed_at_step_ten("torchrun", tmp_path, "fault=hang", "fault.step=10")
+    run_dir = killed_at_step_ten("torchrun", tmp_path, *fault("hang"))
     assert not (run_dir / "checkpoints" / "latest").exists()
     assert "the launcher of this host died" in json.loads((run_dir / "failure.json").read_text())["message"]
 
@@ -145,7 +146,7 @@ def test_an_end_that_a_restart_cannot_help_comes_again_at_once(tmp_path: Path) -
     mistakes = {
         ("optim.lr=-1",): (2, "optim.lr is -1"),
         ("optim=nothing",): (2, "nothing"),
-        ("fault=nan", "fault.rank=0", "fault.step=1", f"run_dir={tmp_path}/run"): (
+        (*fault("nan", rank=0, step=1), f"run_dir={tmp_path}/run"): (
             3,
             "loss of step 1 is NaN",
         ),
@@ -162,12 +163,8 @@ def test_an_end_that_a_restart_cannot_help_comes_again_at_once(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_an_end_that_a_restart_may_help_is_tried_again(tmp_path: Path) -> None:
-    assert (
-        attempt(
-            0, tmp_path, *FOR_EVER, "fault=raise", "fault.rank=0", "fault.step=1", f"run_dir={tmp_path}/run"
-        ).code
-        == 1
-    )
+    raises = fault("raise", rank=0, step=1)
+    assert attempt(0, tmp_path, *FOR_EVER, *raises, f"run_dir={tmp_path}/run").code == 1
     assert attempt(1, tmp_path, "--cfg", "job").code == 0
 
 

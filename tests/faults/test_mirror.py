@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tests.faults.test_rescue import checkpoints, fault, hash_of, message, start, undisturbed
+from tests.fault_parts import fault
+from tests.faults.test_rescue import checkpoints, hash_of, message, start, undisturbed
 from trainer.api import composed
 from trainer.checkpoint.copies import Copy, CopyWriter, copies_in
 from trainer.checkpoint.expected import Expected
@@ -27,16 +28,16 @@ MIRRORED = ("strategy=fsdp", "checkpoint.mirror_every=1")
 @pytest.mark.parametrize(
     ("world_size", "how"),
     [
-        pytest.param(2, fault("kill", 0, "optimizer"), id="rank 0 before the update"),
-        pytest.param(2, fault("kill", 1, "update"), id="rank 1 within the update"),
-        pytest.param(4, fault("kill", 1, "backward", count=3), id="three of four"),
-        pytest.param(2, fault("raise", 0, "update"), id="rank 0 raises within the update"),
-        pytest.param(2, fault("stop", 1, "forward"), id="rank 1 is stopped"),
+        pytest.param(2, fault("kill", 0, 8, "optimizer"), id="rank 0 before the update"),
+        pytest.param(2, fault("kill", 1, 8, "update"), id="rank 1 within the update"),
+        pytest.param(4, fault("kill", 1, 8, "backward", count=3), id="three of four"),
+        pytest.param(2, fault("raise", 0, 8, "update"), id="rank 0 raises within the update"),
+        pytest.param(2, fault("stop", 1, 8, "forward"), id="rank 1 is stopped"),
     ],
 )
 def test_no_step_is_lost(world_size: int, how: tuple[str, ...], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    deadline = ("distributed.timeout_s=5",) if "fault=stop" in how else ()
+    deadline = ("distributed.timeout_s=5",) if "'stop'" in str(how) else ()
     ended = start(world_size, run_dir, *MIRRORED, *how, *deadline)
     assert 0 not in [rank.code for rank in ended], ended
     # Survivors of a kill in an update have made the step, the dead have not.
@@ -53,15 +54,15 @@ def test_no_step_is_lost(world_size: int, how: tuple[str, ...], tmp_path: Path) 
 @pytest.mark.slow
 def test_with_every_third_step_the_last_such_is_saved(tmp_path: Path) -> None:
     every = ("strategy=fsdp", "checkpoint.mirror_every=3")
-    start(2, tmp_path, *every, *fault("kill", 0, "update", step=2))
+    start(2, tmp_path, *every, *fault("kill", 0, 2, "update"))
     assert checkpoints(tmp_path) == []
     words = "no step is saved: rank 0 has no whole copy of its shard; there is none on disk"
     assert words in message(tmp_path)
-    start(2, tmp_path, *every, "checkpoint.every_steps=4", *fault("kill", 0, "update", step=6))
+    start(2, tmp_path, *every, "checkpoint.every_steps=4", *fault("kill", 0, 6, "update"))
     assert checkpoints(tmp_path) == ["step_00000004"]
     words = "no step is saved: the copies in memory are of step 3; the newest on disk is of step 4"
     assert words in message(tmp_path)
-    start(2, tmp_path, *every, "checkpoint.every_steps=4", *fault("kill", 0, "update", step=8))
+    start(2, tmp_path, *every, "checkpoint.every_steps=4", *fault("kill", 0, 8, "update"))
     assert checkpoints(tmp_path) == ["step_00000004", "step_00000006"]
     again = start(2, tmp_path, *every)
     assert "step_00000006 at step" in again[0].output
@@ -71,7 +72,7 @@ def test_with_every_third_step_the_last_such_is_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_hybrid_keeps_one_of_its_groups(tmp_path: Path) -> None:
     hybrid = (*MIRRORED, "strategy.shard_group=2", "ema.decay=0.9")
-    start(4, tmp_path, *hybrid, *fault("kill", 0, "update", count=2))
+    start(4, tmp_path, *hybrid, *fault("kill", 0, 8, "update", count=2))
     assert re.search("step 7 is saved, by rank [23]", message(tmp_path))
     files = sorted(path.name for path in (tmp_path / "checkpoints" / "step_00000007").glob("*.safetensors"))
     assert [name[6:11] for name in files] == ["00000", "00001"] * 2, (
@@ -84,7 +85,7 @@ def test_hybrid_keeps_one_of_its_groups(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_buffers_are_those_of_the_copy(tmp_path: Path) -> None:
     normed = ("model._target_=tests.user_parts.Normed", "optim=adamw", "train.precision=bf16")
-    start(2, tmp_path, *MIRRORED, *normed, *fault("kill", 0, "backward"))
+    start(2, tmp_path, *MIRRORED, *normed, *fault("kill", 0, 8, "backward"))
     again = start(2, tmp_path, *MIRRORED, *normed)
     assert "step_00000007 at step" in again[0].output
     assert hash_of(tmp_path) == undisturbed(2, tmp_path, "strategy=fsdp", *normed)

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.fault_parts import fault
 from tests.faults.test_mirror import MIRRORED
-from tests.faults.test_rescue import RUN, checkpoints, fault, hash_of, message, start, undisturbed
+from tests.faults.test_rescue import RUN, checkpoints, hash_of, message, start, undisturbed
 from tests.hosts import Host, hosts
 from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
@@ -64,10 +65,10 @@ def assert_goes_on(run_dir: Path, folder: Path, *overrides: str) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(fault("kill", 3, "update"), id="a rank of host 1, within the update"),
-        pytest.param(fault("kill", 0, "update", count=2), id="host 0, within the update"),
-        pytest.param(fault("kill", 1, "backward", count=2), id="a rank of each host"),
-        pytest.param(fault("raise", 2, "forward"), id="a rank of host 1 raises"),
+        pytest.param(fault("kill", 3, 8, "update"), id="a rank of host 1, within the update"),
+        pytest.param(fault("kill", 0, 8, "update", count=2), id="host 0, within the update"),
+        pytest.param(fault("kill", 1, 8, "backward", count=2), id="a rank of each host"),
+        pytest.param(fault("raise", 2, 8, "forward"), id="a rank of host 1 raises"),
     ],
 )
 def test_no_step_is_lost(how: tuple[str, ...], tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def host_0_killed(where: list[int], tmp_path: Path, *overrides: str) -> tuple[Pa
     """A run on the hosts `where` of which all ranks of host 0 are killed at once: its directory, and its ranks' ends."""
     for attempt in range(3):
         run_dir = tmp_path / f"run {attempt}"
-        how = fault("kill", 0, "backward", count=where.count(0))
+        how = fault("kill", 0, 8, "backward", count=where.count(0))
         ended = start_on(where, run_dir, *overrides, *how)
         if "saves the last step" not in message(run_dir):
             break  # else, on a busy machine, the verdict came before all were dead, and asked one of them
@@ -117,7 +118,7 @@ def test_without_the_host_of_the_store_the_other_saves(rate: str | None, tmp_pat
     run_dir, wide = tmp_path / "run", ("+model.width=20000",)
     with hosts(2, rate) as (one, other):
         ended = start_on(
-            [one, one, other, other], run_dir, *MIRRORED, *wide, *fault("kill", 0, "forward", count=2)
+            [one, one, other, other], run_dir, *MIRRORED, *wide, *fault("kill", 0, 8, "forward", count=2)
         )
     (step,) = saved_steps(run_dir)
     assert step in (6, 7), ended
@@ -132,7 +133,7 @@ def test_behind_a_cut_link_both_sides_have_one_model(phase: str, tmp_path: Path)
     run_dir = tmp_path / "run"
     with hosts(2) as (one, other):
         cut = f"ip -n {other.switch} link set {other.port} down"
-        how = ("fault=cut", "fault.host=1", "fault.step=8", f"fault.phase={phase}", f"fault.command='{cut}'")
+        how = fault("cut", 2, 8, phase, command=cut)
         ended = start_on([one, one, other, other], run_dir, *MIRRORED, *how, "distributed.timeout_s=8")
     steps = saved_steps(run_dir)
     assert steps and len(set(steps)) == len(steps) and set(steps) <= {6, 7, 8}, ended

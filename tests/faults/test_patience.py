@@ -57,7 +57,7 @@ def test_a_slow_disk_and_a_slow_end_are_named_and_waited_for(tmp_path: Path) -> 
 
 def slow_under_fsdp(run_dir: Path) -> str:
     """What rank 0 prints about rank 1, which continues once it has been named."""
-    from trainer.faults.injection import injector
+    from tests import fault_parts
 
     lines = [run_dir.with_name(f"stderr{rank}") for rank in range(2)]
     with lines[int(os.environ["RANK"])].open("w") as file:
@@ -68,10 +68,10 @@ def slow_under_fsdp(run_dir: Path) -> str:
         while "has been in" not in lines[0].read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    injector.time = SimpleNamespace(sleep=until_named, time=time.time)  # type: ignore[assignment]
+    fault_parts.time = SimpleNamespace(sleep=until_named, time=time.time)  # type: ignore[assignment]
     # Its stack would be asked for at 32 s anyway.
-    fault = ("fault=slow", "fault.rank=1", "fault.step=2", "fault.seconds=28")
-    train(*QUICK, *fault, "strategy=fsdp", "distributed.timeout_s=40", f"run_dir={run_dir}")
+    slow = fault_parts.fault("slow", step=2, seconds=28)
+    train(*QUICK, *slow, "strategy=fsdp", "distributed.timeout_s=40", f"run_dir={run_dir}")
     return lines[0].read_text()
 
 

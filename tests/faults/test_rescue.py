@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fault_parts import fault
 from tests.faults.test_ends import TINY, failing
 from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
@@ -52,26 +53,21 @@ def undisturbed(world_size: int, folder: Path, *overrides: str) -> str:
     return _hashes[world_size, overrides]
 
 
-def fault(kind: str, rank: int, phase: str, step: int = 8, count: int = 1) -> tuple[str, ...]:
-    where = (f"fault.rank={rank}", f"fault.step={step}", f"fault.phase={phase}", f"fault.count={count}")
-    return (f"fault={kind}", *where)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "how", "saver"),
     [
-        pytest.param(2, fault("kill", 0, "optimizer"), 1, id="rank 0 before the update"),
-        pytest.param(2, fault("kill", 1, "update"), 0, id="rank 1 within the update"),
-        pytest.param(3, fault("kill", 0, "update", count=2), 2, id="two of three"),
-        pytest.param(2, fault("raise", 0, "forward"), 1, id="rank 0 raises"),
-        pytest.param(1, fault("raise", 0, "forward"), 0, id="the only one raises"),
-        pytest.param(2, fault("stop", 1, "forward"), 0, id="rank 1 is stopped"),
+        pytest.param(2, fault("kill", 0, 8, "optimizer"), 1, id="rank 0 before the update"),
+        pytest.param(2, fault("kill", 1, 8, "update"), 0, id="rank 1 within the update"),
+        pytest.param(3, fault("kill", 0, 8, "update", count=2), 2, id="two of three"),
+        pytest.param(2, fault("raise", 0, 8, "forward"), 1, id="rank 0 raises"),
+        pytest.param(1, fault("raise", 0, 8, "forward"), 0, id="the only one raises"),
+        pytest.param(2, fault("stop", 1, 8, "forward"), 0, id="rank 1 is stopped"),
     ],
 )
 def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    deadline = ("distributed.timeout_s=5",) if "fault=stop" in how else ()
+    deadline = ("distributed.timeout_s=5",) if "'stop'" in str(how) else ()
     ended = start(world_size, run_dir, *how, *deadline)
     assert 0 not in [rank.code for rank in ended], ended
     # A survivor may have made the step of the fault, or be about to make it.
@@ -92,7 +88,7 @@ def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_
 def test_if_all_ranks_raise_at_once_the_last_is_not_ended_while_it_saves(tmp_path: Path) -> None:
     large = ("+model.width=1000000",)  # a save that takes as long as the other's end
     run_dir = tmp_path / "run"
-    ended = start(2, run_dir, *large, *fault("raise", 0, "forward", count=2))
+    ended = start(2, run_dir, *large, *fault("raise", 0, 8, "forward", count=2))
     assert checkpoints(run_dir) == ["step_00000007"], ended
     assert "step 7 is saved" in message(run_dir)
 
@@ -100,7 +96,7 @@ def test_if_all_ranks_raise_at_once_the_last_is_not_ended_while_it_saves(tmp_pat
 @pytest.mark.slow
 def test_a_hang_in_the_first_update_is_found(tmp_path: Path) -> None:
     """The others wait for it before they have saved anything, with checkpoint.timeout_s, an hour."""
-    how = (*fault("hang", 1, "update", step=1), "distributed.timeout_s=3")
+    how = (*fault("hang", 1, 1, "update"), "distributed.timeout_s=3")
     ranks = finish_ranks(2, "train.py", *RUN, f"run_dir={tmp_path}", *how, timeout_s=50)
     assert [rank.code for rank in ranks] == [1, -9], ranks
     assert "hangs in optimizer of step 1" in message(tmp_path)
@@ -110,7 +106,7 @@ def test_a_hang_in_the_first_update_is_found(tmp_path: Path) -> None:
 def test_extra_state_is_that_of_the_last_step(tmp_path: Path) -> None:
     counting = ("model._target_=tests.user_parts.CountsPasses",)
     run_dir = tmp_path / "run"
-    start(1, run_dir, *counting, *fault("raise", 0, "backward"))
+    start(1, run_dir, *counting, *fault("raise", 0, 8, "backward"))
     assert "step 7 is saved" in message(run_dir)
     start(1, run_dir, *counting)
     assert hash_of(run_dir) == undisturbed(1, tmp_path, *counting)
@@ -118,7 +114,7 @@ def test_extra_state_is_that_of_the_last_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> None:
-    start(2, tmp_path, "model._target_=tests.user_parts.Decays", *fault("kill", 1, "backward"))
+    start(2, tmp_path, "model._target_=tests.user_parts.Decays", *fault("kill", 1, 8, "backward"))
     assert checkpoints(tmp_path) == []
     assert "no step is saved: a forward pass changes layers.0.weight" in message(tmp_path)
 
@@ -127,7 +123,9 @@ def test_weights_that_a_forward_pass_changes_are_not_saved(tmp_path: Path) -> No
 def test_if_the_saver_dies_another_saves(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     # The verdict may find rank 0 within step 7 or 8, so its fault is due at any save.
-    start(3, run_dir, *failing(2, 8, "SIGKILL"), *fault("kill", 0, "rescue", step=1))
+    start(
+        3, run_dir, *failing(2, 8, "SIGKILL"), *fault("kill", 0, 1, "rescue", task="tests.user_parts.FailsAt")
+    )
     assert " is saved, by rank 1" in message(run_dir)
     unharmed = failing(2, 10_000, "SIGKILL")  # the same task
     again = start(3, run_dir, *unharmed)
@@ -139,7 +137,7 @@ def test_if_the_saver_dies_another_saves(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
     normed = ("model._target_=tests.user_parts.Normed",)
-    start(2, tmp_path / "0", *normed, *fault("kill", 0, "forward"))
+    start(2, tmp_path / "0", *normed, *fault("kill", 0, 8, "forward"))
     if found := checkpoints(tmp_path / "0"):  # rank 1 has not made step 7, and had the statistics after 6
         assert found == ["step_00000006"]
     else:
@@ -148,7 +146,7 @@ def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
     # rank 0 dies in the backward pass, rank 1 has had them, unless it is late: rank 0 waits for no answer.
     for rank, phase in ((1, "optimizer"), (0, "backward")):
         run_dir = tmp_path / phase
-        start(2, run_dir, *normed, *fault("kill", rank, phase))
+        start(2, run_dir, *normed, *fault("kill", rank, 8, phase))
         if rank == 0 and "no step is saved: the model's running statistics" in message(run_dir):
             continue
         again = start(2, run_dir, *normed)
@@ -160,9 +158,12 @@ def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("strategy=fsdp", *fault("kill", 1, "forward")), "no step is saved: each rank holds a shard only"),
-        (("strategy=ddp", *fault("nan", 1, "forward")), ""),
-        (("checkpoint.at_fault=false", *fault("kill", 1, "forward")), ""),
+        (
+            ("strategy=fsdp", *fault("kill", 1, 8, "forward")),
+            "no step is saved: each rank holds a shard only",
+        ),
+        (("strategy=ddp", *fault("nan", 1, 8, "forward")), ""),
+        (("checkpoint.at_fault=false", *fault("kill", 1, 8, "forward")), ""),
     ],
     ids=["shards", "NaN", "off"],
 )
@@ -183,8 +184,8 @@ def on_a_full_disk(run_dir: Path) -> str:
         return write_text(*arguments)
 
     writing.write_text = full
-    with pytest.raises(RuntimeError, match="fault=raise"):
-        train(*RUN, f"run_dir={run_dir}", "checkpoint.every_steps=3", *fault("raise", 0, "forward"))
+    with pytest.raises(RuntimeError, match="raise, as asked for"):
+        train(*RUN, f"run_dir={run_dir}", "checkpoint.every_steps=3", *fault("raise", 0, 8, "forward"))
     return message(run_dir)
 
 

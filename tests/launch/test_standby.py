@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import drilled_run
+from tests.fault_parts import fault
 from tests.programs import Program, finish_ranks, started
 from tests.ranks import run_ranks
-from trainer.faults.injection import drilled_run
 from trainer.launch import fresh, local_ranks
 from trainer.launch.local_ranks import LocalRanks, stands_by
 
@@ -119,7 +120,7 @@ def standbys_of(mark: str) -> list[int]:
     return found
 
 
-HANGS = ("fault=hang", "fault.rank=1", "fault.step=5", "distributed.timeout_s=200")  # until it is killed
+WAITS = "distributed.timeout_s=200"  # for a rank that hangs until it is killed
 
 
 def wait_for_standbys(program: Program, mark: str, count: int) -> list[int]:
@@ -132,8 +133,9 @@ def wait_for_standbys(program: Program, mark: str, count: int) -> list[int]:
 def test_a_restart_goes_through_standbys_and_ends_like_an_undisturbed_run(tmp_path: Path) -> None:
     assert [rank.code for rank in finish_ranks(2, *command(tmp_path / "whole"))] == [0, 0]
     launch = ("launch=local", "launch.processes=2", "launch.max_restarts=1")
+    hangs = fault("hang", step=5, mark=tmp_path / "mark")
     env = {drilled_run.MARK: (mark := f"hangs-{os.getpid()}")}
-    with started(*command(tmp_path / "run", *launch, *HANGS), env=env, forks=True) as program:
+    with started(*command(tmp_path / "run", *launch, *hangs, WAITS), env=env, forks=True) as program:
         standbys = wait_for_standbys(program, mark, 2)
         ranks = program.ranks()
         assert len(ranks) == 2 and not set(standbys) & set(ranks)
@@ -173,9 +175,9 @@ def ended_standby(*words: str) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("status", "end"), [(2, "optim.lr=-1"), (3, "fault=nan")])
+@pytest.mark.parametrize(("status", "end"), [(2, "optim.lr=-1"), (3, "nan")])
 def test_the_status_of_a_run_in_a_standby_arrives(status: int, end: str, tmp_path: Path) -> None:
     """Each ends as a rank would that was started for it. With 0: the restart above; 1 is Python's for any exception."""
-    at = ("fault.rank=0", "fault.step=2") if "fault" in end else ()
-    words = command(tmp_path / "run", "strategy=single", end, *at)[1:]
+    ends = fault("nan", rank=0, step=2) if end == "nan" else (end,)
+    words = command(tmp_path / "run", "strategy=single", *ends)[1:]
     assert run_ranks(ended_standby, 1, *words, init=False, fresh=True) == [status]

@@ -28,7 +28,6 @@ REFUSED = {
     "another model": (["model.hidden=[9]"], "of another model"),
     "another optimizer": (["optim=adamw"], "optim"),
     "other data": (["data=fake"], "the training data"),
-    "a fault in the past": (["fault=nan", "fault.rank=0", "fault.step=3"], "fault.step is 3"),
     "a profile after the end": (["+train.profile={start: 90, steps: 2}"], "train.profile"),
     "no logger": (["+logger.mine._target_=tests.user_parts.Deaf"], "Deaf"),
     "a damaged checkpoint": (["resume=RUN_DIR/checkpoints/step_00000003"], "damaged"),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.fault_parts import fault
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, settings, train, trained
 from trainer.comm.parameter_server.layout import lay_out
@@ -191,9 +192,9 @@ def test_evaluates_weights_and_their_averages(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dead_worker_is_named(tmp_path: Path) -> None:
-    fault = ("fault=kill", "fault.rank=2", "fault.step=5")
+    killed = fault("kill", rank=2, step=5)
     with pytest.raises(RankFailure):
-        run_ranks(train, 3, *COMMON, *CASES["sgd"], *PS, *fault, f"run_dir={tmp_path}", init=False)
+        run_ranks(train, 3, *COMMON, *CASES["sgd"], *PS, *killed, f"run_dir={tmp_path}", init=False)
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert (failure["rank"], failure["step"]) == (2, 5), failure
 

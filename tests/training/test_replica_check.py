@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.fault_parts import flip
 from tests.ranks import run_ranks
 from tests.runs import context_of
 from trainer.errors import ReplicasDifferError
-from trainer.faults.injection.injector import flip
 from trainer.training.context import TrainingContext
 
 QUICK = (

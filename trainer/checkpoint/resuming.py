@@ -28,7 +28,7 @@ from trainer.optim.train_state import Progress, TrainState
 
 log = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("run_dir", "resume", "fault.", "checkpoint.remote")  # prefixes; changes are not logged
+_MAY_DIFFER = ("run_dir", "resume", "checkpoint.remote")  # prefixes; changes are not logged
 
 
 class Resuming:

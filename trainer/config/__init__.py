@@ -10,21 +10,15 @@ Never imports torch, so that a user error is reported before torch has loaded.
 from trainer.config.choices import (
     AutoCommConfig,
     CommConfig,
-    CutFaultConfig,
     DdpConfig,
-    DivergeFaultConfig,
-    FaultConfig,
     FsdpConfig,
     LaunchConfig,
     LocalLaunchConfig,
     NativeCommConfig,
     ParameterServerConfig,
     PowerSgdCommConfig,
-    RankFaultConfig,
     ScheduleCommConfig,
-    SlowFaultConfig,
     SlurmLaunchConfig,
-    TimedFaultConfig,
     UnitsConfig,
 )
 from trainer.config.limits import above, at_least, check_limits, like, one_of

@@ -1,4 +1,4 @@
-"""The settings of each choice of the groups strategy, comm, fault and launch."""
+"""The settings of each choice of the groups strategy, comm and launch."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -86,49 +86,6 @@ class ParameterServerConfig(UnitsConfig):
     bucket_mb: float = limited(lambda value: 0 < value <= 1e6, "greater than 0, and at most 1e6 (1 TB)")
 
 
-FAULT_PHASES = (
-    *("data", "forward", "backward", "all_reduce", "optimizer", "update", "checkpoint", "evaluate", "rescue"),
-)
-
-
-@dataclass
-class FaultConfig:
-    """A fault injected once in a run, to test how it is handled; `none` injects none."""
-
-    kind: str = MISSING
-
-
-@dataclass
-class TimedFaultConfig(FaultConfig):
-    """Injected when `phase` first begins in or after `step`, counted from 1."""
-
-    step: int = at_least(1)
-    phase: str = one_of(*FAULT_PHASES)
-
-
-@dataclass
-class RankFaultConfig(TimedFaultConfig):
-    rank: int = at_least(0)
-    count: int = limited(lambda value: value >= 1, "at least 1", default=1)  # ranks, from this one on
-
-
-@dataclass
-class SlowFaultConfig(RankFaultConfig):
-    seconds: float = above(0)
-
-
-@dataclass
-class DivergeFaultConfig(RankFaultConfig):
-    tensor: str | None = MISSING
-    bit: int = at_least(0)
-
-
-@dataclass
-class CutFaultConfig(TimedFaultConfig):
-    host: int = at_least(0)
-    command: str = MISSING
-
-
 @dataclass
 class LaunchConfig:
     """How the processes of a run are started; `as_started`: as this process was, by torchrun for instance."""
@@ -193,14 +150,6 @@ COMMS: dict[str, type[CommConfig]] = {
 }
 
 SCHEDULES = [name for name, kind in COMMS.items() if kind is ScheduleCommConfig]
-
-FAULTS: dict[str, type[FaultConfig]] = {
-    "none": FaultConfig,
-    **dict.fromkeys(("kill", "stop", "raise", "hang", "nan", "exit"), RankFaultConfig),
-    "slow": SlowFaultConfig,
-    "diverge": DivergeFaultConfig,
-    "cut": CutFaultConfig,
-}
 
 LAUNCHES: dict[str, type[LaunchConfig]] = {
     "as_started": LaunchConfig,

@@ -10,7 +10,6 @@ from trainer.config.choices import (
     PowerSgdCommConfig,
     ScheduleCommConfig,
     StrategyConfig,
-    TimedFaultConfig,
     UnitsConfig,
 )
 from trainer.config.schema import Config, ImagesConfig
@@ -63,8 +62,6 @@ def check_contradictions(config: Config) -> None:
                 )
     if isinstance(strategy, ParameterServerConfig):
         _check_parameter_server(config, strategy)
-    if isinstance(config.fault, TimedFaultConfig):
-        _check_phase_comes(config, config.fault)
     if train.exact is not None:
         _check_exact(config)
 
@@ -182,24 +179,3 @@ def _check_parameter_server(config: Config, strategy: ParameterServerConfig) -> 
             "train.precision=fp16 scales the loss by the size of all gradients, but with "
             "strategy=parameter_server no process has them all; use train.precision=bf16"
         )
-
-
-def _check_phase_comes(config: Config, fault: TimedFaultConfig) -> None:
-    """Refuse a fault at a point that never comes: it would look like one that does no harm."""
-    comm, train = config.comm, config.train
-    if train.max_steps is not None and fault.step > train.max_steps:
-        raise UserError(f"fault.step is {fault.step}, but the run has train.max_steps={train.max_steps}")
-    if fault.phase == "evaluate" and not train.evaluates:
-        raise UserError("fault.phase=evaluate never happens with train.eval_every_epochs=0")
-    if fault.phase == "all_reduce":
-        shards = isinstance(config.strategy, FsdpConfig) and isinstance(comm, ScheduleCommConfig)
-        if not isinstance(config.strategy, DdpConfig) and not shards:
-            raise UserError(
-                "fault.phase=all_reduce is DDP's, or FSDP's with comm=ring and the like, and never happens "
-                f"with strategy={config.strategy.name} comm={comm.algorithm}; use fault.phase=backward"
-            )
-        if isinstance(comm, NativeCommConfig) and comm.wire_dtype == "fp32" and not comm.timeline:
-            raise UserError(
-                "fault.phase=all_reduce is not noticed with comm.timeline=false; set it to true, or use "
-                "fault.phase=backward"
-            )

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from trainer.config.choices import COMMS, FAULTS, LAUNCHES, STRATEGIES
+from trainer.config.choices import COMMS, LAUNCHES, STRATEGIES
 from trainer.config.contradictions import check_contradictions
 from trainer.config.limits import check_limits
 from trainer.config.nodes import check_nodes
@@ -31,13 +31,11 @@ def load(composed: DictConfig) -> Config:
                 raise UserError(f"{name} is {composed[name]}, but must hold settings: {name}.NAME=VALUE")
         _name("strategy.name", composed.strategy.name, STRATEGIES)
         _name("comm.algorithm", composed.comm.algorithm, COMMS)
-        _name("fault.kind", composed.fault.kind, FAULTS)
         _name("launch.name", composed.launch.name, LAUNCHES)
         schema = OmegaConf.structured(Config)
         schema.launch = OmegaConf.structured(LAUNCHES[composed.launch.name])
         schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
         schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
-        schema.fault = OmegaConf.structured(FAULTS[composed.fault.kind])
         given = _renamed(composed, "async", "async_")
         for a_field in dataclasses.fields(TrainConfig):
             if "null" in a_field.metadata and given.train.get(a_field.name, 0) is None:

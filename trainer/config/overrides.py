@@ -50,14 +50,6 @@ def in_words(error: Exception) -> str:
     return " ".join(said.partition("\nSee https://hydra.cc")[0].split())
 
 
-def for_hydra(arguments: Iterable[str]) -> list[str]:
-    """A command line for Hydra, whose grammar reads a plain nan as a number, not as an option of a group."""
-    return [
-        re.sub(r"(?<=[=,])nan(?=,|$)", "'nan'", word) if word.startswith("fault=") else word
-        for word in arguments
-    ]
-
-
 def set_to(name: str, text: str) -> str:
     """The override that sets `name` to `text`, with any characters."""
     plain = re.fullmatch(r"[A-Za-z0-9_/.-]*[A-Za-z_/][A-Za-z0-9_/.-]*", text)

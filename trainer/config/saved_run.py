@@ -21,7 +21,7 @@ from trainer.config.overrides import CONF, in_words, not_a_setting
 from trainer.errors import UserError, on_one_line
 
 MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
-_OF_THE_COMMAND = {"launch": "as_started", "fault": "none", "comm": "native"}
+_OF_THE_COMMAND = {"launch": "as_started", "comm": "native"}
 
 
 class Folder(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from trainer.config.choices import CommConfig, FaultConfig, LaunchConfig, StrategyConfig
+from trainer.config.choices import CommConfig, LaunchConfig, StrategyConfig
 from trainer.config.limits import (
     PRECISIONS,
     above,
@@ -172,7 +172,6 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     ema: EmaConfig = field(default_factory=EmaConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    fault: FaultConfig = field(default_factory=FaultConfig)
     logger: dict[str, Any] = MISSING
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 

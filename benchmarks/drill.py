@@ -1,4 +1,4 @@
-"""Every fault, one after another, on this machine: the verdict, the time until all end, and the restart.
+"""Every fault, one after another: the verdict, the time until all end, and the restart.
 
 Trains the MLP on the embedded digits under torchrun with --max-restarts=1, as a user would, once undisturbed
 and once for each fault, and prints a table with a row for each. `right` means that failure.json names the
@@ -6,8 +6,12 @@ rank, the phase and the step of the fault; the seconds are from the fault to the
 process of that attempt has ended; `lost` counts the steps that were made again. Exit status 1 if any row is
 wrong.
 
-    python -m trainer.faults.drill
-    python -m trainer.faults.drill --strategies ddp --comm ring --faults kill,stop --phase all_reduce
+    python -m benchmarks.drill
+    python -m benchmarks.drill --strategies ddp --comm ring --faults kill,stop --phase all_reduce
+    python -m benchmarks.drill --hosts 2 --faults cut
+
+With --hosts 2 two ranks are on each of two network namespaces, which needs root; `cut` cuts off the second at
+the switch, so that packets vanish without an error.
 """
 
 import argparse
@@ -18,10 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.faults.injection.drilled_run import Case, Outcome, Start, attempt, by_the_door, torchrun
+from benchmarks.drilled_run import Case, Outcome, Start, attempt, by_the_door, on, torchrun
+from tests.hosts import Host, hosts
 
 FAULTS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge")
-BATCH = 64  # train.global_batch_size of the preset
 
 
 def cases(strategies: Sequence[str], comms: Sequence[str], faults: Sequence[str], phase: str) -> list[Case]:
@@ -82,20 +86,6 @@ def drill(
     return wrong
 
 
-def parser(description: str | None, faults: Sequence[str]) -> argparse.ArgumentParser:
-    """The command line of a drill; `faults` are the possible ones."""
-    found = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    found.add_argument("--strategies", type=_some_of("ddp", "fsdp"), default="ddp,fsdp")
-    found.add_argument("--comm", type=_some_of(), default="native,ring,hierarchical", help="for both")
-    found.add_argument("--faults", type=_some_of(*faults), default=",".join(faults))
-    found.add_argument("--phase", default="forward", help="in which the fault is injected")
-    found.add_argument("--timeout-s", type=float, default=10.0, help="distributed.timeout_s of the runs")
-    found.add_argument("--out", type=Path, help="where the runs and their output are kept")
-    return found
-
-
 def _some_of(*known: str) -> Callable[[str], list[str]]:
     def some(text: str) -> list[str]:
         given = text.split(",")
@@ -107,34 +97,43 @@ def _some_of(*known: str) -> Callable[[str], list[str]]:
     return some
 
 
-def main(todo: Sequence[Case], start: Start, arguments: argparse.Namespace) -> int:
+def main(todo: Sequence[Case], start: Start, out: Path | None, timeout_s: float) -> int:
     """Run the drill, and return the exit status."""
     with by_the_door(), contextlib.ExitStack() as stack:
-        folder = arguments.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
-        wrong = drill(todo, start, folder, arguments.timeout_s)
+        folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="drill-")))
+        wrong = drill(todo, start, folder, timeout_s)
     num_faults = sum(case.fault != "none" for case in todo)
     print(f"{num_faults - len(wrong)} of {num_faults} as they should be")
     return 1 if wrong else 0
 
 
-def fitting_batch(processes: int) -> str:
-    """The largest batch, up to the preset's, that divides evenly over `processes` ranks."""
-    return f"train.global_batch_size={BATCH // processes * processes}"
+def cutting(case: Case, members: Sequence[Host]) -> Case:
+    """The case; a cut is of the second host, by its first rank."""
+    if case.fault != "cut":
+        return case
+    return replace(case, command=f"ip -n {members[1].switch} link set {members[1].port} down")
 
 
 def _main() -> None:
-    known = parser(__doc__, FAULTS)
-    known.add_argument("--processes", type=int, default=4)
+    known = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known.add_argument("--strategies", type=_some_of("ddp", "fsdp"), default="ddp,fsdp")
+    known.add_argument("--comm", type=_some_of(), default="native,ring,hierarchical", help="for both")
+    known.add_argument("--faults", type=_some_of(*FAULTS, "cut"), default=",".join(FAULTS))
+    known.add_argument("--phase", default="forward", help="in which the fault is injected")
     known.add_argument("--count", type=int, default=1, help="so many ranks at once, from rank 1 on")
-    arguments = known.parse_args()
-    if arguments.processes < 2:
-        known.error(f"--processes is {arguments.processes}, but must be at least 2: another rank sees it")
-    if arguments.processes > BATCH:
-        known.error(f"--processes is {arguments.processes}, but a batch has {BATCH} samples: at most {BATCH}")
-    todo = cases(arguments.strategies, arguments.comm, arguments.faults, arguments.phase)
-    batch = (fitting_batch(arguments.processes),)
-    todo = [replace(case, count=arguments.count, overrides=batch) for case in todo]
-    sys.exit(main(todo, torchrun(arguments.processes), arguments))
+    known.add_argument("--hosts", type=int, default=1, choices=(1, 2))
+    known.add_argument("--timeout-s", type=float, default=10.0, help="distributed.timeout_s of the runs")
+    known.add_argument("--out", type=Path, help="where the runs and their output are kept")
+    asked = known.parse_args()
+    todo = cases(asked.strategies, asked.comm, asked.faults, asked.phase)
+    todo = [replace(case, count=asked.count) for case in todo]
+    with contextlib.ExitStack() as stack:
+        start = torchrun(4)
+        if asked.hosts == 2:
+            pair = stack.enter_context(hosts(2))
+            todo = [cutting(replace(case, rank=2 if case.fault == "cut" else 1), pair) for case in todo]
+            start = on(pair, 2, "--max-restarts=1")
+        sys.exit(main(todo, start, asked.out, asked.timeout_s))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fault_parts import fault
+from tests.hosts import Host
+from tests.hosts import torchrun as on_host
 from trainer.faults import processes
-from trainer.faults.injection.injector import MARKER
 from trainer.launch.local_ranks import stands_by
 from trainer.launch.signals import stop_signals_to
 
-PROGRAM = Path(__file__).parents[3] / "train.py"
+PROGRAM = Path(__file__).parents[1] / "train.py"
 STEP, STEPS, SAVED = 25, 44, 10  # the fault's step, the run's steps, the steps between checkpoints
 MARK = "RINGMASTER_DRILL"  # in the environment of every process of a drill
 _OF_TORCH = ("torchelastic_", "torchinductor_")  # left by torchrun and its ranks after any run
@@ -38,17 +40,18 @@ class Case:
     phase: str = "forward"
     rank: int = 1
     count: int = 1
+    command: str = ""  # cuts the host off
     overrides: tuple[str, ...] = ()  # further overrides
 
     @property
     def name(self) -> str:
         return f"{self.strategy} {self.comm}"
 
-    def command_line(self) -> list[str]:
+    def command_line(self, mark: Path) -> Sequence[str]:
         if self.fault == "none":
-            return [f"fault={self.fault}"]
-        who = [] if self.fault == "cut" else [f"fault.rank={self.rank}", f"fault.count={self.count}"]
-        return [f"fault={self.fault}", *who, f"fault.step={STEP}", f"fault.phase={self.phase}"]
+            return []
+        where = (self.rank, STEP, self.phase)
+        return fault(self.fault, *where, count=self.count, mark=mark, command=self.command)
 
 
 @dataclass
@@ -115,6 +118,34 @@ def torchrun(processes: int, *options: str) -> Start:
     return start
 
 
+def on(members: Sequence[Host], per_host: int, *options: str, conf: str = "") -> Start:
+    """Start by torchrun on each host, with `options` of torchrun, after the links are restored.
+
+    Args:
+        conf: further --rdzv-conf.
+    """
+
+    def start(overrides: Sequence[str], environment: dict[str, str], folder: Path) -> list[Any]:
+        launchers = []
+        for host in members:
+            host.link_up()
+        for index, host in enumerate(members):
+            command = [*on_host(members, index, per_host, conf), *options, str(PROGRAM), *overrides]
+            with (folder / f"output{index}").open("ab") as file:
+                launchers.append(
+                    host.popen(
+                        command,
+                        {**environment, "GLOO_SOCKET_IFNAME": host.interface},
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        return launchers
+
+    return start
+
+
 def settings(case: Case, timeout_s: float) -> list[str]:
     options = [f"strategy={case.strategy}", f"comm={case.comm}", f"distributed.timeout_s={timeout_s}"]
     options += [f"train.max_steps={STEPS}", f"checkpoint.every_steps={SAVED}", "train.check_replicas_every=5"]
@@ -123,14 +154,14 @@ def settings(case: Case, timeout_s: float) -> list[str]:
 
 def attempt(case: Case, start: Start, folder: Path, timeout_s: float) -> Outcome:
     """Run `case` in the new directory `folder`, to the last step if possible."""
-    run_dir, scratch = folder / "run", folder / "tmp"
+    run_dir, scratch, made = folder / "run", folder / "tmp", folder / "fault.json"
     scratch.mkdir(parents=True)
     mark = f"{os.getpid()}-{folder.name}"
     environment = {MARK: mark, "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    overrides = [*settings(case, timeout_s), *case.command_line(), f"run_dir={run_dir}"]
+    overrides = [*settings(case, timeout_s), *case.command_line(made), f"run_dir={run_dir}"]
     outcome, pids = Outcome(), set[int]()
     with ended(launchers := start(overrides, environment, folder)):
-        _follow(outcome, launchers, run_dir, mark, pids, until_gone=case.fault == "cut")
+        _follow(outcome, launchers, run_dir, made, mark, pids, until_gone=case.fault == "cut")
     outcome.outputs = _outputs(folder)
     if resumed := re.search(r"resumed from .* at step (\d+)", outcome.outputs[0]):
         outcome.went_on = "by torchrun"
@@ -138,7 +169,7 @@ def attempt(case: Case, start: Start, folder: Path, timeout_s: float) -> Outcome
     if case.fault != "none" and not (run_dir / "result.json").exists():
         outcome.went_on = "by hand"
         with ended(launchers := start(overrides, environment, folder)):
-            _follow(Outcome(), launchers, run_dir, mark, pids)
+            _follow(Outcome(), launchers, run_dir, made, mark, pids)
     with contextlib.suppress(OSError, ValueError):
         outcome.sha256 = json.loads((run_dir / "result.json").read_text())["param_sha256"]
     outcome.left = [f"process {pid}" for pid in ranks_of(mark)]
@@ -157,6 +188,7 @@ def _follow(
     outcome: Outcome,
     launchers: list[subprocess.Popen[bytes]],
     run_dir: Path,
+    fault: Path,
     mark: str,
     pids: set[int],
     until_gone: bool = False,
@@ -164,6 +196,7 @@ def _follow(
     """Watch a launch until its launchers have ended, and record the times of events.
 
     Args:
+        fault: the file that records the fault.
         pids: the ranks of the first attempt are added.
         until_gone: do not wait for launchers that wait for a lost host.
     """
@@ -173,7 +206,7 @@ def _follow(
         ended = all(launcher.poll() is not None for launcher in launchers)
         if made_at is None:
             with contextlib.suppress(OSError, ValueError, KeyError):
-                made = json.loads((run_dir / MARKER).read_text())
+                made = json.loads(fault.read_text())
                 made_at, outcome.step = float(made["time"]), int(made["step"])
             first = {pid for pid, restarts in ranks_of(mark).items() if restarts == 0}
             pids |= first

@@ -1,0 +1,160 @@
+"""Faults of a rank at a phase of a step, for any run: a task whose constructor arranges for one.
+
+    run(..., *fault("kill", rank=0, step=8, phase="optimizer"))
+
+`fault` returns the overrides. `data.task` is built on every rank before the data and the model, so that its
+constructor comes early enough: it replaces `Heartbeat.enter`, which every phase of a run goes through, in this
+process. The task itself is the one that the run would have without a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.utils import get_class
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from trainer.errors import UserError
+from trainer.faults.heartbeat import Heartbeat
+from trainer.local_shard import to_local
+
+KINDS = ("kill", "stop", "raise", "refuse", "hang", "exit", "slow", "nan", "diverge", "cut")
+CLASSIFICATION = "trainer.tasks.Classification"
+
+
+class InjectedError(RuntimeError):
+    """Raised by a fault of the kind `raise`."""
+
+
+def fault(
+    kind: str,
+    rank: int = 1,
+    step: int = 10,
+    phase: str = "forward",
+    *,
+    count: int = 1,
+    mark: Path | None = None,
+    seconds: float = 3.0,
+    command: str = "",
+    task: str = CLASSIFICATION,
+) -> tuple[str, ...]:
+    """The overrides of a run in which this fault happens when `phase` first begins in or after `step`.
+
+    Args:
+        kind: of KINDS. refuse: a UserError; nan: the model's next output is NaN; diverge: one bit of a parameter flips; cut: a shell
+            command cuts off the rank's host.
+        rank: and `count` - 1 more.
+        phase: of heartbeat.PHASES; all_reduce; or update: when the optimizer has stepped, before that is counted.
+        mark: a file that records the fault, which then happens once, however often the run starts again.
+        seconds: how long `slow` takes.
+        task: the class of the run's task.
+    """
+    assert kind in KINDS
+    facts: dict[str, Any] = {"kind": f"'{kind}'", "ranks": list(range(rank, rank + count)), "step": step}
+    facts |= {"phase": phase, "seconds": seconds}
+    facts |= {"mark": f"'{mark}'"} if mark is not None else {}
+    facts |= {"command": f"'{command}'"} if command else {}
+    told = ",".join(f"{name}:{value}" for name, value in facts.items())
+    return (
+        "data.task._target_=tests.fault_parts.faulty",
+        f"+data.task.fault={{{told}}}",
+        f"+data.task.of={task}",
+    )
+
+
+def faulty(fault: Mapping[str, Any], of: str, **settings: Any) -> Any:
+    """The task `of`, made with `settings`, on a rank that perhaps gets the fault."""
+    mark = Path(fault["mark"]) if "mark" in fault else None
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank in fault["ranks"] and not (mark and mark.exists()):
+        _Fault(fault, mark).arrange()
+    return get_class(of)(**settings)
+
+
+class _Fault:
+    """One that is to come in this process."""
+
+    def __init__(self, facts: Mapping[str, Any], mark: Path | None) -> None:
+        self._facts, self._mark, self._is_due = facts, mark, True
+        self._optimizer: weakref.ref[Optimizer] | None = None
+
+    def arrange(self) -> None:
+        enter = Heartbeat.enter
+
+        def enter_phase(heartbeat: Heartbeat, phase: str, bucket: int = -1) -> None:
+            self._heartbeat = heartbeat
+            enter(heartbeat, phase, bucket)
+            self._at(phase, heartbeat.step)
+
+        Heartbeat.enter = enter_phase  # type: ignore[method-assign]
+        register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(lambda *_: self._at("update", self._heartbeat.step))
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def _at(self, phase: str, step: int) -> None:
+        if self._is_due and phase == self._facts["phase"] and step >= self._facts["step"]:
+            self._is_due = False
+            self._happen(f"{self._facts['kind']}, as asked for: step {step}, {phase}", step)
+
+    def _happen(self, words: str, step: int) -> None:
+        if self._mark is not None:
+            made = {"step": step, "pid": os.getpid(), "time": time.time()}
+            beside = self._mark.with_suffix(f".{os.getpid()}")  # several ranks may have the fault at once
+            beside.write_text(json.dumps(made))
+            beside.replace(self._mark)
+        match self._facts["kind"]:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise InjectedError(words)
+            case "refuse":
+                raise UserError(words)
+            case "hang":
+                while True:
+                    time.sleep(1)
+            case "exit":
+                os._exit(1)
+            case "slow":
+                time.sleep(self._facts["seconds"])
+            case "nan":
+                self._poison_next_output()
+            case "diverge":
+                optimizer = self._optimizer and self._optimizer()
+                assert optimizer is not None, "there was no update before"
+                parameters = (to_local(each) for group in optimizer.param_groups for each in group["params"])
+                flip(next(each for each in parameters if each.numel()), 0, 20)
+            case "cut":
+                subprocess.run(self._facts["command"], shell=True, check=True, timeout=60)
+
+    def _poison_next_output(self) -> None:
+        def poison(module: nn.Module, inputs: Any, output: Any) -> Any:
+            handle.remove()
+            return output * torch.nan if isinstance(output, Tensor) else output
+
+        handle = register_module_forward_hook(poison)
+
+
+def flip(tensor: Tensor, index: int, bit: int) -> None:
+    """Flip one bit of one element, in place; the bit is taken modulo the size of the dtype."""
+    size = tensor.element_size()
+    lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    bit %= 8 * size
+    element = tensor.detach().view(-1).view(lanes)[index]
+    element.bitwise_xor_(1 << bit if bit < 8 * size - 1 else -(1 << bit))

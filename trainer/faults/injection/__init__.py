@@ -1,1 +1,0 @@
-"""Injected faults, and the observation of a run with one."""
