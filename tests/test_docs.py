@@ -45,6 +45,7 @@ _OTHERS = {
     "cd",
     "ls",
     "head",
+    "pkill",
     "source",
     "python3",
 }
