@@ -9,7 +9,7 @@
 #   syncs       hidden waits for the GPU in a step, by line (at most one)
 #   gpt2        GPT-2 124M: tokens/s and MFU beside nanoGPT's loop (1.0 x)
 #   resnet      ResNet-50 from memory and from JPEG files beside a bare loop (0.97 x)
-#   memory      peaks beside what trainer.memory foretells (within 10 %)
+#   memory      peaks beside what planner.memory foretells (within 10 %)
 #   checkpoint  saving from a GPU's memory, and loading
 #   exact       train.exact: one hash under each strategy, and its cost (1.15 x)
 #   ranks       two ranks on one GPU, every all-reduce; needs NCCL 2.30, from --nccl if torch has an older one

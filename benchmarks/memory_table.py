@@ -1,4 +1,4 @@
-"""The memory of each strategy on real ranks, compared with the prediction of `trainer.memory`.
+"""The memory of each strategy on real ranks, compared with the prediction of `planner.memory`.
 
     python -m benchmarks.memory_table [--ranks 4] [--width 512] [--depth 8] [--only fsdp,ddp]
 
@@ -88,8 +88,8 @@ def predict(case: tuple[str, ...], ranks: int, micro: int) -> int:
 
     One rank for each process: torch keeps meshes with the groups of the first.
     """
-    from trainer.memory.dry_run import DryRun
-    from trainer.memory.pretend import DryRunWorld
+    from planner.dry_run import DryRun
+    from planner.pretend import DryRunWorld
 
     config = settings(*case)
     with DryRun(config).under(config, DryRunWorld(ranks, ranks, int(os.environ["RANK"]))) as stage:

@@ -69,8 +69,8 @@ FLOORS: tuple[dict[str, str], ...] = (
         "evaluate": "config distributed files inference",
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
-        "training": "checkpoint config data distributed errors exact faults fingerprint inference launch "
-        "local_shard loggers nested optim run_dir single_tensor step strategies tasks",
+        "training": "build checkpoint config data distributed errors exact faults fingerprint inference launch "
+        "local_shard loggers meta_init nested optim run_dir single_tensor step strategies tasks",
     },
     {
         "loop": "data errors inference optim step training",
@@ -85,10 +85,6 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "api": "cli config errors faults files inference launch run",
         "standby": "cli launch",
-    },
-    {
-        "memory": "api build comm config data distributed errors faults launch local_shard "
-        "meta_init nested optim strategies",
     },
 )
 MAY_USE = {room: set(used.split()) for floor in FLOORS for room, used in floor.items()}

@@ -1,4 +1,4 @@
-"""The peak of a device's memory over some steps, beside the prediction of `python -m trainer.memory`."""
+"""The peak of a device's memory over some steps, beside the prediction of `python -m planner.memory`."""
 
 import contextlib
 import gc
@@ -62,17 +62,17 @@ def _measured(day: Day, overrides: tuple[str, ...]) -> int | None:
 
 def _foretold(overrides: tuple[str, ...]) -> tuple[int | None, str]:
     """The command's prediction in bytes, or why there is none. Run here: loading torch again takes longer."""
-    if importlib.util.find_spec("trainer.memory") is None:
-        return None, "trainer.memory is not there"
+    if importlib.util.find_spec("planner.memory") is None:
+        return None, "planner.memory is not there"
     strategy = () if any(each.startswith("strategy=") for each in overrides) else ("strategy=single",)
-    command = ["trainer.memory", *overrides, *strategy, "--world", "1", "--per-host", "1", "--json"]
+    command = ["planner.memory", *overrides, *strategy, "--world", "1", "--per-host", "1", "--json"]
     said = io.StringIO()
     with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(said):
         try:
-            runpy.run_module("trainer.memory", run_name="__main__")
+            runpy.run_module("planner.memory", run_name="__main__")
         except SystemExit as end:
             if end.code:
-                return None, f"trainer.memory ended with {end.code}"
+                return None, f"planner.memory ended with {end.code}"
     found = json.loads(said.getvalue())
     row = next((value for value in found.values() if "peak" in value), None)
-    return (None, f"trainer.memory says no peak: {found}") if row is None else (int(row["peak"]), "")
+    return (None, f"planner.memory says no peak: {found}") if row is None else (int(row["peak"]), "")

@@ -10,7 +10,7 @@ import json
 import style
 from matplotlib.figure import Figure
 
-from trainer.memory.__main__ import STRATEGIES, main
+from planner.memory import STRATEGIES, main
 
 ARGUMENTS = (
     "experiment=text_gpt model.size=gpt2-xl model.vocab_size=50304 data.dataset.block_size=1024 "

@@ -214,7 +214,7 @@ def test_with_exact_all_bits_are_those_of_one_process(single: Any, tmp_path: Pat
 
 @pytest.mark.slow
 def test_memory_counts_one_moment_for_muon_and_two_for_adamw() -> None:
-    from trainer.memory import __main__ as memory
+    from planner import memory
 
     words = [word for word in SMALL if word.partition("=")[0] not in ("logger", "distributed.timeout_s")]
     for strategy, world in (("single", 1), ("fsdp", 2)):

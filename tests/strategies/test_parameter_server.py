@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from planner.dry_run import DryRun
+from planner.pretend import DryRunWorld
 from tests.fault_parts import fault
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import context_of, settings, train, trained
 from trainer.comm.parameter_server.layout import lay_out
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.loop import fit
-from trainer.memory.dry_run import DryRun
-from trainer.memory.pretend import DryRunWorld
 from trainer.strategies.parameter_server.worker_copy import WorkerCopy
 
 STEPS = 10

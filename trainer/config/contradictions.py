@@ -48,8 +48,11 @@ def check_contradictions(config: Config) -> None:
             f"train.skip_nonfinite is {train.skip_nonfinite}, but comm=powersgd keeps a part of each step's "
             "gradients for the next, NaN as well; set it to 0, or use another comm"
         )
-    if train.micro_batch_size == "auto":
-        _check_auto(config)
+    if train.micro_batch_size == "auto" and train.exact is not None:
+        raise UserError(
+            f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose leaves are the "
+            "micro-batches; set it to null"
+        )
     if config.checkpoint.mirror_every:
         _check_mirror(config)
     _check_comm(strategy, config.comm)
@@ -89,20 +92,6 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
         raise UserError(
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; use strategy=ddp, or comm.wire_dtype=fp32"
-        )
-
-
-def _check_auto(config: Config) -> None:
-    strategy, train = config.strategy, config.train
-    if strategy.name not in ("single", "ddp", "fsdp"):
-        raise UserError(
-            "train.micro_batch_size=auto tries steps of one device, and does not go with "
-            f"strategy={strategy.name}; set a number, which python -m trainer.memory --gpu-gb N predicts"
-        )
-    if train.exact is not None:
-        raise UserError(
-            f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose leaves are the "
-            "micro-batches; set it to null"
         )
 
 

@@ -1,113 +1,140 @@
-"""train.micro_batch_size=auto: the largest size that fits, found before anything is built.
+"""train.micro_batch_size=auto: the largest size that fits, found by making steps before the run is built.
 
-A process that lacks memory may be killed by the kernel, and a rank that fails in mid-step leaves the others
-waiting in a collective. So each rank starts a process that makes two steps as this rank would, among ranks
-that do not exist (trainer/memory/trial_steps.py). It waits for none, and whatever ends it ends no rank; and
-this process keeps its memory and its random generators as they are.
+What a try builds is thrown away, and the random generators are put back: a run that is given the number has
+the same bits. Only under fsdp do ranks communicate in a try.
 """
 
 import contextlib
 import dataclasses
-import json
+import gc
 import logging
-import pickle
-import resource
-import signal
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from trainer.config import Config
-from trainer.data.loading.batch import split_batch
-from trainer.distributed.agreement import gather_objects
+from trainer.build import build_collate, build_dataset, build_model, build_task, build_to_device, wrap_model
+from trainer.config import Config, DdpConfig
+from trainer.data.loading.base import Share
+from trainer.data.loading.batch import BatchSplit, split_batch
+from trainer.data.loading.loaders import train_loader
+from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.process_group import Dist
+from trainer.distributed.seeding import generators_kept
 from trainer.errors import UserError
-from trainer.faults.processes import memory_files_of, numbers_in
-from trainer.launch import fresh
+from trainer.meta_init.deferred import deferred
+from trainer.optim.param_groups import build_optimizer, freeze
+from trainer.strategies import Strategy, build_strategy
 
 log = logging.getLogger(__name__)
 
-_SHARE = 0.9  # of the free memory; the rest is for messages of collectives, threads and fragments
-_LATER = 512 << 20  # of a limit on addresses: threads, and libraries that a run loads after the search
-_PATIENCE = 0.8  # of distributed.timeout_s, for which the other ranks wait
-
-
-@dataclass(frozen=True)
-class SizeTried:
-    """What one rank found: the largest size that should fit there, and whether two steps with it do.
-
-    A rank without an answer has found size 0.
-    """
-
-    size: int
-    fits: bool
-    why: str = ""
-    batch_norm: bool = False
+_SPARED = 0.1  # of a GPU's free memory: for fragments, larger batches and messages of collectives
+_PATIENCE = 0.25  # of distributed.timeout_s: for ranks that wait in a collective for one without memory
+_NO_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a memory")
+_AUTO = "train.micro_batch_size=auto"
 
 
 def with_micro_batch_size(config: Config, former: int | None, dist: Dist) -> Config:
     """`config` with a number for train.micro_batch_size, if it is `auto` (a collective).
 
-    A resumed run keeps its `former` number, if that still divides what a rank has.
-
-    The number divides the samples that a rank has of a global batch. trainer.memory predicts the largest that
-    fits in 90 % of the free memory of each rank's device; while two steps with it fail on a rank, it is
-    halved.
+    A resumed run keeps its `former` number, if that still divides what a rank has. Otherwise all samples of a
+    rank are tried and, while any rank lacks memory, half as many.
 
     Raises:
-        UserError: not even one sample fits, or a rank does not end its steps in time.
+        UserError: not even one sample fits; or, under fsdp, ranks ran out of memory at different points.
     """
     train = config.train
     if train.micro_batch_size != "auto":
         return config
-    local_size = split_batch(train.global_batch_size, None, dist.world_size).local_size
-    sizes = [size for size in range(local_size, 0, -1) if local_size % size == 0]
-    if former in sizes:
-        return _with(config, former)
-    size, notes = _largest_that_fits(config, sizes, dist)
-    more = "".join(f"; {note}" for note in notes)
-    log.info("train.micro_batch_size=auto: %d of the %d samples of a rank%s", size, local_size, more)
-    return _with(config, size)
-
-
-def _largest_that_fits(config: Config, all_sizes: list[int], dist: Dist) -> tuple[int, list[str]]:
-    """One of `all_sizes`, which descend, and what the user should know of it (a collective)."""
-    sizes, local_size, notes = all_sizes, all_sizes[0], list[str]()
-    free = gather_objects(_free_bytes(dist))  # of all ranks, before one of them takes some
-    while True:
-        found = gather_objects(_try(config, dist, round(_SHARE * free[dist.rank]), sizes))
-        size = min(tried.size for tried in found)
-        if size == 0:
-            rank = next(rank for rank, tried in enumerate(found) if tried.size == 0)
-            raise UserError(
-                f"train.micro_batch_size=auto: on {dist.describe(rank)} the process that makes 2 steps gives "
-                f"{found[rank].why}; set a larger distributed.timeout_s, or a number"
-            )
-        too_large = [rank for rank, tried in enumerate(found) if not tried.fits]
-        if not too_large:
-            break
-        first = too_large[0]
-        notes.append(f"{found[first].size} failed on {dist.describe(first)} ({found[first].why})")
-        most = min(size, *(found[rank].size // 2 for rank in too_large))
-        sizes = [each for each in sizes if each <= most]
+    replicas = build_strategy(config, dist).num_replicas
+    most = split_batch(train.global_batch_size, None, replicas).local_size
+    sizes, told = [size for size in range(most, 0, -1) if most % size == 0], ""
+    size = former if former in sizes else None
+    while size is None:
+        smaller = next((each for each in sizes if each <= sizes[0] // 2), None)
+        rank = _first_without_memory(config, dist, sizes[0], most, smaller or 1)
+        if rank is None:
+            size = sizes[0]
+            log.info("%s: %d of the %d samples of a rank%s", _AUTO, size, most, told)
+        else:
+            told += f"; {sizes[0]} failed on {dist.describe(rank)} (out of memory)"
+            sizes = sizes[sizes.index(smaller) :] if smaller else []
         if not sizes:
             raise UserError(
-                f"train.micro_batch_size=auto: not even 1 sample fits; {'; '.join(notes)}. Of "
-                f"{free[first] / 1e9:.3g} GB free there, {_SHARE:.0%} may be used. A smaller model or sample "
-                "does, or strategy=fsdp, strategy.activation_checkpointing=true or train.precision=bf16"
+                f"{_AUTO}: not even 1 sample fits{told}. A smaller model or sample does, or strategy=fsdp, "
+                "strategy.activation_checkpointing=true or train.precision=bf16"
             )
-    if found[0].why:
-        notes.append(f"not tried: {found[0].why}")
-    if found[0].batch_norm and size < local_size:
-        notes.append("batch norms see micro-batches, so another size makes another model")
-    if size == 1 and len(all_sizes) == 2:
-        divide = f"only 1 and {local_size} divide {local_size}"
-        notes.append(f"{divide}, so another train.global_batch_size may be faster")
-    return size, notes
+    return dataclasses.replace(config, train=dataclasses.replace(train, micro_batch_size=size))
+
+
+def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smaller: int) -> int | None:
+    """Try `size` on all ranks; the first rank that lacked memory (a collective).
+
+    Under fsdp a rank that lacks memory leaves the others in a collective. Ranks go on together only if all
+    began equally many; otherwise the next collective of one would meet an older one of another.
+    """
+    strategy, is_sharded, fits = build_strategy(config, dist), config.strategy.name == "fsdp", True
+    groups = strategy.mesh.get_all_groups() if is_sharded else []  # type: ignore[attr-defined]
+    if not is_sharded and dist.world_size > 1:
+        strategy = Strategy(dist.device, strategy.computing)  # the whole model, without the other ranks
+    try:
+        with generators_kept():
+            _make_steps(config, strategy, dist, size, num_micro_batches=1 if size == most else 2)
+    except Exception as error:  # any but a lack of memory is left to the first step, which explains it
+        words = str(error).lower()
+        fits = not isinstance(error, MemoryError) and not any(lack in words for lack in _NO_MEMORY)
+    gc.collect()
+    if dist.device.type == "cuda":
+        torch.cuda.empty_cache()
+    mine = fits, [group._get_sequence_number_for_group() for group in groups]
+    try:
+        patience_s = _PATIENCE * config.distributed.timeout_s
+        found = Agreement(dist, patience_s).gather(mine) if is_sharded else gather_objects(mine)
+    except RuntimeError:
+        if fits:
+            raise
+        found = [(rank != dist.rank, [rank]) for rank in range(dist.world_size)]  # the others wait for it
+    lacking = next((rank for rank, (has_room, _) in enumerate(found) if not has_room), None)
+    if lacking is not None and any(begun != found[0][1] for _, begun in found):
+        raise UserError(
+            f"{_AUTO}: {dist.describe(lacking)} ran out of memory with {size} samples where others did not, "
+            f"and under fsdp they cannot try again together; set train.micro_batch_size={smaller} or less"
+        )
+    return lacking
+
+
+def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_micro_batches: int) -> None:
+    """Two steps on the first samples: only in the second is the optimizer's state beside activations."""
+    assert config.seed is not None
+    task, train_set = build_task(config), build_dataset(config.data, "train")
+    data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
+    share = Share(0, config.seed, dist.device, collate=build_collate(data))
+    batch = train_loader(train_set, data, BatchSplit(size, 1, size, 1), share).epoch(0).ahead()[0]
+    to_device = build_to_device(config, dist.device, train_set)
+    model = deferred(lambda: build_model(config.model, train_set), config.seed)
+    freeze(model.module, config.model)
+    module = wrap_model(config, model, strategy)
+    owned, scaler = strategy.owned(module), strategy.grad_scaler()
+    optimizer = build_optimizer(owned, config.optim)
+    # The buckets of DDP, unless gradients lie in them, and the moving average.
+    buckets = isinstance(config.strategy, DdpConfig) and not config.strategy.gradient_as_bucket_view
+    copies = range(buckets + (config.ema.decay is not None))
+    beside = [torch.empty_like(parameter) for parameter in owned.parameters() for _ in copies]
+    if dist.device.type == "cuda":
+        free = torch.cuda.mem_get_info(dist.device)[0]
+        beside.append(torch.empty(int(_SPARED * free), dtype=torch.uint8, device=dist.device))
+    module.train()
+    for _ in range(2):
+        strategy.begin_step()
+        for number in range(1, num_micro_batches + 1):
+            with strategy.gradient_sync(module, enabled=number == num_micro_batches):
+                with strategy.autocast():
+                    loss = task.loss(module, to_device(batch))
+                scaler.scale(loss).backward()
+                del loss
+        strategy.aggregate(module)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    del beside
 
 
 @contextlib.contextmanager
@@ -121,58 +148,3 @@ def out_of_memory_explained(config: Config) -> Iterator[None]:
             "same global batch in more parts"
         )
         raise
-
-
-def _with(config: Config, size: int) -> Config:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
-
-
-def _try(config: Config, dist: Dist, budget: int, sizes: list[int]) -> SizeTried:
-    """The result of this rank's process, however it ends."""
-    timeout_s = _PATIENCE * config.distributed.timeout_s
-    world = (dist.world_size, dist.local_world_size, dist.rank)
-    pipe = subprocess.PIPE
-    process = fresh.start([], module="trainer.memory.trial_steps", stdin=pipe, stdout=pipe, stderr=pipe)
-    try:
-        task = pickle.dumps((config, str(dist.device), world, budget, sizes))
-        answers, errors = process.communicate(task, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return SizeTried(0, False, f"no answer for {timeout_s:.0f} s, 0.8 distributed.timeout_s")
-    found: dict[str, Any] = {"size": sizes[-1], "fits": False}
-    for line in answers.splitlines():
-        found |= json.loads(line)
-    if process.returncode < 0:
-        found |= {"fits": False, "why": f"killed by {signal.Signals(-process.returncode).name}"}
-    elif process.returncode:
-        found |= {"fits": False, "why": (errors.decode().splitlines() or ["no message"])[-1]}
-    return SizeTried(**found)
-
-
-def _free_bytes(dist: Dist) -> int:
-    """The memory that this rank may use on its device."""
-    if dist.device.type == "cuda":
-        return torch.cuda.mem_get_info(dist.device)[0]
-    shared = [numbers_in(Path("/proc/meminfo"))["MemAvailable"] << 10, *_free_in_groups()]
-    used = numbers_in(Path("/proc/self/status"))
-    own = [
-        resource.getrlimit(limit)[0] - (used[name] << 10) - _LATER
-        for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
-        if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY
-    ]
-    return max(0, min(min(shared) // dist.local_world_size, *own, min(shared)))
-
-
-def _free_in_groups() -> Iterator[int]:
-    """What each control group of this process may still take; its page cache can be freed."""
-    folders = {folder for file in memory_files_of("self") for folder in file.parents}
-    names = (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    )
-    for folder in folders:
-        for limit, used, cache in names:
-            with contextlib.suppress(OSError, ValueError):  # the root has no limit; `max` is none
-                taken = int((folder / used).read_text()) - numbers_in(folder / "memory.stat").get(cache, 0)
-                yield int((folder / limit).read_text()) - taken

@@ -1,4 +1,4 @@
-"""The memory that each strategy needs on a device: `python -m trainer.memory [OVERRIDES] --world 64 ...`.
+"""The memory that each strategy needs on a device: `python -m planner.memory [OVERRIDES] --world 64 ...`.
 
 Needs no GPU and none of that memory: two steps of the run are made on fake tensors, which have shapes but no
 data, as one rank of a simulated world, and every byte that they would take is counted. Without
@@ -23,6 +23,10 @@ from functools import partial
 
 from omegaconf import OmegaConf
 
+from planner.dry_run import DryRun, Footprint, Stage
+from planner.fit import MOST, largest_micro_batch_size
+from planner.ledger import KINDS
+from planner.pretend import DryRunWorld
 from trainer.api import composed
 from trainer.config import Config, ParameterServerConfig
 from trainer.config.overrides import CONF
@@ -31,10 +35,6 @@ from trainer.errors import UserError
 from trainer.faults.left_running import ends_in_time
 from trainer.launch.exits import exits
 from trainer.launch.fresh import extend_path
-from trainer.memory.dry_run import DryRun, Footprint, Stage
-from trainer.memory.fit import MOST, largest_micro_batch_size
-from trainer.memory.ledger import KINDS
-from trainer.memory.pretend import DryRunWorld
 
 Row = dict[str, object]
 STRATEGIES = {
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer.memory",
+        prog="python -m planner.memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from planner.ledger import MemoryLedger
+from planner.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
+from planner.simulated import CPU, PlacedStrategy, simulated_strategy
 from trainer.build import (
     build_collate,
     build_dataset,
@@ -24,22 +27,18 @@ from trainer.build import (
     wrap_model,
 )
 from trainer.comm.fsdp_collectives import own_parameters, units_of
-from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig, UnitsConfig
+from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
 from trainer.errors import UserError, first_line
 from trainer.local_shard import to_local
-from trainer.memory.ledger import MemoryLedger
-from trainer.memory.pretend import DryRunWorld, FusedAttention, as_rank_of, repeated, without_values
-from trainer.memory.simulated import CPU, PlacedStrategy, simulated_strategy
 from trainer.meta_init.deferred import Deferred, deferred
 from trainer.nested import mapped
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.optim.schedules import constant
 from trainer.optim.train_state import Progress, TrainState
-from trainer.strategies import build_strategy
 from trainer.strategies.base import parameter_count
 
 STATE = ("parameters", "optimizer", "averages")
@@ -120,21 +119,6 @@ class DryRun:
             with quiet, fakes, FusedAttention(), MemoryLedger(staged_sends=True) as ledger:
                 module = wrap_model(config, numberless, placed.strategy)
                 yield Stage(config, world, self, placed, to_device, module, ledger)
-
-    @contextmanager
-    def for_real(self, config: Config, world: DryRunWorld, device: torch.device) -> Iterator["Stage"]:
-        """As `under`, with tensors that have memory, on `device`; only the other ranks are missing."""
-        config = dataclasses.replace(config, comm=NativeCommConfig("native", "fp32", False))
-        model = self._model(config)
-        with as_rank_of(world, device) as dist:
-            if isinstance(config.strategy, FsdpConfig):
-                strategy = build_strategy(config, dist)
-            else:  # ddp, too, without its reducer: `Stage` makes the buckets
-                alone = dataclasses.replace(config, strategy=UnitsConfig("single"))
-                strategy = build_strategy(alone, dataclasses.replace(dist, world_size=1))
-            placed = PlacedStrategy(strategy, {"": device})
-            module = wrap_model(config, model, strategy)
-            yield Stage(config, world, self, placed, self.to_device(device), module, MemoryLedger())
 
 
 class Stage:

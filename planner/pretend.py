@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed import fake_pg
 
+from planner.ledger import parts
+from planner.simulated import CPU, PlacedStrategy
 from trainer.distributed.process_group import Dist
-from trainer.memory.ledger import parts
-from trainer.memory.simulated import CPU, PlacedStrategy
 from trainer.meta_init.deferred import Deferred
 from trainer.meta_init.module_tensors import named_tensors, replace_all
 

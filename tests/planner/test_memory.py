@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from planner.dry_run import DryRun, Footprint
+from planner.fit import MOST, largest_micro_batch_size
+from planner.ledger import MemoryLedger
+from planner.memory import STRATEGIES, main
+from planner.pretend import DryRunWorld, FusedAttention
 from tests.models.test_hugging_face import PLAYED, TASKS
 from tests.runs import settings
 from trainer.errors import UserError
-from trainer.memory.__main__ import STRATEGIES, main
-from trainer.memory.dry_run import DryRun, Footprint
-from trainer.memory.fit import MOST, largest_micro_batch_size
-from trainer.memory.ledger import MemoryLedger
-from trainer.memory.pretend import DryRunWorld, FusedAttention
 from trainer.strategies.data_parallel import to_gather
 
 MLP = ("data=digits", "model=mlp", "model.hidden=[128,128,128,128]", "optim.lr=0.1")
@@ -256,7 +256,7 @@ def test_all_strategies_are_compared_and_one_that_refuses_the_run_says_why(
     assert "not compiled" in lines[0] and "on the host" in lines[1]
     assert [line.split()[-1] for line in lines[-2:]] == ["-", "21"], "a server computes no batch"
     two = {name: STRATEGIES[name] for name in ("parameter_server", "ddp")}
-    monkeypatch.setattr("trainer.memory.__main__.STRATEGIES", two)
+    monkeypatch.setattr("planner.memory.STRATEGIES", two)
     main([*MLP, "train.precision=fp16", "--world", "2", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert "fp16" in found["refused"]["parameter_server"] and found["ddp"]["peak"]

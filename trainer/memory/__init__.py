@@ -1,1 +1,0 @@
-"""Predicts how much of each device's memory a run needs: `python -m trainer.memory`."""
