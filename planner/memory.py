@@ -32,7 +32,6 @@ from trainer.config import Config, ParameterServerConfig
 from trainer.config.overrides import CONF
 from trainer.data.loading.batch import BatchSplit
 from trainer.errors import UserError
-from trainer.faults.left_running import ends_in_time
 from trainer.launch.exits import exits
 from trainer.launch.fresh import extend_path
 
@@ -47,7 +46,6 @@ STRATEGIES = {
 }
 
 
-@ends_in_time()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv`; exits with status 2 for a user error."""
     extend_path()

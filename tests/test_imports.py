@@ -18,7 +18,6 @@ HOUSE = ROOT / "trainer"
 FLOORS: tuple[dict[str, str], ...] = (
     {
         "errors": "",
-        "late_dynamo": "",
         "local_shard": "",
         "nested": "",
         "single_tensor": "",
@@ -33,7 +32,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "comm": "errors files local_shard single_tensor",
         "launch": "config errors files",
-        "optim": "config errors late_dynamo local_shard nested",
+        "optim": "config errors local_shard nested",
     },
     {
         "faults": "errors files",
@@ -45,7 +44,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "checkpoint": "comm config distributed errors faults files local_shard optim",
         "exact": "comm distributed errors files fingerprint gradient_norm local_shard optim turns",
-        "meta_init": "distributed errors late_dynamo nested",
+        "meta_init": "distributed errors nested",
         "tasks": "data errors local_shard nested",
     },
     {
@@ -54,7 +53,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "loggers": "config distributed errors run_dir",
-        "strategies": "comm config distributed errors exact late_dynamo local_shard meta_init nested optim step tasks turns",
+        "strategies": "comm config distributed errors exact local_shard meta_init nested optim step tasks turns",
         "sweep": "config errors files launch run_dir",
     },
     {
@@ -80,7 +79,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "meta_init optim run_dir strategies tasks training",
     },
     {
-        "cli": "config errors faults launch run",
+        "cli": "config errors launch run",
     },
     {
         "api": "cli config errors faults files inference launch run",

@@ -3,7 +3,6 @@
 import ctypes
 import json
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -256,17 +255,12 @@ def _act(how: str) -> str:
     return how
 
 
-class LeavesRunning(Classification):
-    """A thread, or a process, that is never ended."""
+class LeavesAThread(Classification):
+    """One that is never ended, and no daemon."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        kinds = {"thread": threading.Thread, "process": multiprocessing.get_context("fork").Process}
-        kinds[what](target=self.send_for_ever, name="uploader").start()
-
-    def send_for_ever(self) -> None:
-        while True:
-            time.sleep(0.1)
+        threading.Thread(target=threading.Event().wait, name="uploader").start()
 
 
 class SaysNoText(Classification):

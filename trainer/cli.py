@@ -19,14 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer import config
 from trainer.config.overrides import CONF, EACH_TRIAL_LAUNCHES, in_words
 from trainer.errors import UserError
-from trainer.faults.left_running import ends_in_time
-from trainer.launch.exits import exits
+from trainer.launch.exits import ends_its_threads, exits
 from trainer.launch.fresh import die_with_parent, extend_path
 from trainer.launch.launchers import launcher
 from trainer.launch.place import place, publish
 
 
-@ends_in_time()
+@ends_its_threads()
 def main() -> None:
     """Run the command line `sys.argv`, like every Hydra program, and exit with the status of the run."""
     die_with_parent()
@@ -90,10 +89,7 @@ def start(settings: config.Config, argv: list[str]) -> dict[str, Any] | None:
         return None
     here = place(settings.distributed)
     publish(here)
-    run = loaded_run()  # loads torch only after the settings are checked
-    if settings.strategy.name in ("fsdp", "parameter_server"):
-        load_compiler()
-    return run(settings)
+    return loaded_run()(settings)  # loads torch only after the settings are checked
 
 
 @functools.cache  # a second gc.freeze would also freeze what was made since the first
@@ -106,15 +102,8 @@ def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
     from trainer.run import run
 
     gc.freeze()
-    gc.enable()
-    return run
-
-
-def load_compiler() -> None:
-    """Import torch._dynamo, as DTensor would later: as many objects as torch itself.
-
-    They are not frozen: Triton, which is among them, would report leaks at the end.
-    """
-    gc.disable()
+    # As an optimizer, DDP and DTensor would later: as many objects as torch itself. They are not frozen, since
+    # Triton, which is among them, would report leaks at the end.
     import_module("torch._dynamo")
     gc.enable()
+    return run

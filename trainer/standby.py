@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 
 import ringmaster
-from trainer.cli import load_compiler, loaded_run
+from trainer.cli import loaded_run
 from trainer.launch.fresh import die_with_parent, extend_path, program
 from trainer.launch.local_ranks import received_command_line
 
@@ -20,7 +20,6 @@ def main() -> None:
     die_with_parent()
     extend_path()
     loaded_run()
-    load_compiler()  # for fsdp
     for module in _OFTEN_USED:
         import_module(module)
     argv = received_command_line(socket.socket(fileno=int(sys.argv[1])))

@@ -39,11 +39,6 @@ CASES = {
         True,
         (1, "died", "ranks, perhaps others, call different collectives, or with different dtypes or shapes"),
     ),
-    "aborted for another reason": (
-        four({1: {"state": "dead", "ended_s": 2.4, "ending": "died of SIGABRT: out of space"}}, **SYMPTOM),
-        True,
-        (1, "died", "rank 1 (host 0, node0, pid 101) died of SIGABRT: out of space, in forward of step 7"),
-    ),
     "killed, and its parent asked first": (
         four({1: {"state": "dead", "ended_s": 0.1}}, **WAITING),
         False,

@@ -1,7 +1,7 @@
 """The state of a process in memory that others of its host can read, even when it is stuck or dead.
 
-A rank enters phases, and shows numbers in each step. Its data workers record the sample they read. No store
-takes a lock or a system call but the clock. Times are nanoseconds of CLOCK_MONOTONIC, common to a host.
+A rank enters phases. Its data workers record the sample they read. No store takes a lock or a system call but
+the clock. Times are nanoseconds of CLOCK_MONOTONIC, common to a host.
 """
 
 import contextlib
@@ -10,11 +10,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from trainer.faults import shown_numbers
 
 PHASES = (
     "set_up",
@@ -35,8 +33,7 @@ _MAGIC = 0x52494E47
 _RECORD_BYTES, _NOTE_BYTES = 128, 8192
 _NOTE = _RECORD_BYTES * (1 + MAX_WORKERS)  # where its end is recorded
 _RESCUE = _NOTE + _NOTE_BYTES  # what it does to save a step at a fault
-_NUMBERS = _RESCUE + _NOTE_BYTES  # what it shows at each turn
-_SIZE = _NUMBERS + shown_numbers.SIZE
+_SIZE = _RESCUE + _NOTE_BYTES
 # Words of a record, int64 each.
 _KIND, _PID, _POSITION, _PHASE, _STEP, _SINCE, _BUCKET, _BUCKETS, _INDEX, _PROGRESS, _TICK = range(11)
 _AT_DISK, _DISK_NS, _FINISHED = range(11, 14)
@@ -80,14 +77,13 @@ class Heartbeat:
 
     Attributes:
         fd: the memory, which has no name; another process opens it as /proc/PID/fd/FD.
-        turn: how many times it has shown numbers.
     """
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("ringmaster-heartbeat")  # without a name, so nothing is left behind
         os.ftruncate(self.fd, _SIZE)
         self._memory = mmap.mmap(self.fd, _SIZE)
-        self._num_reserved = self.turn = 0
+        self._num_reserved = 0
         self._counting = threading.Lock()
         self._serve(0)
 
@@ -195,11 +191,6 @@ class Heartbeat:
         """Record what this process asks for or does to save a step at a fault (plain values)."""
         self._write(_RESCUE, facts)
 
-    def show(self, numbers: Sequence[float]) -> None:
-        """Begin the next turn, and show `shown_numbers.COUNT` numbers to this host for two turns."""
-        self.turn += 1
-        shown_numbers.write(self._memory, _NUMBERS, self.turn, numbers)
-
     def _write(self, begin: int, facts: dict[str, Any]) -> None:
         text = json.dumps(facts, ensure_ascii=False).encode(errors="surrogatepass")
         self._memory[begin : begin + 8] = bytes(8)
@@ -250,10 +241,6 @@ class Records:
     def rescue(self) -> dict[str, Any]:
         """What it asked for or did to save a step at a fault; empty without a fault."""
         return self._read(_RESCUE) or {}
-
-    def shown(self, turn: int) -> tuple[float, ...] | None:
-        """The numbers that it shows at `turn`; None if that is still to come."""
-        return shown_numbers.read(self._memory, _NUMBERS, turn)
 
     def _read(self, begin: int) -> dict[str, Any] | None:
         size = int.from_bytes(self._memory[begin : begin + 8], "little")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.faults import processes, stacks, uncaught
+from trainer.faults import processes, stacks
 from trainer.faults.heartbeat import Beat, Heartbeat, Records
 from trainer.faults.verdict import Observed
 
@@ -72,8 +72,6 @@ class Neighbour:
         if self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
             self.ending = processes.ending(self.member.pid)
-            if words := uncaught.message_in(self.stacks.read()):
-                self.ending = f"{self.ending or 'died of SIGABRT'}: {words}"
 
     def observe(self) -> Observed:
         beat, note, now = self.records.main(), self.records.note() or {}, time.monotonic_ns()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from trainer.faults import processes, uncaught
+from trainer.faults import processes
 
 STACK_SIGNAL = signal.SIGUSR2  # answered by C code
 _QUESTION = signal.SIGURG  # answered by Python code; by default a process ignores it
@@ -34,7 +34,6 @@ _WAITS: tuple[tuple[str, ...], ...] = (
     ("torch", "autograd"),
     ("torch", "futures"),
     ("trainer", "training", "maxima.py"),
-    ("trainer", "faults", "shown_numbers.py"),
     ("trainer", "comm"),
     ("trainer", "distributed", "process_group.py"),
     ("trainer", "checkpoint", "agreement.py"),
@@ -49,8 +48,7 @@ _asking = threading.Lock()
 class Stacks:
     """The memory for this process's stacks, which neighbours can open, and keep when it is dead.
 
-    Answers `ask`, also in processes forked from this one; a fatal signal writes the stack too, and before it
-    the message of a C++ exception.
+    Answers `ask`, also in processes forked from this one; a fatal signal writes the stack too.
     """
 
     def __init__(self) -> None:
@@ -66,7 +64,6 @@ class Stacks:
         self._crashes = crashes and not faulthandler.is_enabled()
         if self._crashes:
             faulthandler.enable(self._file, all_threads=True)
-            self._undo = uncaught.write_to(self.fd)
         # Only the main thread: others continue meanwhile, and walking their frames may end in SIGSEGV.
         faulthandler.register(STACK_SIGNAL, self._file, all_threads=False)
         self._before = signal.signal(_QUESTION, self._answer)
@@ -100,7 +97,6 @@ class Stacks:
         faulthandler.unregister(STACK_SIGNAL)
         if self._crashes:
             faulthandler.disable()
-            self._undo()
 
 
 class StackReader:
@@ -162,7 +158,7 @@ def frames_of(text: str, of_worker: bool = False) -> list[Frame]:
         of_worker: in the last stacks that a data worker wrote; its rank may have written some, too.
     """
     _, crash, after = text.rpartition("Fatal Python")
-    text = uncaught.without_handler(after) if crash else text
+    text = after if crash else text
     threads = _HEADERS.split(text)
     if of_worker:
         threads = [thread for thread in threads if " in _worker_loop\n" in thread] or [""]

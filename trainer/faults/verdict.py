@@ -143,7 +143,7 @@ def _of_those_that_ended(ranks: Sequence[Observed]) -> Verdict | None:
         worker = f"; {first.worker}" if first.worker else ""
         return _verdict(first, "raised", f"failed in {first.doing}{at}: {first.error}{worker}")
     ending = first.ending or "is gone without a message"
-    if ending.endswith("SIGABRT") or "preamble" in ending:  # for an unknown reason, or with gloo's message
+    if ending.endswith("SIGABRT"):
         others = [f"rank {rank.rank} at {rank.where}" for rank in ranks if rank is not first and rank.where]
         at += "; ".join(["", _MISMATCH, *others])
     return _verdict(first, "died", f"{ending}, in {first.doing}{at}")

@@ -16,7 +16,7 @@ from trainer.faults import exit_report, stacks
 from trainer.faults.debounce import Debounce
 from trainer.faults.disk_progress import set_mine
 from trainer.faults.ending import ALONE_S, Ending
-from trainer.faults.heartbeat import Heartbeat, Records
+from trainer.faults.heartbeat import Heartbeat
 from trainer.faults.kill_timer import KillTimer
 from trainer.faults.neighbour import TICK_S, Neighbour, RankIdentity, take_stacks
 from trainer.faults.rescue import SAVE_S
@@ -91,10 +91,6 @@ class Watch:
     def let_go_of_store(self) -> None:
         """As `Ending.let_go_of_store`."""
         self.ending.let_go_of_store()
-
-    def others_here(self) -> dict[int, Records]:
-        """The heartbeats of the other ranks of this host, as far as they can be read."""
-        return {neighbour.member.rank: neighbour.records for neighbour in self._others_here()}
 
     def ended_well(self) -> None:
         """Record that this rank is done, so that ranks still at work do not miss it."""

@@ -12,10 +12,9 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.saved_run import MAY_CHANGE, saved_settings
 from trainer.errors import UserError
-from trainer.faults.left_running import ends_in_time
 from trainer.files.address import location
 from trainer.launch import local
-from trainer.launch.exits import exits
+from trainer.launch.exits import ends_its_threads, exits
 from trainer.launch.fresh import die_with_parent, extend_path, launched_by
 from trainer.launch.place import place, publish, told_rank
 
@@ -52,7 +51,7 @@ def arguments(module: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-@ends_in_time()
+@ends_its_threads()
 def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
     """Call `do` with the options and the run's settings; with launch=local, in separate processes.
 

@@ -1,12 +1,14 @@
 """How a process of a run ends: messages, exit codes."""
 
+import atexit
 import contextlib
 import hashlib
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +24,45 @@ from trainer.launch.place import place, told_rank
 from trainer.launch.signals import signal_at_parents_death
 
 _FINAL = {error.exit_code for error in (UserError, NonFiniteError, StoppedBySignal)}
+
+
+@contextmanager
+def ends_its_threads() -> Iterator[None]:
+    """Around a whole program: a thread of user code that is no daemon does not keep the process after it.
+
+    Python would wait for that thread, and a launcher for Python. Without such a thread the process ends as
+    Python does, so that a profiler, a debugger or a caller in this process sees its end.
+    """
+    known, error = set(threading.enumerate()), None
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        left = [thread for thread in threading.enumerate() if not thread.daemon and thread not in known]
+        if left:
+            _leave(error, left)
+
+
+def _leave(error: BaseException | None, left: Sequence[threading.Thread]) -> None:
+    """End this process with what Python does at its end, but without waiting for the threads `left`."""
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+    names = " and ".join(f"thread {thread.name}" for thread in left)
+    print(
+        f"[rank {told_rank()}] {names}, still at work, ends with the program: join it before, in a "
+        "logger's close for example, or start it with daemon=True",
+        file=sys.stderr,
+    )
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):  # a reader may have died
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 @contextmanager

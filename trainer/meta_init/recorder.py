@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.distributed.seeding import mixed_seed
-from trainer.late_dynamo import import_dynamo_late
 from trainer.meta_init.operations import (
     OVERWRITES,
     Given,
@@ -165,9 +164,6 @@ class InitRecorder(TorchDispatchMode):
         if found():
             gc.collect()  # some may be garbage
         return found()
-
-
-import_dynamo_late(InitRecorder)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -7,14 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from trainer.config import ParameterGroup, Undecayed, parameter_groups, patterns
 from trainer.config.instantiate import instantiate
 from trainer.errors import UserError, first_few
-from trainer.late_dynamo import import_dynamo_late
 from trainer.local_shard import is_dtensor
 from trainer.optim.combined import CombinedOptimizer, parts_of
 from trainer.optim.layout import is_dense, lay_out_gradients
@@ -108,7 +106,6 @@ def build_optimizer(model: nn.Module, optim: dict[str, Any], fused_on_cpu: bool 
     Raises:
         UserError: it cannot be built, or does not fit the model; or an error of `parameter_sets`.
     """
-    import_dynamo_late(*(kind for kind in vars(torch.optim).values() if isinstance(kind, type)))
     sets = parameter_sets(model, optim)
     parts = [_part(name, model, optim, own, fused_on_cpu) for name, own in sets.items()]
     return parts[0] if len(parts) == 1 else CombinedOptimizer(parts)

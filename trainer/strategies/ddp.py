@@ -15,7 +15,6 @@ from trainer.comm.ddp_hook import CommHook, attach
 from trainer.config import AutoCommConfig, CommConfig, DdpConfig, ScheduleCommConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
-from trainer.late_dynamo import default_ddp_mode, import_dynamo_late
 from trainer.meta_init.module_tensors import (
     hooked_parameters,
     hooks_per_rank_note,
@@ -28,7 +27,6 @@ from trainer.strategies.shardable import refuse_max_norm
 
 log = logging.getLogger(__name__)
 
-import_dynamo_late(DistributedDataParallel)
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _SENDS_NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers": False
@@ -83,17 +81,16 @@ class Ddp(Strategy):
             self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             # Not by DDP, which cannot send int16 or float8.
             broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
-            with default_ddp_mode():
-                model = DistributedDataParallel(
-                    model,
-                    device_ids=device_ids(self.devices),
-                    gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
-                    static_graph=self.settings.static_graph,
-                    find_unused_parameters=self.settings.find_unused_parameters,
-                    init_sync=False,
-                    **_SENDS_NO_BUFFERS,
-                    **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
-                )
+            model = DistributedDataParallel(
+                model,
+                device_ids=device_ids(self.devices),
+                gradient_as_bucket_view=self.settings.gradient_as_bucket_view,
+                static_graph=self.settings.static_graph,
+                find_unused_parameters=self.settings.find_unused_parameters,
+                init_sync=False,
+                **_SENDS_NO_BUFFERS,
+                **_bucket_sizes(self.settings.first_bucket_mb, self.settings.bucket_cap_mb),
+            )
             if isinstance(self.comm, AutoCommConfig):
                 self.comm = auto_choice(self.comm, model.module, self.hosts)
             self.algorithm = self.comm.algorithm
