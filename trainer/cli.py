@@ -102,8 +102,8 @@ def loaded_run() -> Callable[[config.Config], dict[str, Any]]:
     from trainer.run import run
 
     gc.freeze()
-    # As an optimizer, DDP and DTensor would later: as many objects as torch itself. They are not frozen: Triton,
-    # which is among them, would report leaks at the end.
+    # As an optimizer, DDP and DTensor would later: as many objects as torch itself. They are not frozen:
+    # Triton is among them, and would report leaks at the end.
     import_module("torch._dynamo")
     gc.enable()
     return run

@@ -18,7 +18,7 @@ from tests.runs import train
 from tests.training.test_replica_check import QUICK
 from trainer.faults import reports
 from trainer.faults.reports import Reports
-from trainer.faults.verdict import Observed, Verdict, judge
+from trainer.faults.verdict import Observed, judge
 
 T = 10.0
 HERE, THERE = Observed(0, 0, "here", 6), Observed(1, 1, "there", 7)
@@ -66,62 +66,6 @@ def test_a_host_leaves_when_the_others_have_read_its_last_report(monkeypatch: py
     verdict = judge([HERE, heard], T, pressing=True)
     assert verdict is not None and (verdict.kind, verdict.status, verdict.ranks) == ("orderly", 2, (1,))
     one.close()
-
-
-NO_REPORTS = [
-    "{}",
-    "[1]",
-    "no JSON",
-    "\ud800".encode("utf-8", "surrogatepass").decode("latin1"),
-    '{"id": "1", "ranks": [{}]}',
-    json.dumps({"id": "1", "ranks": [asdict(THERE) | {"step": "seven"}]}),
-    json.dumps({"id": "1", "ranks": [asdict(THERE) | {"another": 1}]}),
-    json.dumps({"id": "1", "ranks": [asdict(THERE) | {"rank": 0}]}),
-    json.dumps({"id": ["1"], "ranks": [asdict(THERE)]}),
-    "[" * 100_000,
-]
-NO_VERDICTS = [
-    *NO_REPORTS[:3],
-    json.dumps({"ranks": [], "kind": "died", "status": 1, "message": "", "facts": {}}),
-    json.dumps({"ranks": [2], "kind": "died", "status": 1, "message": "", "facts": {}}),
-    json.dumps({"ranks": [1], "kind": "died", "status": 0, "message": "", "facts": {}}),
-    json.dumps({"ranks": [1], "kind": "died", "status": 1, "message": 3, "facts": {}}),
-]
-
-
-@pytest.mark.parametrize("key", ["report/1", "ended/1", "verdict"])
-def test_what_no_rank_wrote_is_passed_over_and_said_once(
-    key: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(reports, "_EAGER_EVERY_S", 0.01)
-    for garbage in NO_VERDICTS if key == "verdict" else NO_REPORTS:
-        _pass_over(key, garbage)
-        said = capfd.readouterr().err
-        assert said.count(f"no rank wrote {key} in the store") == 1, garbage
-
-
-def _pass_over(key: str, garbage: str) -> None:
-    """Until the genuine value is there, which is accepted."""
-    store = Held()
-    store.held[key] = garbage.encode()
-    one = Reports(lambda: store, 0, [THERE], 2)  # type: ignore[arg-type, return-value]
-    one.tell([HERE], eager=True)
-    wait_until(lambda: _count(store) > 2)
-    assert one.verdict is None and one.counts == {1: 0}
-    store.held[key] = _genuine(key)
-    wait_until(lambda: one.verdict is not None if key == "verdict" else one.counts[1] == 1)
-    one.close()
-
-
-def _count(store: Held) -> int:
-    """How often host 0 has reported."""
-    return int(json.loads(store.held.get("report/0", b'{"id": "/0"}'))["id"].partition("/")[2])
-
-
-def _genuine(key: str) -> bytes:
-    if key == "verdict":
-        return json.dumps(asdict(Verdict((1,), "died", 1, "gone"))).encode()
-    return json.dumps({"id": "1", "ranks": [asdict(THERE)]}).encode()
 
 
 def test_nobody_waits_for_hosts_that_are_lost_or_after_a_good_end(monkeypatch: pytest.MonkeyPatch) -> None:

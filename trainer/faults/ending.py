@@ -87,7 +87,7 @@ class Ending:
                 Observed(member.rank, member.host, member.hostname, member.pid, position=-1)
                 for member in others
             ]
-            self.reports = Reports(self._connect, self._own.host, first, len(self._members))
+            self.reports = Reports(self._connect, self._own.host, first)
         return self.reports
 
     def send_last_report(self, lost: Container[int] = ()) -> None:

@@ -1,35 +1,25 @@
 """Communication of hosts through the store: reports at times, and one verdict.
 
-All of it is in a separate thread: a store whose host is gone or cut off may block a call for minutes. Any
-process that reaches the store may write there: an invalid report or verdict is ignored, with one message.
+All of it is in a separate thread: a store whose host is gone or cut off may block a call for minutes.
 """
 
 import dataclasses
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-from trainer.errors import UserError
-from trainer.faults import exit_report
 from trainer.faults.verdict import Observed, Verdict
-from trainer.files.untrusted import Fields, printable, read_json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-_T = TypeVar("_T")
 
 _EVERY_S, _EAGER_EVERY_S, _OTHERS_EVERY_S = 1.0, 0.2, 5.0
 _ENDED_S = 5.0  # for the store to accept a host's last report
 _HEARD_S = 2.0  # for the other hosts to read it
 _VERDICT = "verdict"
-_MAX_BYTES = 1 << 22
-_FACTS = {"rank", "host", "phase", "where", "step", "silent_s"}
 
 
 class Reports:
@@ -38,22 +28,15 @@ class Reports:
     Args:
         connect: opens a separate connection to the store, with the keys of this attempt.
         first: what is known of the ranks of other hosts before they have reported.
-        num_ranks: of the run.
 
     Attributes:
         verdict: that of the run, once a host has given one.
         counts: the number of reports read, by host.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], "Store"],
-        host: int,
-        first: Iterable[Observed],
-        num_ranks: int = sys.maxsize,
-    ) -> None:
+    def __init__(self, connect: Callable[[], "Store"], host: int, first: Iterable[Observed]) -> None:
         self.verdict: Verdict | None = None
-        self._connect, self._host, self._num_ranks = connect, host, num_ranks
+        self._connect, self._host = connect, host
         self._known: dict[int, list[Observed]] = {}
         for rank in first:
             self._known.setdefault(rank.host, []).append(rank)
@@ -71,7 +54,6 @@ class Reports:
         self._last_report: list[Observed] = []
         self._awaited = list[str]()
         self._ended = set[int]()
-        self._passed_over = set[str]()
         self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
         self._thread.start()
 
@@ -152,62 +134,29 @@ class Reports:
     def _exchange_verdicts(self, store: "Store") -> None:
         if self._proposed is not None:
             text = json.dumps(dataclasses.asdict(self._proposed))
-            self.verdict = self._read(_VERDICT, store.compare_set(_VERDICT, "", text), self._verdict_of)
+            self.verdict = _verdict(store.compare_set(_VERDICT, "", text))
             self._agreed.set()
         elif self.verdict is None and store.check([_VERDICT]):
-            self.verdict = self._read(_VERDICT, store.get(_VERDICT), self._verdict_of)
+            self.verdict = _verdict(store.get(_VERDICT))
 
     def _read_others(self, store: "Store") -> None:
         for host in self._hosts:
             if host in self._ended:
                 continue
-            if store.check([f"ended/{host}"]) and self._receive(host, f"ended/{host}", store):
+            if store.check([f"ended/{host}"]):
+                self._receive(host, f"ended/{host}", store)
                 self._ended.add(host)
             elif store.check([f"report/{host}"]):
                 self._receive(host, f"report/{host}", store)
 
-    def _receive(self, host: int, key: str, store: "Store") -> bool:
-        """Whether there is a report of the host under `key`; a new one is stored."""
-        name, ranks = self._read(key, store.get(key), lambda report: self._report_of(host, report)) or (
-            "",
-            [],
-        )
-        if ranks and name != self._last_read.get(host):
-            self._last_read[host] = name
+    def _receive(self, host: int, key: str, store: "Store") -> None:
+        """Read the report of the host under `key`, if it is a new one."""
+        report = json.loads(store.get(key))
+        if report["id"] != self._last_read.get(host):
+            self._last_read[host] = report["id"]
             self.counts[host] += 1
             self._heard_at[host] = time.monotonic()
-            self._known[host] = ranks
-        return bool(ranks)
-
-    def _read(self, key: str, text: bytes, take: Callable[[Fields], _T]) -> _T | None:
-        """The result of `take` for the value of `key`; None if the value is invalid."""
-        try:
-            if len(text) > _MAX_BYTES:
-                raise UserError(f"{key} has {len(text):,} bytes, but must have at most {_MAX_BYTES:,}")
-            return take(Fields(key, read_json(Path(key), text)))
-        except UserError as error:
-            if key not in self._passed_over:
-                self._passed_over.add(key)
-                exit_report.print_line(f"[host {self._host}] no rank wrote {key} in the store: {error}")
-            return None
-
-    def _report_of(self, host: int, report: Fields) -> tuple[str, list[Observed]]:
-        own = {rank.rank for rank in self._known[host]}
-        ranks = [_observed(rank) for rank in report.sequence("ranks", dict)]
-        if not ranks or not {rank.rank for rank in ranks} <= own or any(rank.host != host for rank in ranks):
-            report.refuse("ranks", f"of ranks {sorted(own)}")
-        return report.text("id"), ranks
-
-    def _verdict_of(self, verdict: Fields) -> Verdict:
-        ranks, status = verdict.sequence("ranks", int), verdict.count("status")
-        if not ranks or not all(0 <= rank < self._num_ranks for rank in ranks):
-            verdict.refuse("ranks", f"some below {self._num_ranks}")
-        if not 0 < status < 256:
-            verdict.refuse("status", "that of a run that ended badly, 1 to 255")
-        facts = verdict.mapping("facts").values
-        known = {name: value for name, value in facts.items() if name in _FACTS}
-        saver = verdict.count("saver") if verdict.has("saver") else None
-        return Verdict(tuple(ranks), verdict.text("kind"), status, verdict.text("message"), known, saver)
+            self._known[host] = [Observed(**rank) for rank in report["ranks"]]
 
     def _tell_that_it_knows(self, store: "Store") -> None:
         """Tell hosts that wait for it that this host knows of their end; done by the host's leader."""
@@ -229,17 +178,6 @@ def _report(name: str, ranks: Sequence[Observed]) -> str:
     return json.dumps({"id": name, "ranks": [dataclasses.asdict(rank) for rank in ranks]})
 
 
-def _observed(values: dict[str, Any]) -> Observed:
-    """
-    Raises:
-        UserError: an unknown or missing field, or one of another type.
-    """
-    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Observed)}
-    for name, value in values.items():
-        kind = kinds.get(name, ())
-        if not isinstance(value, (kind, int) if isinstance(0.0, kind) else kind):
-            raise UserError(f"a rank's {printable(name)} is {printable(repr(value))}, which it cannot be")
-    try:
-        return Observed(**values)
-    except TypeError as error:
-        raise UserError(f"a rank's report lacks something: {error}") from error
+def _verdict(text: bytes) -> Verdict:
+    values = json.loads(text)
+    return Verdict(**{**values, "ranks": tuple(values["ranks"])})
