@@ -4,7 +4,7 @@ Takes turns, in ranks forked from one process that has all loaded, and prints th
 and its bar. Processor time is that of all ranks, with their threads; the median step counts.
 
     python -m benchmarks.exact [--turns 5] [CASE ...]
-    python -m benchmarks.exact --matrix     no cost: three models, two optimizers, 18 runs each; one hash each
+    python -m benchmarks.exact --matrix     no cost: three models, two optimizers, 13 runs each; one hash each
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """Training steps between hosts, predicted from a run on one host and measured: within 15 %.
 
     python -m benchmarks.predicted_steps [--per-host 2,4] [--rate 1gbit] [--models waiting,gpt] [--steps 40]
-        [--strategy ddp|fsdp]
 
 For each number of processes, a run on one host provides steps and buckets, and a preflight the capacities of
 the two hosts and their link; `planner.comm --train` predicts the step there. It is measured there twice,
@@ -43,13 +42,7 @@ MODELS = {
         "train.global_batch_size=8",
     ),
 }  # fmt: skip
-STRATEGIES = {
-    "ddp": {
-        "waiting": ("strategy=ddp", "strategy.first_bucket_mb=6", "strategy.bucket_cap_mb=6"),
-        "gpt": ("strategy=ddp", "strategy.first_bucket_mb=4", "strategy.bucket_cap_mb=4"),
-    },
-    "fsdp": dict.fromkeys(MODELS, ("strategy=fsdp",)),
-}
+BUCKET_MB = {"waiting": 6, "gpt": 4}
 ALGORITHMS = ("ring", "hierarchical")
 BAR = 1.15
 
@@ -82,7 +75,6 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--models", default="waiting,gpt")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
     args = parser.parse_args()
     kept = True
     print(
@@ -90,14 +82,15 @@ def main() -> int:
     )
     for model in args.models.split(","):
         for per_host in map(int, args.per_host.split(",")):
-            kept &= compare(per_host, model, args.strategy, args.rate, args.steps)
+            kept &= compare(per_host, model, args.rate, args.steps)
     print(f"{'all' if kept else 'NOT all'} within {100 * (BAR - 1):.0f} %")
     return int(not kept)
 
 
-def compare(per_host: int, model: str, strategy: str, rate: str, steps: int) -> bool:
+def compare(per_host: int, model: str, rate: str, steps: int) -> bool:
     kept, alone = True, [0] * (2 * per_host)
-    settings = (*MODELS[model], *STRATEGIES[strategy][model])
+    sizes = (f"strategy.{name}_mb={BUCKET_MB[model]}" for name in ("first_bucket", "bucket_cap"))
+    settings = (*MODELS[model], "strategy=ddp", *sizes)
     with tempfile.TemporaryDirectory() as name, network(2, rate) as (a, b):
         folder, places = Path(name), [*[a] * per_host, *[b] * per_host]
         before = {
@@ -111,7 +104,7 @@ def compare(per_host: int, model: str, strategy: str, rate: str, steps: int) -> 
             after = run(places, settings, algorithm, steps, folder / f"{algorithm}1")
             measured_s = statistics.mean((before[algorithm].step_s, after.step_s))
             predicted = found.step(PlannedWorld(2, per_host, there), algorithm, computed_s)
-            line(f"{model} {strategy} 2 x {per_host} {algorithm}", found.step_s, predicted, measured_s)
+            line(f"{model} 2 x {per_host} {algorithm}", found.step_s, predicted, measured_s)
             kept &= 1 / BAR < predicted.seconds / measured_s < BAR
     return kept
 

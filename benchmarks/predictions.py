@@ -15,11 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks import allreduce
 from planner import comm as plan
 from tests.hosts import hosts as network
 from tests.ranks import run_ranks
-from trainer.comm import bench, preflight
-from trainer.comm.algorithms.schedule import Collective
+from trainer.comm import preflight
 
 NAMES = ["hierarchical", "ring", "halving_doubling", "tree", "master_worker"]
 BAR = 1.2
@@ -27,7 +27,7 @@ BAR = 1.2
 
 def quietly(program: str, *argv: str) -> int:
     with contextlib.redirect_stdout(io.StringIO()):
-        return {"preflight": preflight.main, "bench": bench.main}[program](argv)
+        return {"preflight": preflight.main, "allreduce": allreduce.main}[program](argv)
 
 
 def attempt(per_host: int, num_bytes: int, rate: str) -> dict[str, tuple[float, float]]:
@@ -37,9 +37,9 @@ def attempt(per_host: int, num_bytes: int, rate: str) -> dict[str, tuple[float, 
         ranks = [*[a] * per_host, *[b] * per_host]
         run_ranks(quietly, len(ranks), "preflight", "--json", str(links), init=False, hosts=ranks)
         command = ["--sizes", str(num_bytes), "--rounds", "5", "--algorithms", ",".join(NAMES)]
-        run_ranks(quietly, len(ranks), "bench", *command, "--json", str(times), init=False, hosts=ranks)
+        run_ranks(quietly, len(ranks), "allreduce", *command, "--json", str(times), init=False, hosts=ranks)
         asked = ["--hosts", "2", "--per-host", str(per_host), "--from", str(links)]
-        predicted = plan.parse(asked).world.collectives(Collective.ALL_REDUCE, num_bytes)
+        predicted = plan.parse(asked).world.all_reduces(num_bytes)
         rows = json.loads(times.read_text())["rows"]
     return {row["algorithm"]: (predicted[row["algorithm"]].seconds, row["fastest_s"]) for row in rows}
 

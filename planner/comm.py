@@ -1,4 +1,4 @@
-"""Predict collectives and steps at any world size: `python -m planner.comm --hosts 512 ...`.
+"""Predict all-reduces and steps at any world size: `python -m planner.comm --hosts 512 ...`.
 
 Simulates the schedules on the links that `trainer.comm.preflight --json FILE` measured, or on given ones;
 prints time, traffic and the best choice. `--train RUN` takes computing time and buckets from a former run,
@@ -15,7 +15,6 @@ from planner import entries, formulas, plots, step, tables
 from planner.cost_model import Machine, measured
 from planner.world import PlannedWorld
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
-from trainer.comm.algorithms.schedule import Collective
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _POSITIVE = (
@@ -33,7 +32,7 @@ _MICROSECONDS = ("latency_us", "local_latency_us", "message_us")
 
 # The options of each mode; it refuses all others, which it would ignore.
 _WITH_FORMULAS = {"formulas", "hosts", "per_host", "megabytes", "servers"}
-_NOT_WITH_TRAIN = {"collective", "megabytes", "servers", "wire_dtype"}
+_NOT_WITH_TRAIN = {"megabytes", "servers", "wire_dtype"}
 _MOST_RANKS = 65_536
 _MOST_MESSAGES = 1 << 18  # between workers and servers: counted one by one, 20 us of processor time each
 
@@ -62,16 +61,14 @@ def _print(options: argparse.Namespace) -> None:
         _train(options, world)
         return
     num_bytes, what = options.megabytes * 1e6, f"{options.megabytes:g} MB as {options.wire_dtype}"
-    for how in options.collectives:
-        print(f"\n{tables.collectives(how, what, world.collectives(how, num_bytes))}")
+    reduced = world.all_reduces(num_bytes)
+    print(f"\n{tables.all_reduces(what, reduced)}")
     if counts := _servers(options, world.size):
         found = {count: world.exchange(count, num_bytes) for count in counts}
-        reduced = world.collectives(Collective.ALL_REDUCE, num_bytes)
         print(f"\n{tables.exchanges(world, found, reduced)}")
     if options.plot:
-        how = options.collectives[0]
-        curves = {other.size: other.collectives(how, num_bytes) for other in plots.worlds(world)}
-        plots.times(curves, f"{how.value} of {what}", options.per_host, options.plot)
+        curves = {other.size: other.all_reduces(num_bytes) for other in plots.worlds(world)}
+        plots.times(curves, f"all-reduce of {what}", options.per_host, options.plot)
         print(f"plot: {options.plot}")
 
 
@@ -123,11 +120,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error("--servers all: --formulas counts servers that are not workers; give their number")
     if options.formulas:
         return options
-    try:
-        options.collectives = [Collective(word) for word in options.collective.split(",")]
-    except ValueError:
-        known = ", ".join(how.value for how in Collective)
-        parser.error(f"--collective {options.collective}: one or more of {known}")
     try:
         itemsize = _ITEMSIZE[options.wire_dtype]
         segment_bytes = max(itemsize, round(options.segment_mb * (1 << 20)))
@@ -187,8 +179,7 @@ def _declare(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--hosts", type=int, required=True)
     add("--per-host", type=int, default=1, help="processes on each host (1)")
-    add("--megabytes", type=float, default=25.0, help="10^6 bytes of fp32, of all blocks (25)")
-    add("--collective", default="all-reduce", metavar="all-reduce,all-gather,reduce-scatter")
+    add("--megabytes", type=float, default=25.0, help="10^6 bytes of fp32 (25)")
     add("--wire-dtype", choices=_ITEMSIZE, default="fp32", help="the dtype in which they are sent (fp32)")
     add("--segment-mb", type=float, default=SEGMENT_MB, help="as comm.segment_mb: 2^20 bytes a segment (2)")
     add("--from", type=Path, dest="results", metavar="FILE", help="written by the preflight with --json")

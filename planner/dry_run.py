@@ -26,7 +26,7 @@ from trainer.build import (
     build_to_device,
     wrap_model,
 )
-from trainer.comm.fsdp_collectives import own_parameters, units_of
+from trainer.comm.shard_sums import own_parameters, units_of
 from trainer.config import Config, DdpConfig, FsdpConfig, NativeCommConfig
 from trainer.data.loading.base import Share
 from trainer.data.loading.batch import BatchSplit
@@ -188,7 +188,7 @@ class Stage:
         own = sum(to_local(p).numel() for p in trained if to_local(p).device == device)
         sums, messages = own * (accumulation > 1), 0
         if self.num_replicas > 1 and isinstance(self._config.strategy, FsdpConfig):
-            units = [own_parameters(unit) for _, _, unit in units_of(self._module)]
+            units = [own_parameters(unit) for _, unit in units_of(self._module)]
             sums = own
             messages = max(sum(getattr(part, name).numel() for part, name in unit) for unit in units)
         elif self.num_replicas > 1:

@@ -3,10 +3,8 @@
 A step is its computing time plus the communication that is not hidden behind it, plus, on CPUs, what the
 processors spend on communication that is. A run with strategy=ddp stores in result.json how long a step
 takes, and how long before the last gradient of a backward pass each bucket is ready. One bucket moves at a
-time, in the order in which they are ready; what moves after the last gradient is exposed. With strategy=fsdp
-and a schedule, buckets are the gathers and reduces of units, each with the moment at which the computation
-needs it and is blocked until it arrives. The computing time is that of the run: each process has the same
-batch, and the same share of a processor.
+time, in the order in which they are ready; what moves after the last gradient is exposed. The computing time
+is that of the run: each process has the same batch, and the same share of a processor.
 """
 
 from collections.abc import Sequence
@@ -17,7 +15,6 @@ from planner import entries
 from planner.cost_model import Machine
 from planner.world import FP32, PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
-from trainer.comm.algorithms.schedule import Collective
 from trainer.files.untrusted import Fields
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -27,9 +24,7 @@ _LIKE = {"native": "ring"}  # gloo's and NCCL's own all-reduces of long buckets 
 @dataclass(frozen=True)
 class BucketTiming:
     numel: int  # fp32 elements
-    early_s: float  # ready this much computing time before the end (DDP: the last gradient)
-    needed_s: float = 0.0  # needed this much before the end
-    collective: Collective = Collective.ALL_REDUCE
+    early_s: float  # ready this much before the last gradient
 
 
 @dataclass(frozen=True)
@@ -95,17 +90,12 @@ class MeasuredRun:
 
     def step(self, world: PlannedWorld, algorithm: str, computed_s: float) -> PredictedStep:
         """Predict a step on these hosts, with the buckets of this run."""
-        moved = [world.collective(bucket.collective, algorithm, bucket.numel) for bucket in self.buckets]
+        moved = [world.all_reduce(algorithm, bucket.numel) for bucket in self.buckets]
         total_s, processors_s = sum(one.seconds for one in moved), sum(one.processors_s for one in moved)
-        moments = [(-bucket.early_s, False, index) for index, bucket in enumerate(self.buckets)]
-        moments += [(-bucket.needed_s, True, index) for index, bucket in enumerate(self.buckets)]
-        free_s, stood_s, there_s = float("-inf"), 0.0, [0.0] * len(moved)  # with blocked time
-        for computed, is_needed, index in sorted(moments):
-            if is_needed:
-                stood_s += max(0.0, there_s[index] - computed - stood_s)
-            else:
-                free_s = there_s[index] = max(free_s, computed + stood_s) + moved[index].seconds
-        exposed_s = min(total_s, stood_s)
+        done_s = float("-inf")  # when the last one has moved, with the last gradient at 0
+        for bucket, one in zip(self.buckets, moved, strict=True):
+            done_s = max(done_s, -bucket.early_s) + one.seconds
+        exposed_s = min(total_s, max(0.0, done_s))
         hidden_s = total_s - exposed_s
         slowed_s = slowdown_s(world, hidden_s, total_s, processors_s) if self.on_cpu else 0.0
         return PredictedStep(computed_s, hidden_s, exposed_s, slowed_s)
@@ -133,9 +123,8 @@ def read(run_dir: Path) -> MeasuredRun:
     if not result.values.get("timeline"):
         raise ValueError(
             "its result.json has no timeline: train with two or more processes and strategy=ddp, "
-            "comm.timeline=true and any comm except powersgd; or with strategy=fsdp, comm=ring or another "
-            "schedule, shard_group=world and one micro-batch a step (--servers, without --train, predicts "
-            "the exchange with parameter servers)"
+            "comm.timeline=true and any comm except powersgd (--servers, without --train, predicts the "
+            "exchange with parameter servers)"
         )
     timeline = result.mapping("timeline")
     algorithm = _LIKE.get(result.text("comm"), result.text("comm"))
@@ -160,11 +149,4 @@ def read(run_dir: Path) -> MeasuredRun:
 
 
 def _bucket(bucket: Fields) -> BucketTiming:
-    if (collective := bucket.text("collective")) not in {known.value for known in Collective}:
-        bucket.refuse("collective", f"one of {', '.join(known.value for known in Collective)}")
-    return BucketTiming(
-        max(1, bucket.count("bytes") // FP32),
-        entries.number(bucket, "early_ms", least=-entries.MOST) / 1e3,
-        entries.number(bucket, "needed_ms", least=-entries.MOST) / 1e3,
-        Collective(collective),
-    )
+    return BucketTiming(max(1, bucket.count("bytes") // FP32), entries.number(bucket, "early_ms") / 1e3)

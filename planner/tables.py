@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from planner.cost_model import Prediction
 from planner.step import PredictedStep
 from planner.world import PlannedWorld
-from trainer.comm.algorithms.schedule import Collective
 
 
 def heading(world: PlannedWorld, given: str) -> str:
@@ -25,10 +24,10 @@ def heading(world: PlannedWorld, given: str) -> str:
     return "\n".join(lines)
 
 
-def collectives(how: Collective, what: str, predictions: Mapping[str, Prediction]) -> str:
+def all_reduces(what: str, predictions: Mapping[str, Prediction]) -> str:
     """Time and traffic: the most that any rank or host sends."""
     lines = [
-        f"{how.value} of {what}",
+        f"all-reduce of {what}",
         f"{'algorithm':<18}{'time':>11}{'sent by rank':>15}{'by host':>12}{'in all':>12}  held up by",
     ]
     for algorithm, prediction in predictions.items():

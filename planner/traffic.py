@@ -52,8 +52,7 @@ def phase_elements(schedule: Schedule, phase: Phase, op: Op, numel: int) -> int:
     if phase.repeat == 1:
         return elements(op.begin, op.end)
     turns, rest = divmod(phase.repeat * (op.end - op.begin), high - low)
-    begin = op.begin if phase.forward else op.end - rest
-    begin = low + (begin - low) % (high - low)
+    begin = low + (op.end - rest - low) % (high - low)
     wrapped = max(0, begin + rest - high)
     return (
         turns * elements(low, high) + elements(begin, begin + rest - wrapped) + elements(low, low + wrapped)

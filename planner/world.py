@@ -1,4 +1,4 @@
-"""Any number of hosts and processes, and what collectives and parameter servers would cost there."""
+"""Any number of hosts and processes, and what all-reduces and parameter servers would cost there."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -7,17 +7,11 @@ from planner.cost_model import Machine, Prediction, Predictor, predict
 from planner.push_pull import exchange
 from planner.rounds import Family
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
-from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
 from trainer.comm.algorithms.rank_order import Hosts
-from trainer.comm.algorithms.schedule import Collective, Schedule
+from trainer.comm.algorithms.schedule import Schedule
 
 BUCKET_MB = 4.0  # strategy.bucket_mb
-_HOW = {
-    Collective.ALL_REDUCE: build,
-    Collective.ALL_GATHER: all_gather,
-    Collective.REDUCE_SCATTER: reduce_scatter,
-}
 FP32 = 4  # bytes
 
 
@@ -35,7 +29,7 @@ class PlannedWorld:
     machine: Machine
     itemsize: int = FP32
     segment_bytes: int = int(SEGMENT_MB * 2**20)
-    _predictors: dict[tuple[Collective, str], Predictor] = field(default_factory=dict, init=False)
+    _predictors: dict[str, Predictor] = field(default_factory=dict, init=False)
 
     @property
     def size(self) -> int:
@@ -49,21 +43,21 @@ class PlannedWorld:
     def with_hosts(self, num_hosts: int) -> "PlannedWorld":
         return replace(self, num_hosts=num_hosts)
 
-    def collective(self, how: Collective, algorithm: str, numel: int) -> Prediction:
-        """The cost for `numel` elements: of a bucket, or of all ranks' blocks together."""
-        if (how, algorithm) not in self._predictors:
+    def all_reduce(self, algorithm: str, numel: int) -> Prediction:
+        """The cost for a bucket of `numel` elements."""
+        if algorithm not in self._predictors:
             hosts = self.hosts
 
             def one(rank: int) -> Schedule:
-                return _HOW[how](algorithm, rank, hosts)
+                return build(algorithm, rank, hosts)
 
-            self._predictors[how, algorithm] = Predictor(Family(one, self.size), hosts, self.machine)
-        return self._predictors[how, algorithm](numel * self.itemsize, self.itemsize, self.segment_bytes)
+            self._predictors[algorithm] = Predictor(Family(one, self.size), hosts, self.machine)
+        return self._predictors[algorithm](numel * self.itemsize, self.itemsize, self.segment_bytes)
 
-    def collectives(self, how: Collective, num_bytes: float) -> dict[str, Prediction]:
+    def all_reduces(self, num_bytes: float) -> dict[str, Prediction]:
         """The cost of every algorithm for `num_bytes` of fp32, fastest first."""
         numel = max(1, round(num_bytes / FP32))
-        found = {name: self.collective(how, name, numel) for name in ALGORITHMS}
+        found = {name: self.all_reduce(name, numel) for name in ALGORITHMS}
         return dict(sorted(found.items(), key=lambda item: item[1].seconds))
 
     def exchange(self, num_servers: int, num_bytes: float) -> tuple[Prediction, Prediction]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.gpu.day import Day, Row, quietly, settings
 
 # parameter_server needs at least two processes with a GPU each
-STRATEGIES = ("single", "dp", "ddp", "fsdp", "fsdp comm=ring")
+STRATEGIES = ("single", "dp", "ddp", "fsdp")
 PRECISIONS = ("bf16", "fp32", "fp16")
 CHECKPOINTS = [("full", False), ("sharded", True), ("full", True), ("sharded", False)]
 MODELS = {
@@ -21,7 +21,7 @@ MODELS = {
 
 TINY = [
     ("single", "fp16", "gpt", "full", False),
-    ("fsdp comm=ring", "bf16", "gpt", "sharded", True),
+    ("fsdp", "bf16", "gpt", "sharded", True),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU through NCCL 2.30 or later: every all-reduce, also as a CUDA graph, checked."""
+"""Two ranks on one GPU through NCCL 2.30 or later: every all-reduce, checked."""
 
 import json
 import os
@@ -15,13 +15,11 @@ from benchmarks.gpu.day import Day, Row
 RUNS = (
     "ddp comm=native",
     "ddp comm=ring",
-    "ddp comm=ring comm.cuda_graph=true",
     "ddp comm=tree",
     "ddp comm=halving_doubling",
     "ddp comm=hierarchical",
     "ddp comm=master_worker",
     "fsdp comm=native",
-    "fsdp comm=ring",
     "parameter_server",
 )
 TRAIN = (
@@ -42,7 +40,7 @@ def measure(day: Day) -> Iterator[Row]:
         everything += ["--algorithms", "native,ring"]
     ways = {"by hand": [], "bf16 sent": ["--wire-dtype", "bf16"]} if day.on_gpu else {"by hand": []}
     if day.on_gpu:
-        ways |= {"segments of 2 MiB": ["--segment-mb", "2"], "recorded": ["--cuda-graph"]}
+        ways["segments of 2 MiB"] = ["--segment-mb", "2"]
     for name, options in ways.items():
         yield from _bench(day, name, library, [*everything, *options])
     yield from _training(day, library)
@@ -96,7 +94,7 @@ def _torchrun(
 def _bench(day: Day, name: str, library: str | None, options: list[str]) -> Iterator[Row]:
     file = day.out / f"ranks-{name.replace(' ', '_')}.json"
     file.unlink(missing_ok=True)
-    bench = day.size(["-m", "trainer.comm.bench"], ["trainer/comm/bench.py"])
+    bench = day.size(["-m", "benchmarks.allreduce"], ["benchmarks/allreduce.py"])
     ended = _torchrun(day, [*bench, "--json", str(file), *options], library, day.size(100, 600))
     if not file.exists():
         yield Row(f"two ranks, {name}", None, ok=False, note=ended.stdout[-1500:])

@@ -9,7 +9,6 @@ import pytest
 from planner.formulas import CLASSIC
 from planner.traffic import count_traffic
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, Kind, Op, Phase, Schedule, build
-from trainer.comm.algorithms.gather_scatter import ALL_GATHERS
 from trainer.comm.algorithms.pipeline import IN_FLIGHT, sweeps
 from trainer.comm.algorithms.simulate import ScheduleError, simulate
 from trainer.config.choices import COMMS, SCHEDULES
@@ -41,7 +40,7 @@ def test_host_shapes(algorithm: str, hosts: list[int]) -> None:
 
 
 def test_each_is_named_wherever_it_is_chosen_by_name() -> None:
-    assert set(ALGORITHMS) == set(SCHEDULES) == set(ALL_GATHERS) == set(CLASSIC)
+    assert set(ALGORITHMS) == set(SCHEDULES) == set(CLASSIC)
     assert set(COMMS) == {file.stem for file in (CONF / "comm").glob("*.yaml")}
 
 

@@ -5,12 +5,11 @@ if one order reaches the end, every order does.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, Schedule, build
-from trainer.comm.algorithms.gather_scatter import ALL_GATHERS, all_gather, reduce_scatter
 from trainer.comm.algorithms.pipeline import IN_FLIGHT, WIDTH
 from trainer.comm.algorithms.program import chunks_in_flight, lay_out, messages_in_flight
 
@@ -41,14 +40,14 @@ class Room:
                     while self.sent[channel] == self.read[channel]:
                         yield
                     self.read[channel] += 1
-                copies: dict[tuple[tuple[int, int], ...], list[tuple[Channel, int]]] = {}
-                if visit.owned and schedule.gather:
+                copies: dict[tuple[int, int], list[tuple[Channel, int]]] = {}
+                if visit.owned:
                     while not all(self.read[channel] >= number for channel, number in slots[0]):
                         yield
                     slots.popleft()
-                    slots.append(copies.setdefault((visit.owned,), []))
+                    slots.append(copies.setdefault(visit.owned, []))
                 for move in visit.sends:
-                    channel, chunk = (rank, move.peer), move.ranges
+                    channel, chunk = (rank, move.peer), (move.begin, move.end)
                     if chunk not in copies:
                         while not all(self.read[channel] >= number for channel, number in slots[0]):
                             yield
@@ -68,10 +67,9 @@ def ends(
     room: Room,
     num_slots: int = 0,
     window: int = 0,
-    make: Callable[[str, int, list[int]], Schedule] = build,
 ) -> bool:
     """Whether all ranks finish; each runs as far as it can before the next one does."""
-    schedules = [make(algorithm, rank, hosts) for rank in range(len(hosts))]
+    schedules = [build(algorithm, rank, hosts) for rank in range(len(hosts))]
     running = deque(
         room.play(
             rank,
@@ -108,17 +106,6 @@ def test_nobody_waits_for_ever(algorithm: str, hosts: list[int]) -> None:
     assert ends(algorithm, hosts, [1, 0, segment - 1, segment * (IN_FLIGHT + 3) + 1, 1, 2 * segment], room)
     assert room.sent == room.read
     assert room.most_unread <= IN_FLIGHT, "a socket is given room for as many"
-
-
-@pytest.mark.parametrize("algorithm", ALL_GATHERS)
-@pytest.mark.parametrize("make", [all_gather, reduce_scatter])
-def test_nobody_waits_for_ever_for_blocks(make: Callable[..., Schedule], algorithm: str) -> None:
-    for hosts in ([0] * 2, [0] * 5, [0, 1, 0, 0, 1, 2]):
-        room, segment = Room(len(hosts)), len(hosts)
-        buckets = [0, segment, segment * (IN_FLIGHT + 3), segment, 2 * segment]
-        assert ends(algorithm, hosts, buckets, room, make=make)
-        assert room.sent == room.read
-        assert room.most_unread <= 2 * IN_FLIGHT, "all but a block are two messages"
 
 
 @pytest.mark.slow

@@ -25,7 +25,6 @@ from tests.programs import finish_ranks
 from tests.ranks import RankFailure, run_ranks
 from trainer.comm import preflight
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
-from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.network import link_speeds
 from trainer.comm.network.checks import CHECKS, NEED_TWO
 
@@ -92,7 +91,7 @@ def test_two_hosts_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
     table = capsys.readouterr().out
     assert "measured by the preflight" in table and all(name in table for name in ALGORITHMS)
     world = plan.parse([*asked, "--gbit", "0.001"]).world
-    predicted = world.collectives(Collective.ALL_REDUCE, 25e6)  # over each link 1, 1.5 and 2 N
+    predicted = world.all_reduces(25e6)  # over each link 1, 1.5 and 2 N
     order = [name for name in predicted if name in ("hierarchical", "ring", "master_worker")]
     assert order == ["hierarchical", "ring", "master_worker"]
     assert all(0 < prediction.seconds < math.inf for prediction in predicted.values())

@@ -13,7 +13,7 @@ from tests.comm.test_ddp_hook import network
 from tests.ranks import run_ranks
 from trainer.comm.ddp_hook import attach
 from trainer.comm.timeline.clock import CommonClock
-from trainer.comm.timeline.records import BucketRecord, PassSum, before_the_end
+from trainer.comm.timeline.records import BucketRecord, PassSum
 from trainer.comm.timeline.summary import draw, table
 
 
@@ -27,15 +27,6 @@ def test_hidden_and_exposed_add_up() -> None:
     assert (sums.total_s, sums.hidden_s, sums.exposed_s, sums.waited_s) == (8, 3, 5, 1)
     sums.add([record(0, 0, 2), record(1, 1, 3), record(10, 10, 11)])  # two at a time count once
     assert (sums.count, sums.total_s, sums.exposed_s) == (2, 8 + 4, 5 + 1)
-
-
-def test_what_is_needed_when_is_told_in_seconds_of_computing() -> None:
-    records = [record(0, 0, 3), record(1, 3, 5), record(9, 9, 12)]
-    assert before_the_end(records) == [(9, 0), (8, 0), (0, 0)], "of DDP, before the last gradient"
-    for one, needed, blocked_s in zip(records, (2, 6, 10), (1, 0, 2), strict=True):
-        one.needed, one.blocked_s = needed, blocked_s
-    # Of the 10 seconds up to the last need 1 was waiting, after the first and the second were ready.
-    assert before_the_end(records) == [(9, 7), (8, 4), (1, 0)]
 
 
 def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from planner.push_pull import exchange
 from planner.traffic import count_traffic
 from planner.world import PlannedWorld
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
-from trainer.comm.algorithms.gather_scatter import all_gather, reduce_scatter
 from trainer.comm.algorithms.rank_order import Hosts
 from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 from trainer.files.untrusted import Fields
@@ -138,21 +137,20 @@ def test_the_short_way_gives_the_same_as_all_ranks_and_all_rounds(
     algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repetitions, over ranks or rounds, are skipped; here at sizes that do not need it."""
-    asked = [(how, layout) for how in (build, all_gather, reduce_scatter) for layout in _LAYOUTS]
 
     def found() -> list[Prediction]:
         predictions = []
-        for how, (num_hosts, per_host, together, factor) in asked:
+        for num_hosts, per_host, together, factor in _LAYOUTS:
             hosts = [rank // per_host for rank in range(num_hosts * per_host)]
             machine = replace(_BUSY, rails=2, hosts_per_switch=together, oversubscription=factor)
-            schedules = [how(algorithm, rank, hosts) for rank in range(len(hosts))]
+            schedules = [build(algorithm, rank, hosts) for rank in range(len(hosts))]
             predictions.append(predict(schedules, hosts, machine, _N))
         return predictions
 
     short = found()
     monkeypatch.setattr(rounds, "_repeats", lambda places, block: False)
     monkeypatch.setattr(predicting, "_EQUAL", -1.0)
-    for one, other, case in zip(short, found(), asked, strict=True):
+    for one, other, case in zip(short, found(), _LAYOUTS, strict=True):
         assert one.seconds == pytest.approx(other.seconds, rel=1e-9), case
         assert one.bottleneck == other.bottleneck, case
         assert one.processors_s == pytest.approx(other.processors_s)
@@ -190,10 +188,9 @@ def test_time_for_16384_ranks_is_not_that_of_their_pairs() -> None:
     """Only a few ranks' schedules are built, unless all ranks differ."""
     hosts = Hosts(rank // 8 for rank in range(16_384))
     for name in ("ring", "halving_doubling", "hierarchical"):
-        for how in (build, all_gather, reduce_scatter):
-            family = rounds.Family(partial(how, name, hosts=hosts), len(hosts))
-            assert rounds.rounds(family, hosts, 1)[0] == 8
-            assert len(family.built) < 300, name
+        family = rounds.Family(partial(build, name, hosts=hosts), len(hosts))
+        assert rounds.rounds(family, hosts, 1)[0] == 8
+        assert len(family.built) < 300, name
 
 
 def test_the_table_ends_with_the_best_choice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,7 +271,6 @@ def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureF
         ("--hosts 2 --from nowhere.json", "nowhere.json"),
         ("--hosts 2 --gbit 1 --latency-us 1 --rails 2", "--rails 2: a process uses one"),
         ("--hosts 2 --gbit 1 --latency-us 1 --oversubscription 2", "needs --hosts-per-switch"),
-        ("--hosts 2 --gbit 1 --latency-us 1 --collective all-reduce,alltoall", "all-gather, reduce-scatter"),
         (
             "--hosts 2 --gbit 1 --latency-us 1 --plot /nowhere/x.png",
             "/nowhere/x.png: the file's folder does not exist",
@@ -291,7 +287,6 @@ def test_measured_links_can_be_overruled(tmp_path: Path, capsys: pytest.CaptureF
         ("--hosts 8 --formulas --plot x.png --gbit 1", "--formulas takes no --gbit, --plot"),
         ("--hosts 8 --formulas --from x --wire-dtype bf16", "--formulas takes no --from, --wire-dtype"),
         ("--hosts 2 --train . --servers 1 --megabytes 25", "--train takes no --megabytes, --servers"),
-        ("--hosts 2 --train . --collective x", "--train takes no --collective"),
     ],
 )
 def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,10 +405,7 @@ def _run_in(folder: Path, **changes: Any) -> Path:
         "hosts": [0, 0],
         "wire_dtype": "fp32",
         "exposed_ms": 5.0,
-        "buckets": [
-            {"collective": "all-reduce", "bytes": size, "early_ms": early, "needed_ms": 0.0}
-            for size, early in buckets
-        ],
+        "buckets": [{"bytes": size, "early_ms": early} for size, early in buckets],
     }
     result = {"comm": "native", "ms_per_step": 30.0, "timeline": timeline, **changes}
     (folder / "result.json").write_text(json.dumps(result))
@@ -434,20 +426,6 @@ def test_a_step_is_what_it_computes_and_what_is_exposed(tmp_path: Path) -> None:
     )  # 40 ms without a pause, 10 of them before the end
     # Links on which 1 ms should have been exposed: of the 5 measured, 4 were waiting for others.
     assert run.computed_s(Machine(local_bytes_per_s=1e9)) == pytest.approx(0.029, rel=0.01)
-
-
-def test_units_are_waited_for_where_they_are_needed(tmp_path: Path) -> None:
-    units = [("all-gather", 1, 10.0, 10.0), ("all-gather", 4, 10.0, 9.0), ("reduce-scatter", 2, 0.5, 0.0)]
-    buckets = [
-        {"collective": how, "bytes": size * 1_000_000, "early_ms": early, "needed_ms": needed}
-        for how, size, early, needed in units
-    ]
-    known = json.loads((_run_in(tmp_path) / "result.json").read_text())["timeline"]
-    run = step.read(_run_in(tmp_path, timeline=known | {"buckets": buckets}))
-    world = PlannedWorld(2, 1, Machine(link_bytes_per_s=1e9), segment_bytes=1000)
-    # 0.5, 2 and 1 ms long: the first is due at once, the second 1 ms of computing later, the third at the end.
-    found = run.step(world, "ring", 0.025)
-    assert (found.hidden_s, found.exposed_s) == pytest.approx((0.0015, 0.002), rel=0.02)
 
 
 def test_processors_that_move_hidden_buckets_compute_less_meanwhile(tmp_path: Path) -> None:
@@ -514,11 +492,11 @@ def test_a_result_that_is_none_is_told(
         ({"hosts": [0, 2]}, "timeline.hosts is [0, 2], but must be each rank's host, from 0 without gaps"),
         ({"buckets": []}, "timeline: buckets is a list, but must be a list of at least one bucket"),
         (
-            {"buckets": [{"collective": "all-reduce", "bytes": -4}]},
+            {"buckets": [{"bytes": -4}]},
             "timeline: buckets[0]: bytes is -4, but must be a whole number, 0 or more",
         ),
         (
-            {"buckets": [{"collective": "all-reduce", "bytes": 4.5}]},
+            {"buckets": [{"bytes": 4.5}]},
             "buckets[0]: bytes is 4.5, but must be a whole number",
         ),
         ({"wire_dtype": "int8"}, "timeline: wire_dtype is 'int8', but must be one of fp32, bf16, fp16"),

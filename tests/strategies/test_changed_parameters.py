@@ -126,14 +126,6 @@ def told(strategy: tuple[str, ...], cases: list[tuple[str, int]], root: Path) ->
         pytest.param(
             ("strategy=fsdp",), 2, KINDS, "changes {} in a gathered copy", id="fsdp", marks=pytest.mark.slow
         ),
-        pytest.param(
-            ("strategy=fsdp", "comm=ring", "comm.wire_dtype=bf16"),
-            2,
-            KINDS,
-            "changes {} in",
-            id="bf16",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(("strategy=fsdp",), 1, list(CASES), "changes {} in a gathered copy", id="one rank"),
         pytest.param(
             ("strategy=parameter_server", "strategy.servers=all", "strategy.bucket_mb=0.0001"),

@@ -99,33 +99,6 @@ def test_equals_single(tmp_path: Path, single: dict[str, dict[str, Tensor]], str
     assert_all_equal_single(tmp_path, single, strategy, list(MODELS), [None, 8])
 
 
-COMMS = ("ring", "tree", "halving_doubling", "hierarchical", "master_worker")
-
-
-@pytest.mark.slow
-def test_schedules_of_shards_equal_single(tmp_path: Path, single: dict[str, dict[str, Tensor]]) -> None:
-    """On two hosts of two, hybrid, prefetched, with accumulated micro-batches: in one start of ranks."""
-    cases = [("mlp", f"comm={comm}", "strategy.prefetch_units=1") for comm in COMMS]
-    cases += [("gpt", "comm=hierarchical", "strategy.prefetch_units=1")]
-    cases += [("mlp", "comm=ring", "strategy.shard_group=host", "train.micro_batch_size=8")]
-    cases += [("mlp", "comm=ring", "strategy.reduce_every_micro_batch=true", "train.micro_batch_size=8")]
-    runs = [
-        (
-            *options(tmp_path / str(number), model),
-            "strategy=fsdp",
-            "strategy.unit_min_params=1000",
-            *overrides,
-        )
-        for number, (model, *overrides) in enumerate(cases)
-    ]
-    ranks = run_ranks(trained_each, 4, *runs, init=False, hosts=[0, 0, 1, 1])
-    for (model, *overrides), *results in zip(cases, *ranks, strict=True):
-        for theirs in results[1:]:
-            assert all(torch.equal(theirs[name], value) for name, value in results[0].items()), overrides
-        print(f"{model} {overrides}: {distance(results[0], single[model]):.4f} of the tolerance")
-        assert distance(results[0], single[model]) < 1, overrides
-
-
 DEAF = ("strategy=ddp", "comm.timeline=false")  # DDP takes one hook, and the test brings its own
 UNGUARDED = "train.check_replicas_every=null"  # else the replica check would be the one to find it
 

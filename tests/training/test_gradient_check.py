@@ -51,7 +51,7 @@ TOGETHER = {
     "fsdp_clipped": ("strategy=fsdp", *CLIPPED),
     "fsdp_logged": ("strategy=fsdp",),
     "fsdp_replicated": ("strategy=fsdp", "strategy.shard_group=1", *UNLOGGED),
-    "fsdp_ring": ("strategy=fsdp", "comm=ring", "train.precision=bf16", *UNLOGGED),
+    "fsdp_in_bf16": ("strategy=fsdp", "train.precision=bf16", *UNLOGGED),
     "server": (*SERVED, "strategy.servers=1", *UNLOGGED),
     "all_serve": (*SERVED, "strategy.servers=all", *CLIPPED),
 }

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm import sparse
 from trainer.comm.algorithms.all_reduce import build
-from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.leaf_sums import LeafSums, Message
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import BucketRecord, Timeline
@@ -96,7 +95,6 @@ def attach(
     hosts: Sequence[int],
     wire_dtype: str = "fp32",
     segment_mb: float | None = None,
-    cuda_graph: bool = False,
     timeout_s: float = 600.0,
     powersgd: Mapping[str, Any] | None = None,
     enter: Enter = lambda phase, bucket: None,
@@ -118,7 +116,6 @@ def attach(
         wire_dtype: fp32 | bf16 | fp16. A schedule always adds in fp32; `native` adds in the dtype of the
             wire, as the backend does, and sends sparse gradients unchanged. PowerSGD ignores it.
         segment_mb: see `Transport`; schedules only.
-        cuda_graph: on a GPU, record a schedule's launches once for each bucket, and replay them.
         timeout_s: the longest wait for a neighbour.
         powersgd: keyword arguments of torch's PowerSGDState.
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
@@ -142,7 +139,7 @@ def attach(
     elif algorithm == "powersgd":
         reduce = _powersgd(powersgd or {}, model.process_group, transport.group, transport.clock)
     else:
-        reduce = _scheduled(transport, algorithm, divisor, cuda_graph)
+        reduce = _scheduled(transport, algorithm, divisor)
     hook = CommHook(model.module, transport.timeline, reduce, enter, leaf_sums)
     model.register_comm_hook(None, hook.reduce)
     model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
@@ -242,12 +239,11 @@ def _finisher(record: BucketRecord, gpu_clock: GpuClock | None) -> Callable[[], 
     return finish_gpu
 
 
-def _scheduled(transport: Transport, algorithm: str, divisor: int, cuda_graph: bool) -> "Reduce | Worker":
-    kind = Collective.ALL_REDUCE
-    schedules = {kind: build(algorithm, transport.rank, transport.hosts)}
+def _scheduled(transport: Transport, algorithm: str, divisor: int) -> "Reduce | Worker":
+    schedule = build(algorithm, transport.rank, transport.hosts)
     if transport.clock is not None:
-        return partial(transport.on_gpu(schedules, cuda_graph)[kind].submit, divisor=divisor)
-    executor, timeline = transport.on_cpu(schedules)[kind], transport.timeline
+        return partial(transport.on_gpu(schedule).submit, divisor=divisor)
+    executor, timeline = transport.on_cpu(schedule), transport.timeline
     members = Members(transport.group)
 
     def all_reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> torch.Tensor:

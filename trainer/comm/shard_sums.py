@@ -1,18 +1,75 @@
 """Sums of the leaves of all ranks in shards: what a unit of FSDP reduces, as integers."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.comm.leaf_sums import Encoder, decode
 from trainer.errors import UserError
 from trainer.local_shard import rows_of_shard
+from trainer.single_tensor import reduce_scatter_single
 
-Send = Callable[[Tensor, Tensor, dist.ProcessGroup], None]
-"""Write the sum of this rank's block of all ranks' messages to the first tensor; the second is a message."""
+
+def add_by_leaves(model: nn.Module, num_leaves: int) -> list["ShardSums"]:
+    """Have the gradients of each unit of `model` added as integers.
+
+    Args:
+        model: on which `fully_shard` has been called, with all its units, over several ranks; not hybrid.
+    """
+    encoder, all_sums = Encoder(num_leaves), []
+    for name, unit in units_of(model):
+        parameters = {getattr(part, of) for part, of in own_parameters(unit)}
+        sums = ShardSums(name, [p for p in parameters if p.requires_grad], encoder)
+        module: Any = unit
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_custom_reduce_scatter(_ReduceScatter(sums))
+        all_sums.append(sums)
+    return all_sums
+
+
+def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The name for users and the module of each unit."""
+    units = [(name, part) for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    return [(f"unit {name}" if name else "the root", cast(nn.Module, part)) for name, part in units]
+
+
+def own_parameters(unit: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The module and the name there of each parameter of a unit, without those of units within."""
+    within = [
+        m
+        for child in unit.modules()
+        if child is not unit and isinstance(child, FSDPModule)
+        for m in child.modules()
+    ]
+    own = set(unit.modules()) - set(within)
+    return [(part, name) for part in own for name, _ in part.named_parameters(recurse=False)]
+
+
+class _ReduceScatter:
+    """The interface of torch's ReduceScatter, whose base class is not public."""
+
+    def __init__(self, sums: "ShardSums") -> None:
+        self._sums = sums
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the gradients; torch decides how long it lives."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self._sums.add(output_tensor, input_tensor, group)
 
 
 class ShardSums:
@@ -23,11 +80,10 @@ class ShardSums:
 
     Args:
         parameters: of the unit, sharded.
-        send: the reduce-scatter.
     """
 
-    def __init__(self, name: str, parameters: Sequence[nn.Parameter], encoder: Encoder, send: Send) -> None:
-        self._name, self._parameters, self._encoder, self._send = name, parameters, encoder, send
+    def __init__(self, name: str, parameters: Sequence[nn.Parameter], encoder: Encoder) -> None:
+        self._name, self._parameters, self._encoder = name, parameters, encoder
         self._sums: Tensor | None = None
 
     def reset(self) -> None:
@@ -57,7 +113,7 @@ class ShardSums:
             self._encoder.add(to[:-1], count, own)
         message[:, -1] = count
         block = torch.empty_like(self._sums)
-        self._send(block, message.view(-1), group)
+        reduce_scatter_single(block, message.view(-1), group)
         self._sums += block
         for parameter in self._parameters:
             parameter.grad = None  # else torch would add the new sum to the former

@@ -10,7 +10,7 @@ from trainer.config.limits import PRECISIONS, above, at_least, like, limited, on
 
 @dataclass
 class CommConfig:
-    """How DDP all-reduces gradients, and FSDP gathers and reduces shards; others take `native` only."""
+    """How DDP all-reduces gradients; others take `native` only."""
 
     algorithm: str = MISSING
 
@@ -32,7 +32,6 @@ class ScheduleCommConfig(CommConfig):
     segment_mb: float | None = limited(
         lambda value: 0.01 <= value <= 1e6, "at least 0.01, and at most 1e6 (1 TB)"
     )
-    cuda_graph: bool = MISSING
 
 
 @dataclass

@@ -76,19 +76,12 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
                 f"strategy.first_bucket_mb is {strategy.first_bucket_mb}, but must be at most "
                 f"strategy.bucket_cap_mb, {strategy.bucket_cap_mb}: it makes the first bucket smaller"
             )
-    elif isinstance(strategy, FsdpConfig) and isinstance(comm, ScheduleCommConfig):
-        if comm.cuda_graph:
-            raise UserError(
-                "comm.cuda_graph=true needs strategy=ddp, whose buckets keep their addresses in memory; with "
-                "strategy=fsdp leave it out"
-            )
     elif not isinstance(comm, NativeCommConfig):
         raise UserError(
-            f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}; use strategy=ddp"
-            + (f", or comm={', '.join(SCHEDULES)}" if strategy.name == "fsdp" else "")
-            + ", or comm=native"
+            f"comm={comm.algorithm} needs strategy=ddp, but strategy={strategy.name}; use strategy=ddp, or "
+            "comm=native"
         )
-    elif isinstance(comm, NativeCommConfig) and comm.wire_dtype != "fp32":
+    elif comm.wire_dtype != "fp32":
         raise UserError(
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; use strategy=ddp, or comm.wire_dtype=fp32"

@@ -63,7 +63,7 @@ def _named(config: Config, dist: Dist) -> Strategy:
         case FsdpConfig():
             from trainer.strategies.fsdp import Fsdp
 
-            return Fsdp(settings, config.comm, dist, computing, timeout_s)
+            return Fsdp(settings, dist, computing, timeout_s)
         case ParameterServerConfig():
             from trainer.strategies.parameter_server.synchronous import ParameterServer
 

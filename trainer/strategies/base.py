@@ -3,7 +3,7 @@
 The trainer calls these methods and never checks the class. Defaults: a whole model on one device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ class Strategy:
         self.computing = computing
         self.notes: list[str] = []
         self._watchable: list[Tensor] = []  # as of the last step in which all were watched
-        self.timeline: Timeline | None = None  # of the collectives of its backward passes, if they are timed
+        self.timeline: Timeline | None = None  # of the all-reduces of its backward passes, if they are timed
 
     @property
     def device(self) -> torch.device:
@@ -235,7 +235,7 @@ class Strategy:
         """Plots of the last `metrics`, for the log of one rank; slow, and not a collective."""
         if self.timeline is None:
             return {}
-        return {"comm/units" if self.timeline.collectives else "comm/buckets": draw(self.timeline)}
+        return {"comm/buckets": draw(self.timeline)}
 
     def summary(self) -> str:
         """A summary of the whole run for the user, at the end; may be empty."""
@@ -244,17 +244,6 @@ class Strategy:
     def measured(self) -> dict[str, Any]:
         """This strategy's communication, for result.json: on rank 0 (a collective)."""
         return {}
-
-    def _typical_pass(self, hosts: Sequence[int], wire_dtype: str) -> dict[str, Any]:
-        """The timeline of a typical backward pass for `measured`; {} without one.
-
-        Args:
-            hosts: the index of the host of each rank.
-            wire_dtype: in which gradients are sent, as in `comm.wire_dtype`.
-        """
-        typical = self.timeline.typical_pass() if self.timeline is not None else {}
-        facts = {"device": self.device.type, "hosts": list(hosts), "wire_dtype": wire_dtype}
-        return {"timeline": facts | typical} if typical else {}
 
     def close(self) -> None:
         """End threads and groups; called once, after a successful run."""

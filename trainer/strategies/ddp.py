@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from trainer.comm.ddp_hook import CommHook, attach
-from trainer.config import AutoCommConfig, CommConfig, DdpConfig, ScheduleCommConfig
+from trainer.config import AutoCommConfig, CommConfig, DdpConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
 from trainer.meta_init.module_tensors import (
@@ -52,10 +52,6 @@ class Ddp(Strategy):
         self._passes_to_repeat = 0  # in a resumed run, until DDP has rebuilt its buckets
         if settings.sync_batchnorm and dist.device.type != "cuda":
             raise UserError("strategy.sync_batchnorm=true needs CUDA: torch has no CPU kernel for it")
-        if isinstance(comm, ScheduleCommConfig) and comm.cuda_graph and dist.device.type != "cuda":
-            raise UserError(
-                "comm.cuda_graph=true records the work of a GPU, but this run is on CPUs; leave it out"
-            )
         # MPI has no store, in which the ranks could meet for a gloo group.
         if dist.backend == "mpi" and hook_options(comm) is not None:
             raise UserError(
@@ -197,7 +193,9 @@ class Ddp(Strategy):
     def measured(self) -> dict[str, Any]:
         # PowerSGD's messages are not its buckets.
         wire_dtype = (hook_options(self.comm) or {}).get("wire_dtype")
-        return self._typical_pass(self.hosts, wire_dtype) if wire_dtype is not None else {}
+        typical = self.timeline.typical_pass() if self.timeline is not None and wire_dtype is not None else {}
+        facts = {"device": self.device.type, "hosts": list(self.hosts), "wire_dtype": wire_dtype}
+        return {"timeline": facts | typical} if typical else {}
 
     def close(self) -> None:
         if self.hook is not None:

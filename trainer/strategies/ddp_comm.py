@@ -32,10 +32,10 @@ def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) ->
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     two_on_one_host = len(hosts) == 2 and len({*hosts}) == 1 and {p.device.type for p in trained} == {"cpu"}
     asks_for_native = comm.wire_dtype != "fp32" or not comm.timeline
-    adds_up = not sparse_parameters(model) and {p.dtype for p in trained} <= SUMMED_DTYPES
+    adds_up = not sparse_parameters(model) and {p.dtype for p in trained} <= {*SUMMED_DTYPES}
     # Two containers of one machine share no memory, even if they have the same name.
     if two_on_one_host and adds_up and not asks_for_native and len({*gather_objects(reach())}) == 1:
-        return ScheduleCommConfig("tree", "fp32", segment_mb=None, cuda_graph=False)
+        return ScheduleCommConfig("tree", "fp32", segment_mb=None)
     return NativeCommConfig("native", comm.wire_dtype, comm.timeline)
 
 
@@ -47,8 +47,7 @@ def hook_options(comm: CommConfig, always: bool = False) -> dict[str, Any] | Non
     """
     match comm:
         case ScheduleCommConfig():
-            names = ("wire_dtype", "segment_mb", "cuda_graph")
-            return {name: getattr(comm, name) for name in names}
+            return {"wire_dtype": comm.wire_dtype, "segment_mb": comm.segment_mb}
         case PowerSgdCommConfig():
             state = {
                 "matrix_approximation_rank": comm.matrix_approximation_rank,

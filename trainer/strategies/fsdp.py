@@ -3,8 +3,8 @@
 import functools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 
-from trainer.comm.fsdp_collectives import ShardComm, add_by_leaves, attach
-from trainer.config import CommConfig, FsdpConfig, ScheduleCommConfig
+from trainer.comm.shard_sums import add_by_leaves
+from trainer.config import FsdpConfig
 from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
@@ -51,16 +51,13 @@ class Fsdp(Strategy):
     def __init__(
         self,
         settings: FsdpConfig,
-        comm: CommConfig,
         dist: Dist,
         computing: Computing,
         timeout_s: float,
     ) -> None:
         super().__init__(dist.device, computing)
-        self.settings, self.comm, self.dist, self.timeout_s = settings, comm, dist, timeout_s
-        self.shard_comm: ShardComm | None = None
+        self.settings, self.dist, self.timeout_s = settings, dist, timeout_s
         self._may_hold_gathers = False  # torch cannot gather before the first pass
-        self._accumulates = False
         self._gathered: GatheredParameters | None = None
         self._used: UsedParameters | None = None
         self._stale_check: StaleReferenceCheck | None = None
@@ -68,12 +65,6 @@ class Fsdp(Strategy):
         self.mesh = sharding_mesh(settings.shard_group, dist)
         if settings.cpu_offload and dist.device.type == "cpu":
             raise UserError("strategy.cpu_offload=true, but the model trains on the CPU; set it to false")
-        if isinstance(comm, ScheduleCommConfig):
-            self.algorithm = comm.algorithm
-            if dist.backend == "mpi":
-                raise UserError(
-                    f"comm={comm.algorithm} needs gloo beside distributed.backend=mpi; use comm=native"
-                )
         if self.mesh.ndim == 2:
             replicate, shard = self.mesh.shape
             self.notes.append(f"fsdp: hybrid, sharded over {shard} ranks, replicated {replicate} times")
@@ -114,9 +105,8 @@ class Fsdp(Strategy):
         if self.settings.prefetch_units is not None:
             _prefetch(model, self.settings.prefetch_units)
             model.register_forward_hook(self._note_call)
-        self._attach(model)
         by_leaves = self.order.by_leaves and self.num_replicas > 1  # one rank reduces nothing
-        shards = add_by_leaves(model, self.shard_comm, self.order.num_rows) if by_leaves else ()
+        shards = add_by_leaves(model, self.order.num_rows) if by_leaves else ()
         self.order.attach(model, shards)
         self.notes.append(
             f"fsdp: {len(units)} units and the root"
@@ -138,8 +128,7 @@ class Fsdp(Strategy):
         return MixedPrecisionPolicy(self.param_dtype, reduce_dtype, torch.float32 if is_root else None)
 
     def prepare(self, state: TrainState) -> None:
-        wire = self.comm.wire_dtype if isinstance(self.comm, ScheduleCommConfig) else "fp32"
-        self._gathered = GatheredParameters(state.model, DTYPES[wire] if wire != "fp32" else None)
+        self._gathered = GatheredParameters(state.model)
         self._used = UsedParameters(state.model, self._gathered, self.dist, self.timeout_s)
 
     def begin_step(self) -> None:
@@ -170,26 +159,6 @@ class Fsdp(Strategy):
     @property
     def param_dtype(self) -> torch.dtype:
         return DTYPES[self.settings.param_dtype or self.computing.precision]
-
-    def _attach(self, model: nn.Module) -> None:
-        """Have a schedule gather and reduce the shards, if one is set and there are several ranks."""
-        if not isinstance(self.comm, ScheduleCommConfig) or self.mesh.size(-1) == 1:
-            return
-        self.shard_comm = attach(
-            model,
-            self.comm.algorithm,
-            group=self.mesh.get_group("shard"),
-            hosts=self.dist.hosts,
-            device=self.device,
-            hybrid=self.mesh.ndim == 2,
-            wire_dtype=self.comm.wire_dtype,
-            segment_mb=self.comm.segment_mb,
-            timeout_s=self.timeout_s,
-            enter=self.dist.heartbeat.enter,
-        )
-        self.timeline = self.shard_comm.timeline
-        if self.mesh.ndim == 2:
-            self.notes.append(f"fsdp: comm={self.comm.algorithm} within shards, native between replicas")
 
     def _units(self, model: nn.Module, apart: list[nn.Module]) -> list[nn.Module]:
         """The submodules to gather one at a time, children before parents, each once, without the root."""
@@ -228,7 +197,6 @@ class Fsdp(Strategy):
     @contextmanager
     def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
         sharded = cast(FSDPModule, model)
-        self._accumulates |= not enabled
         each = self.settings.reduce_every_micro_batch or self.order.by_leaves
         if self._used is not None:
             self._used.reduces = enabled or each
@@ -238,8 +206,7 @@ class Fsdp(Strategy):
             sharded.set_requires_all_reduce(enabled)  # hybrid: shards are reduced over replicas once a step
         else:
             sharded.set_requires_gradient_sync(enabled)
-        one_pass = self.shard_comm.one_pass() if self.shard_comm is not None else nullcontext()
-        with self.order.leaf(enabled), one_pass, backward_errors():
+        with self.order.leaf(enabled), backward_errors():
             yield
             if self._gathered is not None:
                 self._gathered.end_backward()
@@ -260,17 +227,6 @@ class Fsdp(Strategy):
     def replica_groups(self) -> list[tuple[int, ...]]:
         # Hybrid: the ranks of a mesh column hold the same shard.
         return [tuple(column) for column in self.mesh.mesh.T.tolist()] if self.mesh.ndim == 2 else []
-
-    def measured(self) -> dict[str, Any]:
-        # Else a pass is only a part of a step.
-        sees_full_steps = self.mesh.ndim == 1 and not self._accumulates
-        if not sees_full_steps or not isinstance(self.comm, ScheduleCommConfig):
-            return {}
-        return self._typical_pass(self.dist.hosts, self.comm.wire_dtype)
-
-    def close(self) -> None:
-        if self.shard_comm is not None:
-            self.shard_comm.close()
 
 
 def _reshard_without_gradient(root: nn.Module, *_: object) -> None:

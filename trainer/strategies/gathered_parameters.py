@@ -27,15 +27,13 @@ class GatheredParameters:
 
     Args:
         model: sharded.
-        sent_as: the dtype in which fp32 parameters are gathered; None: their own.
 
     Attributes:
         names: of all gathered parameters so far.
     """
 
-    def __init__(self, model: nn.Module, sent_as: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.names: dict[Tensor, str] = {}
-        self._sent_as = sent_as
         self._shards = dict(model.named_parameters(remove_duplicate=False))
         self._versions: dict[Tensor, int] = {}
         self._frozen: set[str] = set()  # in a pass: the next gather would train them again
@@ -129,11 +127,7 @@ class GatheredParameters:
         if now is not gathered:
             return torch.ones((), dtype=torch.bool, device=gathered.device)
         rows = gathered.detach()[slice(*own_rows(shard))]
-        own = to_local(shard).to(rows.device, rows.dtype)
-        differs = other_bits(rows, own)
-        if self._sent_as is not None:  # they may have been rounded on the wire
-            differs &= other_bits(rows, own.to(self._sent_as).to(rows.dtype))
-        return differs
+        return other_bits(rows, to_local(shard).to(rows.device, rows.dtype))
 
 
 class _GatheredUnit:

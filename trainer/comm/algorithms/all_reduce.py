@@ -1,9 +1,9 @@
 """All-reduce algorithms as data; schedule.py defines what a schedule is.
 
 A new one is a function here, named in three places: ALGORITHMS below, COMMS in trainer/config/choices.py, and
-a file conf/comm/NAME.yaml with its settings. Then DDP, `trainer.comm.bench` and `planner.comm` offer it,
-and the tests prove it. FSDP and `plan --collective` also need its all-gather, in ALL_GATHERS of
-gather_scatter.py; `plan --formulas` shows it if CLASSIC of formulas.py has its textbook formula.
+a file conf/comm/NAME.yaml with its settings. Then DDP, `benchmarks.allreduce` and `planner.comm` offer it,
+and the tests prove it. `planner.comm --formulas` shows it if CLASSIC of planner/formulas.py has its textbook
+formula.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from trainer.comm.algorithms.rank_order import Hosts, by_host, line, positions_in_hosts
 from trainer.comm.algorithms.rank_order import tree as tree_of
-from trainer.comm.algorithms.schedule import Collective, Kind, Op, Phase, Schedule, chosen, in_phases
+from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule, in_phases
 
 Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every rank) -> its schedule
 
@@ -183,4 +183,8 @@ def build(algorithm: str, rank: int, hosts: Sequence[int]) -> Schedule:
     Raises:
         ValueError: the algorithm or the rank does not exist.
     """
-    return chosen(ALGORITHMS, Collective.ALL_REDUCE, algorithm, rank, hosts)(rank, hosts)
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"no all-reduce algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}")
+    if not 0 <= rank < len(hosts):
+        raise ValueError(f"rank {rank} is not among the {len(hosts)} ranks of hosts={list(hosts)}")
+    return ALGORITHMS[algorithm](rank, hosts)

@@ -14,23 +14,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One message: elements [begin, end), of one or more stretches of the bucket, mostly of one."""
+    """One message: the elements [begin, end) of the bucket."""
 
     kind: Kind
     peer: int
-    ranges: tuple[tuple[int, int], ...]
-    numel: int
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.begin
+
+    def chunk(self, sums: "Tensor") -> "Tensor":
+        return sums[self.begin : self.end]
 
     def take(self, sums: "Tensor", received: "Tensor") -> None:
         """Add the received elements to `sums`, or copy them there."""
-        taken = 0
-        for begin, end in self.ranges:
-            chunk, arrived = sums[begin:end], received[taken : taken + end - begin]
-            taken += end - begin
-            if self.kind is Kind.ADD:
-                chunk.add_(arrived)
-            else:
-                chunk.copy_(arrived)
+        if self.kind is Kind.ADD:
+            self.chunk(sums).add_(received)
+        else:
+            self.chunk(sums).copy_(received)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +56,16 @@ def lay_out(
     """
     rounds = [*schedule.rounds(), ()]
     count = num_segments(numel, itemsize, segment_bytes)
-    assert schedule.blocks is None or numel % schedule.parts == 0, "blocks have equal lengths"
-    bounds = segment_bounds(numel if schedule.blocks is None else numel // schedule.parts, count)
+    bounds = segment_bounds(numel, count)
 
     def visit(segment: int, k: int) -> Visit:
-        arriving = _messages(schedule, rounds[k - 1], bounds[segment], numel) if k > 0 else ()
+        arriving = _messages(schedule, rounds[k - 1], bounds[segment]) if k > 0 else ()
         receives = tuple(move for move in arriving if move.kind is not Kind.SEND)
-        sending = _messages(schedule, rounds[k], bounds[segment], numel)
+        sending = _messages(schedule, rounds[k], bounds[segment])
         sends = tuple(move for move in sending if move.kind is Kind.SEND)
-        owned = _ranges(schedule, *schedule.owned, bounds[segment], numel)
-        assert len(owned) <= 1, "a rank owns one contiguous stretch"
-        return Visit(receives, owned[0] if owned and k == schedule.num_reduce_rounds else None, sends)
+        low, high = _elements(schedule, *schedule.owned, bounds[segment])
+        owned = (low, high) if low < high and k == schedule.num_reduce_rounds else None
+        return Visit(receives, owned, sends)
 
     return [
         [visit(segment, k) for segment, k in sweep]
@@ -71,29 +73,17 @@ def lay_out(
     ]
 
 
-def _ranges(
-    schedule: Schedule, begin: int, end: int, segment: tuple[int, int], numel: int
-) -> tuple[tuple[int, int], ...]:
-    """The elements of the parts [begin, end) within a segment, of the bucket or of each block."""
+def _elements(schedule: Schedule, begin: int, end: int, segment: tuple[int, int]) -> tuple[int, int]:
+    """The elements of the parts [begin, end) within a segment; none for empty ones."""
     first, last = segment
-    if schedule.blocks is None:
-        low, high = (first + schedule.boundary(part, last - first) for part in (begin, end))
-        return ((low, high),) if low < high else ()
-    if first == last:
-        return ()
-    block, ranges = numel // schedule.parts, list[tuple[int, int]]()
-    for rank in sorted(schedule.blocks[begin:end]):  # the same order on both sides of a message
-        low, high = rank * block + first, rank * block + last
-        if ranges and ranges[-1][1] == low:
-            low = ranges.pop()[0]
-        ranges.append((low, high))
-    return tuple(ranges)
+    return first + schedule.boundary(begin, last - first), first + schedule.boundary(end, last - first)
 
 
-def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int], numel: int) -> Iterator[Move]:
+def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int]) -> Iterator[Move]:
     for op in ops:
-        if ranges := _ranges(schedule, op.begin, op.end, segment, numel):
-            yield Move(op.kind, op.peer, ranges, sum(end - begin for begin, end in ranges))
+        begin, end = _elements(schedule, op.begin, op.end, segment)
+        if begin < end:
+            yield Move(op.kind, op.peer, begin, end)
 
 
 def chunks_in_flight(schedule: Schedule, width: int) -> int:

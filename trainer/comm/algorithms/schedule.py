@@ -1,4 +1,4 @@
-"""A collective as data: what one rank sends, receives, adds and copies, round by round.
+"""An all-reduce as data: what one rank sends, receives, adds and copies, round by round.
 
 A schedule contains no tensors and no network. The executor runs it, the simulator proves it, the traffic
 counter and the cost model read it. Three rules make a family of schedules (one per rank) valid:
@@ -9,36 +9,10 @@ counter and the cost model read it. Three rules make a family of schedules (one 
   so that all ranks end with the same bits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import TypeVar
-
-_Algorithm = TypeVar("_Algorithm")
-
-
-class Collective(Enum):
-    """What a family of schedules computes."""
-
-    ALL_REDUCE = "all-reduce"  # every rank ends with the sum of every part
-    ALL_GATHER = "all-gather"  # every rank starts with its own block, and ends with all blocks
-    REDUCE_SCATTER = "reduce-scatter"  # every rank ends with the sum of its own block
-
-
-def chosen(
-    among: Mapping[str, _Algorithm], how: Collective, algorithm: str, rank: int, hosts: Sequence[int]
-) -> _Algorithm:
-    """The algorithm of that name, for a rank among `hosts`.
-
-    Raises:
-        ValueError: the algorithm or the rank does not exist.
-    """
-    if algorithm not in among:
-        raise ValueError(f"no {how.value} algorithm {algorithm!r}; there are {', '.join(among)}")
-    if not 0 <= rank < len(hosts):
-        raise ValueError(f"rank {rank} is not among the {len(hosts)} ranks of hosts={list(hosts)}")
-    return among[algorithm]
 
 
 class Kind(Enum):
@@ -62,13 +36,11 @@ class Phase:
     """`repeat` rounds of the same ops; each round moves every chunk back by its own width within `ring`.
 
     The repetition keeps the schedule of thousands of ranks small: a ring is two phases at any world size.
-    With `forward`, chunks move on instead, as in a schedule that runs backwards.
     """
 
     ops: tuple[Op, ...]
     repeat: int = 1
     ring: tuple[int, int] = (0, 1)  # the parts [low, high) within which chunks move
-    forward: bool = False
 
     def round(self, index: int) -> tuple[Op, ...]:
         """The ops of repetition `index`."""
@@ -78,8 +50,7 @@ class Phase:
         moved = []
         for op in self.ops:
             width = op.end - op.begin
-            step = width if self.forward else -width
-            begin = low + (op.begin - low + index * step) % (high - low)
+            begin = low + (op.begin - low - index * width) % (high - low)
             moved.append(Op(op.kind, op.peer, begin, begin + width))
         return tuple(moved)
 
@@ -95,16 +66,12 @@ def in_phases(rounds: Sequence[Sequence[Op]]) -> tuple[Phase, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One rank's part in a collective over a bucket of `parts` nearly equal parts.
-
-    An all-gather and a reduce-scatter have as many parts as ranks, each the block of one rank.
-    """
+    """One rank's part in an all-reduce of a bucket of `parts` nearly equal parts."""
 
     parts: int
     reduce: tuple[Phase, ...]
     owned: tuple[int, int]  # after `reduce` this rank alone holds the sum of the parts [begin, end)
     gather: tuple[Phase, ...]
-    blocks: tuple[int, ...] | None = None  # the rank of each part's block; blocks are in the order of ranks
 
     @property
     def num_reduce_rounds(self) -> int:

@@ -1,27 +1,27 @@
-"""Runs the schedules of all ranks without a network, and proves the collective correct for any numbers.
+"""Runs the schedules of all ranks without a network, and proves the all-reduce correct for any numbers.
 
-A part is represented by the set of ranks whose values are in it; in an all-gather, all of them or none. A
-schedule is correct if every message sent is received in its round, no value is added twice, an owner's sum is
-complete, and every rank ends with what its `Collective` promises.
+A part is represented by the set of ranks whose values are in it. A schedule is correct if every message sent
+is received in its round, no value is added twice, an owner's sum is complete, and every rank ends with the
+sum of every part.
 """
 
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from trainer.comm.algorithms.schedule import Collective, Kind, Op, Schedule
+from trainer.comm.algorithms.schedule import Kind, Op, Schedule
 
 
 class ScheduleError(ValueError):
-    """The schedules do not compute the collective; the message names round, rank and chunk."""
+    """The schedules do not compute the all-reduce; the message names round, rank and chunk."""
 
 
-def simulate(schedules: Sequence[Schedule], collective: Collective = Collective.ALL_REDUCE) -> None:
+def simulate(schedules: Sequence[Schedule]) -> None:
     """Check the family of schedules, one per rank.
 
     Raises:
         ScheduleError: a message without its receive or the reverse (which would hang), a value added twice,
-            a block gathered twice, an incomplete sum, parts with two owners, a block with an owner other than
-            its rank, or ranks that disagree on rounds or parts.
+            a sum copied twice, an incomplete sum, parts with two owners, or ranks that disagree on rounds
+            or parts.
     """
     shapes = {(s.parts, s.num_reduce_rounds, s.num_rounds) for s in schedules}
     if len(shapes) != 1:
@@ -29,10 +29,6 @@ def simulate(schedules: Sequence[Schedule], collective: Collective = Collective.
     parts, num_reduce_rounds, _ = shapes.pop()
     everyone = (1 << len(schedules)) - 1
     held = [[1 << rank] * parts for rank in range(len(schedules))]  # bit sets of ranks, by rank and part
-    if collective is not Collective.ALL_REDUCE:
-        _check_blocks(schedules)
-    if collective is Collective.ALL_GATHER:
-        held = [[everyone * (part in range(*s.owned)) for part in range(parts)] for s in schedules]
 
     if num_reduce_rounds == 0:
         _check_owners(schedules, held, everyone)
@@ -40,8 +36,6 @@ def simulate(schedules: Sequence[Schedule], collective: Collective = Collective.
         _run_round(number, ops, held, everyone)
         if number + 1 == num_reduce_rounds:
             _check_owners(schedules, held, everyone)
-    if collective is Collective.REDUCE_SCATTER:  # the owners of blocks are checked
-        return
     for rank, sums in enumerate(held):
         for part, ranks in enumerate(sums):
             if ranks != everyone:
@@ -96,18 +90,6 @@ def _check_owners(schedules: Sequence[Schedule], held: list[list[int]], everyone
             owners[part] = rank
     if len(owners) != schedules[0].parts:
         raise ScheduleError(f"parts {sorted(set(range(schedules[0].parts)) - set(owners))} have no owner")
-
-
-def _check_blocks(schedules: Sequence[Schedule]) -> None:
-    """Check that every part is the block of one rank, which owns it."""
-    for rank, schedule in enumerate(schedules):
-        if schedule.blocks is None or sorted(schedule.blocks) != list(range(len(schedules))):
-            raise ScheduleError(f"rank {rank}: the parts are not one block for each rank: {schedule.blocks}")
-        if schedule.blocks != schedules[0].blocks:
-            raise ScheduleError(f"rank {rank} numbers the blocks differently from rank 0")
-        own = schedule.blocks.index(rank)
-        if schedule.owned != (own, own + 1):
-            raise ScheduleError(f"rank {rank} owns parts {schedule.owned}, but its block is part {own}")
 
 
 def _names(ranks: int) -> str:

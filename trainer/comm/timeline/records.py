@@ -1,24 +1,19 @@
 """When each bucket was ready, moved and done, and which ranks this rank waited for.
 
-A bucket is one of DDP's gradient buckets, or a unit that FSDP gathers or whose gradients it reduces.
-
 A rank that comes late makes the all-reduce of all the others look long. So lateness is measured at its
 source: the time at which each rank's bucket was ready, on a common clock.
 """
 
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.timeline.clock import CommonClock
 from trainer.comm.timeline.gpu_clock import GpuClock
 
@@ -27,7 +22,7 @@ _KEPT = 100  # passes, for the medians of `Timeline.typical_pass`
 
 @dataclass(slots=True)
 class BucketRecord:
-    """One bucket of one pass; times are seconds of `time.perf_counter`."""
+    """One bucket of one backward pass; times are seconds of `time.perf_counter`."""
 
     index: int
     num_bytes: int  # of a sparse gradient, values and indices, different at every step
@@ -37,21 +32,10 @@ class BucketRecord:
     waited_s: dict[int, float] = field(default_factory=dict)  # by neighbour
     read_gpu: Callable[[bool], tuple[float, ...] | None] | None = None  # see gpu_clock.times
     sparse: bool = False
-    collective: Collective = Collective.ALL_REDUCE
-    unit: str = ""  # the name of FSDP's unit
-    # How long the computation was blocked on it. None: it is needed only at the end of the pass.
-    blocked_s: float | None = None
-    needed: float | None = None  # when the block began
-
-    @property
-    def name(self) -> str:
-        """The name of its row in tables and plots."""
-        return f"{self.index}" if not self.unit else f"{self.collective.value} of {self.unit}"
 
     @property
     def label(self) -> str:
-        what = self.name if self.unit else f"bucket {self.name}"
-        return f"{what}, {self.num_bytes / 2**20:.3g} MiB" + (" sparse" if self.sparse else "")
+        return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB" + (" sparse" if self.sparse else "")
 
     def fetch_times(self, wait: bool) -> bool:
         """Fetch the times if a GPU has them; return False if they are not known yet and `wait` is false."""
@@ -59,9 +43,7 @@ class BucketRecord:
             times = self.read_gpu(wait)
             if times is None:
                 return False
-            self.ready, self.start, self.end = times[:3]
-            if len(times) > 3:  # when the computation came to need it
-                self.needed, self.blocked_s = times[3], max(0.0, self.end - times[3])
+            self.ready, self.start, self.end = times
             self.read_gpu = None
         return True
 
@@ -72,7 +54,7 @@ class PassSum:
 
     count: int = 0
     total_s: float = 0.0  # in which some bucket was moving
-    exposed_s: float = 0.0  # part of it without computation: all buckets were ready, or one blocked
+    exposed_s: float = 0.0  # part of it when all buckets were ready: nothing was left to compute
     waited_s: float = 0.0  # for neighbours
 
     @property
@@ -82,16 +64,13 @@ class PassSum:
     def add(self, records: Sequence[BucketRecord]) -> None:
         """Add the buckets of one pass; times at which several move count once."""
         last_ready = max(record.ready for record in records)
-        total_s = exposed_s = counted_to = 0.0
+        counted_to = 0.0
         for record in sorted(records, key=lambda record: record.start):
             begin = max(record.start, counted_to)
-            total_s += max(0.0, record.end - begin)
-            after_last = max(0.0, record.end - max(begin, last_ready))
-            exposed_s += after_last if record.blocked_s is None else record.blocked_s
+            self.total_s += max(0.0, record.end - begin)
+            self.exposed_s += max(0.0, record.end - max(begin, last_ready))
             self.waited_s += sum(record.waited_s.values())
             counted_to = max(counted_to, record.end)
-        self.total_s += total_s
-        self.exposed_s += min(exposed_s, total_s)  # a wait includes the time to wake the thread
         self.count += 1
 
 
@@ -152,15 +131,13 @@ class Timeline:
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
         self.arrivals: Arrivals | None = None  # from the last call of metrics
-        # Over the run, by (index, bytes, name); bytes is 0 if a bucket's size changes at every step.
-        self.buckets: dict[tuple[int, int, str], BucketSum] = {}
+        # Over the run, by (index, bytes); bytes is 0 if a bucket's size changes at every step.
+        self.buckets: dict[tuple[int, int], BucketSum] = {}
         self.passes = PassSum()  # over the run
         self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
-        self.collectives: dict[Collective, PassSum] = {}  # the same of FSDP's two
         self.times_last: dict[int, int] = {}  # how often each rank was last at a call of metrics
         self._clock, self._gpu_clock = CommonClock(group, hosts), gpu_clock
         self._recent = PassSum()  # since the last call of metrics
-        self._recent_collectives: dict[Collective, PassSum] = {}
         self._waiting: deque[list[BucketRecord]] = deque()
         self._complete = True  # the newest pass has its last bucket
 
@@ -168,30 +145,16 @@ class Timeline:
         """For pickling to another rank: without clocks and passes that are not summed up."""
         return {**vars(self), "_clock": None, "_gpu_clock": None, "_waiting": deque()}
 
-    def arrive(
-        self,
-        index: int,
-        num_bytes: int,
-        is_last: bool,
-        sparse: bool = False,
-        collective: Collective = Collective.ALL_REDUCE,
-        unit: str = "",
-    ) -> BucketRecord:
+    def arrive(self, index: int, num_bytes: int, is_last: bool, sparse: bool = False) -> BucketRecord:
         """Record that a bucket is ready. The mover fills in the rest of the record."""
         if self._complete:
             self.sum_up(wait=False)
             self._waiting.append([])
             self.num_passes += 1
         self._complete = is_last
-        record = BucketRecord(
-            index, num_bytes, time.perf_counter(), sparse=sparse, collective=collective, unit=unit
-        )
+        record = BucketRecord(index, num_bytes, time.perf_counter(), sparse=sparse)
         self._waiting[-1].append(record)
         return record
-
-    def end_pass(self) -> None:
-        """End the pass: later buckets belong to the next. For a caller that does not know the last bucket."""
-        self._complete = True
 
     def metrics(self) -> dict[str, float]:
         """Means per backward pass since the last call and the arrivals of the last; {} if there were none.
@@ -202,18 +165,12 @@ class Timeline:
         if self._gpu_clock is not None:
             self._gpu_clock.synchronize()
         recent, self._recent = self._recent, PassSum()
-        collectives, self._recent_collectives = self._recent_collectives, {}
         if recent.count == 0:
             return {}
-        apart = {
-            f"comm/{collective.value.replace('-', '_')}_{name}": 1e3 * seconds / recent.count
-            for collective, sums in collectives.items()
-            for name, seconds in (("ms", sums.total_s), ("exposed_ms", sums.exposed_s))
-        }
         ready = [record.ready for record in self.last_pass]
         self.arrivals = arrivals = Arrivals(self._clock.gather(ready), self.ranks)
         self.times_last[arrivals.last_rank] = self.times_last.get(arrivals.last_rank, 0) + 1
-        return apart | {
+        return {
             "comm/arrival_skew_ms": 1e3 * arrivals.skew_s,
             "comm/last_rank": float(arrivals.last_rank),
             "comm/total_ms": 1e3 * recent.total_s / recent.count,
@@ -227,29 +184,27 @@ class Timeline:
         """A typical backward pass on this rank, for result.json; {} if there was none.
 
         Medians over the newest passes: total, hidden and exposed communication; for each bucket in the order
-        in which they are ready, its bytes, and how long before the end it was ready, and needed.
+        in which they are ready, its bytes, and how long before the last one it was ready.
         """
         self.sum_up(wait=True)
-        layout = [(record.name, record.num_bytes) for record in self.last_pass]
-        alike = [own for own in self._kept if [(r.name, r.num_bytes) for r in own] == layout]
+        layout = [(record.index, record.num_bytes) for record in self.last_pass]
+        alike = [own for own in self._kept if [(r.index, r.num_bytes) for r in own] == layout]
         if not alike:
             return {}
-        sums, moments = [PassSum() for _ in alike], []
+        sums = [PassSum() for _ in alike]
         for records, own in zip(alike, sums, strict=True):
             own.add(records)
-            moments.append(before_the_end(records))
+        ends = [max(record.ready for record in records) for records in alike]
         return {
             "total_ms": 1e3 * median(own.total_s for own in sums),
             "hidden_ms": 1e3 * median(own.hidden_s for own in sums),
             "exposed_ms": 1e3 * median(own.exposed_s for own in sums),
             "buckets": [
                 {
-                    "collective": record.collective.value,
-                    "bytes": record.num_bytes,
-                    "early_ms": 1e3 * median(early for early, _ in times),
-                    "needed_ms": 1e3 * median(needed for _, needed in times),
+                    "bytes": same[0].num_bytes,
+                    "early_ms": 1e3 * median(end - r.ready for end, r in zip(ends, same, strict=True)),
                 }
-                for record, times in zip(self.last_pass, zip(*moments, strict=True), strict=True)
+                for same in zip(*alike, strict=True)
             ],
         }
 
@@ -262,28 +217,7 @@ class Timeline:
             self.last_pass = self._waiting.popleft()
             self._kept.append(self.last_pass)
             for record in records:
-                key = (record.index, 0 if record.sparse else record.num_bytes, record.name)
+                key = (record.index, 0 if record.sparse else record.num_bytes)
                 self.buckets.setdefault(key, BucketSum()).add(record)
             for sums in (self.passes, self._recent):
                 sums.add(records)
-            for collective in {record.collective for record in records} - {Collective.ALL_REDUCE}:
-                own = [record for record in records if record.collective is collective]
-                for by_collective in (self.collectives, self._recent_collectives):
-                    by_collective.setdefault(collective, PassSum()).add(own)
-
-
-def before_the_end(records: Sequence[BucketRecord]) -> list[tuple[float, float]]:
-    """For each bucket of a pass, how long before the end it was ready, and needed: seconds of computing.
-
-    The end is when the last was ready or needed; time in which the computation was blocked does not count.
-    """
-    waits = sorted((r.needed, r.blocked_s or 0.0) for r in records if r.needed is not None)
-    begun, waited_s = [at for at, _ in waits], [0.0, *accumulate(seconds for _, seconds in waits)]
-
-    def computed(at: float) -> float:
-        return at - waited_s[bisect_left(begun, at)]
-
-    ready = [computed(record.ready) for record in records]
-    needed = [None if record.needed is None else computed(record.needed) for record in records]
-    end = max([*ready, *(at for at in needed if at is not None)])
-    return [(end - at, 0.0 if by is None else end - by) for at, by in zip(ready, needed, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.comm.timeline.records import BucketRecord, BucketSum, PassSum, Timeline
+from trainer.comm.timeline.records import BucketSum, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -13,7 +13,7 @@ _COLOURS = {"queued": "#d0d4da", "hidden": "#4c78a8", "exposed": "#e45756"}
 
 
 def draw(timeline: Timeline) -> Figure:
-    """The last backward pass of this rank (of FSDP, the forward pass too), a row per bucket, milliseconds.
+    """The last backward pass of this rank, a row per bucket, milliseconds.
 
     Grey: ready and queued; blue: moving during computation; red: moving without computation. A mark shows
     when the last rank had the bucket ready, at the last call of `Timeline.metrics`.
@@ -24,9 +24,7 @@ def draw(timeline: Timeline) -> Figure:
     figure = Figure(figsize=(9, 1.6 + 0.3 * len(records)), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel("ms since the first bucket was ready")
-    what = "gathers and scatters" if timeline.collectives else "gradient all-reduce"
-    which = "pass" if timeline.collectives else "backward pass"
-    axes.set_title(f"{what}, rank {timeline.rank}, {which} {timeline.num_passes}")
+    axes.set_title(f"gradient all-reduce, rank {timeline.rank}, backward pass {timeline.num_passes}")
     axes.set_yticks(range(len(records)), [record.label for record in records])
     axes.invert_yaxis()
     if not records:
@@ -39,7 +37,7 @@ def draw(timeline: Timeline) -> Figure:
         axes.barh(range(len(records)), widths, left=left, color=_COLOURS[name], label=name)
 
     starts, ends = [r.start for r in records], [r.end for r in records]
-    split = [_exposed_from(record, last_ready) for record in records]
+    split = [min(record.end, max(record.start, last_ready)) for record in records]
     bars("queued", [r.ready for r in records], starts)
     bars("hidden", starts, split)
     bars("exposed", split, ends)
@@ -53,12 +51,6 @@ def draw(timeline: Timeline) -> Figure:
     return figure
 
 
-def _exposed_from(record: BucketRecord, last_ready: float) -> float:
-    if record.blocked_s is not None:
-        return max(record.start, record.end - record.blocked_s)
-    return min(record.end, max(record.start, last_ready))
-
-
 def table(timeline: Timeline) -> str:
     """The whole run on this rank: means per pass by bucket, and in total; "" before the first pass.
 
@@ -68,29 +60,25 @@ def table(timeline: Timeline) -> str:
     passes = timeline.passes
     if passes.count == 0:
         return ""
-    width = max(len("bucket"), *(len(name) for _, _, name in timeline.buckets))
-    heads = f"{'MiB':>8} {'moves':>7} {'queued ms':>10} {'moving ms':>10} {'MB/s':>8}  waited for"
-    lines = [f"{'bucket':>{width}} {heads}"]
-    for (_, _, name), sums in sorted(timeline.buckets.items()):
+    lines = [f"bucket {'MiB':>8} {'moves':>7} {'queued ms':>10} {'moving ms':>10} {'MB/s':>8}  waited for"]
+    for (index, _), sums in sorted(timeline.buckets.items()):
         moved_s, num_bytes = sums.moved_s / sums.count, sums.num_bytes / sums.count
         queued_ms, moved_ms = 1e3 * sums.queued_s / sums.count, 1e3 * moved_s
         lines.append(
-            f"{name:>{width}} {num_bytes / 2**20:8.3f} {sums.count:7} {queued_ms:10.2f} {moved_ms:10.2f} "
+            f"{index:>6} {num_bytes / 2**20:8.3f} {sums.count:7} {queued_ms:10.2f} {moved_ms:10.2f} "
             f"{num_bytes / 1e6 / max(moved_s, 1e-9):8.0f}  {_most_waited(sums)}"
         )
-    which = "pass" if timeline.collectives else "backward pass"
-    lines.append(f"communication in a {which}: {_shares(passes)}")
-    lines += [f"  of {name.value}: {_shares(sums)}" for name, sums in timeline.collectives.items()]
+    total, hidden, exposed = (
+        1e3 * seconds / passes.count for seconds in (passes.total_s, passes.hidden_s, passes.exposed_s)
+    )
+    lines.append(
+        f"communication in a backward pass: {total:.2f} ms, {hidden:.2f} hidden and {exposed:.2f} exposed"
+    )
     if timeline.times_last:
         rank = max(timeline.times_last, key=timeline.times_last.__getitem__)
         looks = sum(timeline.times_last.values())
         lines.append(f"last to be ready: rank {rank}, {timeline.times_last[rank]} of {looks} times measured")
     return "\n".join(lines)
-
-
-def _shares(sums: PassSum) -> str:
-    total, hidden, exposed = (1e3 * s / sums.count for s in (sums.total_s, sums.hidden_s, sums.exposed_s))
-    return f"{total:.2f} ms, {hidden:.2f} hidden and {exposed:.2f} exposed"
 
 
 def _most_waited(sums: BucketSum) -> str:

@@ -6,69 +6,50 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.comm.algorithms.schedule import Collective
 from trainer.comm.transport.blame import PeerError
 from trainer.comm.transport.gloo import RECEIVED, SENT, GlooLink
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64)
-SUMMED_DTYPES = {*DTYPES} - {torch.uint8}
+SUMMED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
 _HALF = (torch.float16, torch.bfloat16)
 _HEADER_TAG = 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A bucket of `numel` elements of `dtype`, whose chunks are sent as `wire`.
-
-    Attributes:
-        collective: the operation on it.
-        number: distinguishes buckets of equal layout that must not be confused.
-    """
+    """A bucket of `numel` elements of `dtype`, whose chunks are sent as `wire`."""
 
     numel: int
     dtype: torch.dtype
     wire: torch.dtype
-    collective: Collective = Collective.ALL_REDUCE
-    number: int = 0
 
     @classmethod
-    def of(
-        cls,
-        bucket: torch.Tensor,
-        wire_dtype: torch.dtype | None,
-        collective: Collective = Collective.ALL_REDUCE,
-        number: int = 0,
-    ) -> "Layout":
+    def of(cls, bucket: torch.Tensor, wire_dtype: torch.dtype | None) -> "Layout":
         """The layout of `bucket` sent as `wire_dtype`; None and half precision: sent unchanged.
 
         Raises:
             ValueError: a dtype that cannot be averaged.
         """
-        adds = collective is not Collective.ALL_GATHER
-        if bucket.dtype not in (SUMMED_DTYPES if adds else DTYPES):
+        if bucket.dtype not in SUMMED_DTYPES:
             raise ValueError(
-                f"no {collective.value} of {bucket.dtype}: gradients must be fp32, fp64, fp16, bf16 or "
-                "int64; other dtypes are gathered as bytes"
+                f"no all-reduce of {bucket.dtype}: gradients must be fp32, fp64, fp16, bf16 or int64"
             )
-        as_it_is = wire_dtype is None or bucket.dtype in (*_HALF, torch.uint8, torch.int64)
-        wire = bucket.dtype if as_it_is or wire_dtype is None else wire_dtype
-        return cls(bucket.numel(), bucket.dtype, wire, collective, number)
+        unchanged = wire_dtype is None or bucket.dtype in (*_HALF, torch.int64)
+        wire = bucket.dtype if unchanged or wire_dtype is None else wire_dtype
+        return cls(bucket.numel(), bucket.dtype, wire)
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """Half precision is added in fp32."""
-        adds = self.collective is not Collective.ALL_GATHER
-        return torch.float32 if adds and self.dtype in _HALF else self.dtype
+        return torch.float32 if self.dtype in _HALF else self.dtype
 
     @property
     def header(self) -> list[int]:
-        collective = list(Collective).index(self.collective)
-        return [self.numel, DTYPES.index(self.dtype), DTYPES.index(self.wire), collective, self.number]
+        return [self.numel, SUMMED_DTYPES.index(self.dtype), SUMMED_DTYPES.index(self.wire)]
 
     @classmethod
     def read(cls, header: Sequence[int]) -> "Layout":
-        numel, dtype, wire, collective, number = header
-        return cls(numel, DTYPES[dtype], DTYPES[wire], list(Collective)[collective], number)
+        numel, dtype, wire = header
+        return cls(numel, SUMMED_DTYPES[dtype], SUMMED_DTYPES[wire])
 
     @property
     def tag(self) -> int:
@@ -76,9 +57,7 @@ class Layout:
         return zlib.crc32(repr(self).encode()) >> 1 | 1
 
     def __str__(self) -> str:
-        of_what = "" if self.collective is Collective.ALL_REDUCE else f" in the {self.collective.value} of "
-        unit = f"unit {self.number}" if of_what else ""
-        return f"{self.numel} x {self.dtype} sent as {self.wire}{of_what}{unit}"
+        return f"{self.numel} x {self.dtype} sent as {self.wire}"
 
 
 def agree(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from trainer.comm.algorithms.pipeline import SEGMENT_MB, WIDTH
 from trainer.comm.algorithms.program import Visit, chunks_in_flight, lay_out, messages_in_flight
-from trainer.comm.algorithms.schedule import Collective, Kind, Schedule
+from trainer.comm.algorithms.schedule import Kind, Schedule
 from trainer.comm.transport.bucket_layout import Layout, agree
 from trainer.comm.transport.gloo import SENT, GlooLink, GlooLinks
 from trainer.comm.transport.inbox import Inbox
@@ -39,7 +39,6 @@ class CpuExecutor:
         hosts: host index of every rank; ranks on one host exchange data through shared memory.
         wire_dtype: the dtype of chunks as sent; None: the dtype of the bucket.
         segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
-        collective: the operation of the schedule.
     """
 
     def __init__(
@@ -50,10 +49,9 @@ class CpuExecutor:
         wire_dtype: torch.dtype | None = None,
         segment_bytes: int = int(SEGMENT_MB * 2**20),
         width: int = WIDTH,
-        collective: Collective = Collective.ALL_REDUCE,
     ) -> None:
         self.rank = links.rank
-        self._schedule, self._wire_dtype, self._collective = schedule, wire_dtype, collective
+        self._schedule, self._wire_dtype = schedule, wire_dtype
         self._segment_bytes, self._width = segment_bytes, width
         self._send_to = schedule.peers(Kind.SEND)
         self._receive_from = schedule.peers(Kind.ADD, Kind.COPY)
@@ -83,19 +81,16 @@ class CpuExecutor:
         self._programs: dict[tuple[int, int], list[Visit]] = {}  # by elements, and bytes as sent
         self._wide = torch.empty(0, dtype=torch.float32)  # sums of half precision buckets
 
-    def run(self, bucket: torch.Tensor, divisor: int = 1, number: int = 0) -> dict[int, float]:
-        """Run the schedule on `bucket`; an all-reduce gives the same bits to every rank.
+    def run(self, bucket: torch.Tensor, divisor: int = 1) -> dict[int, float]:
+        """Give every rank the sum of all `bucket`s / `divisor`, with the same bits.
 
         The owner of each part divides its sum, in the dtype of the sum, before it sends it; if sums are sent
-        as fp16, every rank divides its own values first. A reduce-scatter leaves this rank's block, and
-        undefined values elsewhere; an all-gather rounds the rank's own block as it is sent to the others.
+        as fp16, every rank divides its own values first.
 
         Args:
-            bucket: (numel,) contiguous, on the CPU; fp32, fp64, or fp16 or bf16, which are summed in fp32; a
-                gather also takes bytes. The blocks of an all-gather and a reduce-scatter have `numel` over
-                the number of ranks elements, in the order of ranks.
+            bucket: (numel,) contiguous, on the CPU; fp32, fp64, int64, or fp16 or bf16, which are summed in
+                fp32.
             divisor: of the sums.
-            number: of the bucket, if several have equal layouts and ranks could confuse them.
 
         Returns:
             The seconds waited for each neighbour.
@@ -104,7 +99,7 @@ class CpuExecutor:
             PeerError: a neighbour is gone, silent for `links.timeout_s`, or has a bucket of another layout.
             ValueError: a dtype that cannot be averaged.
         """
-        layout = Layout.of(bucket, self._wire_dtype, self._collective, number)
+        layout = Layout.of(bucket, self._wire_dtype)
         links: dict[int, Mailbox | GlooLink] = {**self._links, **self._mailboxes}
         for link in links.values():
             link.waited_s = 0.0
@@ -152,24 +147,22 @@ class CpuExecutor:
                 elif (received := arrivals.take(move)) is not None:
                     move.take(sums, received)
             # One copy serves several receivers.
-            copies: dict[tuple[tuple[int, int], ...], tuple[Slot, torch.Tensor]] = {}
+            copies: dict[tuple[int, int], tuple[Slot, torch.Tensor]] = {}
             if visit.owned:
                 owned = sums[slice(*visit.owned)]
                 if divisor != 1:
                     owned.div_(divisor)
-                if compressed and self._schedule.gather:  # the owner keeps the rounded values, too
-                    copies[(visit.owned,)] = self._outbox.put([owned], layout.wire)
-                    owned.copy_(copies[(visit.owned,)][1])
+                if compressed:  # the owner keeps the rounded values, too
+                    copies[visit.owned] = self._outbox.put(owned, layout.wire)
+                    owned.copy_(copies[visit.owned][1])
             for move in visit.sends:
                 link = self._links[move.peer]
-                if move.peer not in self._mailboxes and not compressed and len(move.ranges) == 1:
-                    chunk = sums[slice(*move.ranges[0])]
-                    in_flight.append((link, link.send(chunk, layout.tag)))
+                if move.peer not in self._mailboxes and not compressed:
+                    in_flight.append((link, link.send(move.chunk(sums), layout.tag)))
                     continue
-                if move.ranges not in copies:
-                    chunks = [sums[begin:end] for begin, end in move.ranges]
-                    copies[move.ranges] = self._outbox.put(chunks, layout.wire)
-                slot, copy = copies[move.ranges]
+                if (elements := (move.begin, move.end)) not in copies:
+                    copies[elements] = self._outbox.put(move.chunk(sums), layout.wire)
+                slot, copy = copies[elements]
                 if move.peer in self._mailboxes:
                     self._mailboxes[move.peer].send(slot, copy.nbytes, layout.tag)
                 else:

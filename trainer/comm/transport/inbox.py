@@ -72,7 +72,7 @@ class BucketReceives:
         while (move := self._next) is not None:
             slot = None
             if _goes_straight(move, self._layout):
-                target = self._sums[slice(*move.ranges[0])]
+                target = move.chunk(self._sums)
             elif self._free:
                 slot = self._free.popleft()
                 target = slot[: move.numel]
@@ -89,4 +89,4 @@ def _goes_straight(move: Move, layout: Layout) -> bool:
     same elements, so it can arrive only when they are no longer needed here; and a gathered block
     comes once.
     """
-    return move.kind is Kind.COPY and layout.wire == layout.sum_dtype and len(move.ranges) == 1
+    return move.kind is Kind.COPY and layout.wire == layout.sum_dtype

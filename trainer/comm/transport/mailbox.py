@@ -64,15 +64,13 @@ class Outbox:
         self._slots = [Slot(index, slot) for index, slot in enumerate(memory)]
         self._next = 0
 
-    def put(self, chunks: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[Slot, torch.Tensor]:
-        """Copy `chunks` as `dtype` to the next slot, once its readers are done; return slot and copy."""
+    def put(self, chunk: torch.Tensor, dtype: torch.dtype) -> tuple[Slot, torch.Tensor]:
+        """Copy `chunk` as `dtype` to the next slot, once its readers are done; return slot and copy."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.wait()
-        copy = slot.memory[: sum(chunk.numel() for chunk in chunks) * dtype.itemsize].view(dtype)
-        for target, chunk in zip(copy.split([chunk.numel() for chunk in chunks]), chunks, strict=True):
-            target.copy_(chunk)
-        return slot, copy
+        copy = slot.memory[: chunk.numel() * dtype.itemsize].view(dtype)
+        return slot, copy.copy_(chunk)
 
     def drain(self) -> None:
         """Wait until everything sent from here has been read."""

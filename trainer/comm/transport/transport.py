@@ -1,20 +1,18 @@
-"""Runs schedules among the ranks that share a model: with executors on CPUs, NCCL on GPUs."""
+"""Runs a schedule among the ranks that share a model: with an executor on CPUs, NCCL on GPUs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
-from trainer.comm.algorithms.schedule import Collective, Schedule
+from trainer.comm.algorithms.schedule import Schedule
 from trainer.comm.timeline.gpu_clock import GpuClock
 from trainer.comm.timeline.records import Timeline
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
 from trainer.comm.transport.members import WIRE_DTYPES, hosts_of_members, new_group
 from trainer.comm.transport.nccl import NcclReducer
-
-Schedules = Mapping[Collective, Schedule]
 
 
 class Transport:
@@ -55,26 +53,14 @@ class Transport:
         self.clock = GpuClock(device) if device.type == "cuda" else None
         self.timeline = Timeline(self.group, self.hosts, self.clock)
 
-    def on_cpu(self, schedules: Schedules) -> dict[Collective, CpuExecutor]:
-        """An executor for each of `schedules`, over the same links."""
+    def on_cpu(self, schedule: Schedule) -> CpuExecutor:
         segment_bytes = int((self._segment_mb or SEGMENT_MB) * 2**20)
         links = GlooLinks(self.group, self._timeout_s)
-        return {
-            collective: CpuExecutor(
-                links, schedule, self.hosts, self.wire, segment_bytes, collective=collective
-            )
-            for collective, schedule in schedules.items()
-        }
+        return CpuExecutor(links, schedule, self.hosts, self.wire, segment_bytes)
 
-    def on_gpu(self, schedules: Schedules, cuda_graph: bool = False) -> dict[Collective, NcclReducer]:
-        """A reducer for each of `schedules`, on one stream; `cuda_graph`: see NcclReducer."""
+    def on_gpu(self, schedule: Schedule) -> NcclReducer:
         assert self.clock is not None
-        nccl, stream = new_group(self._like, "nccl", self._timeout_s), torch.cuda.Stream(self.clock.device)
+        nccl = new_group(self._like, "nccl", self._timeout_s)
         segment_bytes = None if self._segment_mb is None else int(self._segment_mb * 2**20)
         links = GlooLinks(self.group, self._timeout_s)
-        return {
-            collective: NcclReducer(
-                nccl, links, schedule, self.clock, self.wire, segment_bytes, cuda_graph, collective, stream
-            )
-            for collective, schedule in schedules.items()
-        }
+        return NcclReducer(nccl, links, schedule, self.clock, self.wire, segment_bytes)

@@ -1,4 +1,4 @@
-"""Measure every all-reduce algorithm side by side: `torchrun ... -m trainer.comm.bench`.
+"""Measure every all-reduce algorithm side by side: `torchrun ... -m benchmarks.allreduce`.
 
 Prints the columns of nccl-tests: time, algorithm bandwidth (bytes / time), bus bandwidth (that times
 2(P-1)/P, what the links of an ideal ring would carry; see nccl-tests' doc/PERFORMANCE.md) and the number of
@@ -68,9 +68,6 @@ class _TimedBucket:
     def buffer(self) -> Tensor:
         return self.tensor
 
-    def index(self) -> int:
-        return 0
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
@@ -78,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         joined = find_ranks(options.timeout_s)
         me = connect(joined, options.backend, options.timeout_s)
     except (JoinError, ValueError) as error:
-        print(f"bench: {error}", file=sys.stderr, flush=True)
+        print(f"allreduce: {error}", file=sys.stderr, flush=True)
         return 1
     runs = _all_reduces(joined, me, options)
     say = print if me.rank == 0 else lambda *_, **__: None
     sent_as = options.wire_dtype if _wire(options) else options.dtype
     say(
-        f"bench: {len(set(joined.hosts))} hosts, {me.world_size} processes, {dist.get_backend()} on "
+        f"allreduce: {len(set(joined.hosts))} hosts, {me.world_size} processes, {dist.get_backend()} on "
         f"{me.device.type}, {options.dtype} sent as {sent_as}, {options.rounds} rounds\n\n"
         f"{'size':>10}  {'algorithm':<18}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
         flush=True,
@@ -95,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             measured = _measure(me, runs, size, options)
         except PeerError as error:
             # No clean-up: the peers may be gone.
-            print(f"bench: {joined.name(me.rank)}: {joined.name(error.peer)} {error.reason}", file=sys.stderr)
+            print(
+                f"allreduce: {joined.name(me.rank)}: {joined.name(error.peer)} {error.reason}",
+                file=sys.stderr,
+            )
             return 1
         rows += measured
         say(*measured, sep="\n", flush=True)
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trainer.comm.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.allreduce", description=__doc__)
     everything = ",".join([_NATIVE, *ALGORITHMS])
     add = parser.add_argument
     add("--sizes", type=_sizes, default="4K,256K,4M,25M", help="bytes of a bucket (4K,256K,4M,25M)")
@@ -114,7 +114,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=_DTYPES, default="fp32", help="of the bucket (fp32)")
     add("--wire-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="bf16, fp16: send half (fp32)")
     add("--segment-mb", type=float, help="MiB sent at once (2 on CPUs, a whole bucket on GPUs)")
-    add("--cuda-graph", action="store_true", help="on GPUs: as comm.cuda_graph")
     add("--rounds", type=int, default=10, help="timed rounds, after one that checks the sums (10)")
     add("--backend", choices=["gloo", "nccl"], help="default: nccl with a GPU, else gloo")
     add("--timeout-s", type=float, default=60.0, help="the longest wait for a peer (60)")
@@ -123,8 +122,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("segment_mb", "rounds", "timeout_s"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be a positive number")
-    if options.cuda_graph and (options.backend == "gloo" or not torch.cuda.is_available()):
-        parser.error("--cuda-graph records the work of a GPU; leave it out, or use --backend nccl")
     return options
 
 
@@ -179,9 +176,7 @@ def _all_reduces(joined: JoinedRanks, me: GroupRank, options: argparse.Namespace
             return executor.run
         nccl = dist.new_group(backend="nccl", timeout=timeout)
         assert isinstance(nccl, dist.ProcessGroup)
-        reducer = NcclReducer(
-            nccl, links, schedule, GpuClock(me.device), wire, segment_bytes, options.cuda_graph
-        )
+        reducer = NcclReducer(nccl, links, schedule, GpuClock(me.device), wire, segment_bytes)
 
         def reduce(bucket: Tensor) -> object:
             record = BucketRecord(0, bucket.nbytes, time.perf_counter())
