@@ -29,10 +29,10 @@ FAULTS = ("kill", "stop", "raise", "hang", "exit", "slow", "nan", "diverge")
 
 
 def cases(strategies: Sequence[str], comms: Sequence[str], faults: Sequence[str], phase: str) -> list[Case]:
-    """The undisturbed case first, for each strategy and choice of comm."""
+    """The undisturbed case first, for each strategy and its choices of comm: shards have none."""
     found = []
     for strategy in strategies:
-        for comm in comms:
+        for comm in comms if strategy == "ddp" else ["native"]:
             found.append(Case(strategy, comm, "none"))
             # A shard has no replica to differ from.
             kinds = [fault for fault in faults if strategy == "ddp" or fault != "diverge"]
