@@ -114,7 +114,7 @@ def first_messages(folder: str) -> tuple[int, list[int]]:
 
     outbox = mailbox.Outbox(1, 1)
     box = mailbox.open_mailboxes(rank, [1 - rank], [1 - rank], outbox, 1, exchange, 20.0)[1 - rank]
-    slot, _ = outbox.put([torch.tensor([rank + 1])], torch.uint8)
+    slot, _ = outbox.put(torch.tensor([rank + 1]), torch.uint8)
     box.send(slot, 1, tag=7)
     return int(box.receive(1, tag=7)), strangers
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoint import tiny
 from tests.ranks import RankFailure, run_ranks
 from tests.runs import train
-from trainer.config import FsdpConfig, NativeCommConfig
+from trainer.config import FsdpConfig
 from trainer.errors import UserError
 from trainer.optim.optimizer_checks import check_optimizer
 from trainer.strategies.base import Computing, Strategy
@@ -178,8 +178,7 @@ def fsdp(precision: str = "fp32", min_params: int = MIN_PARAMS) -> Fsdp:
 
 
 def plain_fsdp(settings: FsdpConfig, precision: str = "fp32") -> Fsdp:
-    native = NativeCommConfig("native", "fp32", timeline=False)
-    return Fsdp(settings, native, tiny.facts(), Computing(precision), timeout_s=60)
+    return Fsdp(settings, tiny.facts(), Computing(precision), timeout_s=60)
 
 
 def gradients(build: Callable[[], nn.Module], strategy: Fsdp | None) -> dict[str, Tensor]:
