@@ -17,8 +17,8 @@ STRATEGIES = {
     "ddp": ("strategy=ddp",),
     "ddp-ring": ("strategy=ddp", "comm=ring"),
     "ddp-hierarchical": ("strategy=ddp", "comm=hierarchical"),
-    "fsdp": ("strategy=fsdp", "checkpoint.mirror_every=1"),
-    "hybrid": ("strategy=fsdp", "checkpoint.mirror_every=1", "strategy.shard_group=2"),
+    "fsdp": ("strategy=fsdp", "checkpoint.every_steps=20"),
+    "hybrid": ("strategy=fsdp", "checkpoint.every_steps=20", "strategy.shard_group=2"),
     "exact": ("strategy=ddp", "train.exact=4"),
     "servers": ("strategy=parameter_server", "strategy.servers=all", "checkpoint.every_steps=20"),
 }

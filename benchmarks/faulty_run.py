@@ -228,9 +228,7 @@ class FaultyRun:
             savers = set(re.findall(r"step \d+ is saved, by rank \d+", said))
             row.verdict = next(iter(re.findall(r"host .*is saved, by rank .*", said)), row.verdict)
             found = [f"host {n} is not named" for n in (0, 1) if f"host {n} (" not in said]
-            # Copies in memory are those of both sides: each may save.
-            is_twice = len(savers) > 1 and "mirror" not in str(STRATEGIES[self.case.strategy])
-            return found + ([f"saved twice: {savers}"] if is_twice else [])
+            return found + ([f"saved twice: {savers}"] if len(savers) > 1 else [])
         if fault.kind == "nan":
             is_named = f"rank {fault.rank} (" in row.verdict or self.case.world == 1
             return [] if is_named else [f"it does not name rank {fault.rank}"]

@@ -75,11 +75,9 @@ def switch_watch(is_on: threading.Event) -> None:
 def switch_gate(is_on: threading.Event) -> None:
     from trainer.faults.gate import NoGate
     from trainer.training.kept_step import KeptStep
-    from trainer.training.mirrored_step import MirroredStep
 
-    for gate in (KeptStep, MirroredStep):
-        for name in ("begin_update", "end_update", "buffers_are_shared"):
-            setattr(gate, name, _one_of(is_on, getattr(gate, name), getattr(NoGate, name)))
+    for name in ("begin_update", "end_update", "buffers_are_shared"):
+        setattr(KeptStep, name, _one_of(is_on, getattr(KeptStep, name), getattr(NoGate, name)))
 
 
 def _one_of(is_on: threading.Event, on: Callable[..., None], off: Callable[..., None]) -> Callable[..., None]:

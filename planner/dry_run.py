@@ -52,8 +52,7 @@ class Footprint:
         start: the peak while the model is built, filled and sharded.
         peak: the peak of a step, on the device.
         parts: the bytes at the peak, by kind.
-        host: the peak in host memory beside it, for strategy.cpu_offload, a parameter server or the copies of
-            checkpoint.mirror_every.
+        host: the peak in host memory beside it, for strategy.cpu_offload or a parameter server.
     """
 
     start: int
@@ -206,14 +205,7 @@ class Stage:
             parts |= dict.fromkeys(STATE, 0)
         elif self._host is not None:
             host = self._ledger.accounts[self._host].peak_bytes
-        if isinstance(self._config.strategy, FsdpConfig) and self._config.checkpoint.mirror_every:
-            host += 2 * state * self._num_hosts(self._config.strategy.shard_group)
         return Footprint(self._starts[name], sum(parts.values()), parts, host)
-
-    def _num_hosts(self, shard_group: str) -> int:
-        """Over how many hosts a copy of the model is sharded: each keeps copies of the shards of all."""
-        sizes = {"world": self._world.size, "host": self._world.per_host}
-        return -(-(sizes.get(shard_group) or int(shard_group)) // self._world.per_host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
         """The step of trainer/step.py, without communication outside the strategy and without logs."""

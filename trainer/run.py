@@ -106,7 +106,6 @@ def run(config: Config) -> dict[str, Any]:
             if summary := context.strategy.summary():
                 log.info("%s", summary)
             context.strategy.close()
-            context.gate.close()
             if dist.is_main:
                 write_result(run_dir, result, made_steps=context.state.progress.step > context.steps_before)
             context.run_log.close()  # last, so that a failing logger loses nothing else

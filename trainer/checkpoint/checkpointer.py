@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.background import InBackground, host_stager
-from trainer.checkpoint.copies import Copy
 from trainer.checkpoint.expected import Expected
 from trainer.checkpoint.listing import Retention
 from trainer.checkpoint.made_buffers import compare_buffers
 from trainer.checkpoint.matching import is_extra_state
 from trainer.checkpoint.matching_values import check_resumable
-from trainer.checkpoint.mirror import contents_of
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.remote import NoRemote, Remote
 from trainer.checkpoint.resuming import Resuming
@@ -221,22 +219,11 @@ class Checkpointer:
             raise UserError(f"{first_five(bad)} is not finite")
         layout = layout_of(tensors, "full", Alone())
         part = layout.plan.part_of(tensors, rank=0)  # the only one of this plan
-        return self._write_alone(Contents(step, layout, part, facts, self.evaluation_of(step)))
-
-    def save_copies(self, copies: Mapping[int, Copy]) -> bool:
-        """`save_alone` of the copies that a `Mirror` found, by rank.
-
-        Raises:
-            UserError: a number is NaN or Inf, the copies are not a whole state, or the disk fails; what was
-                saved before is unchanged.
-        """
-        return self._write_alone(contents_of(copies, self._parts.facts, self._parts.expected))
-
-    def _write_alone(self, contents: Contents) -> bool:
+        contents = Contents(step, layout, part, facts, self.evaluation_of(step))
         store = Store(self._store.root, self._store.run_id, shared=True)
         store.saved_after = self._store.saved_after
         with store.turn():
-            newest, step = self.newest_step(), contents.step
+            newest = self.newest_step()
             if newest == step:
                 return False
             if newest == step + 1:  # behind a cut link: ranks are one step apart at most

@@ -1,7 +1,7 @@
 """Which rank writes which part of a save, and the index of where each tensor is."""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,26 +198,6 @@ def plan_writers(
         return Plan(agreement.world_size, gathered, writers, aliases)
 
     return agreement.on_main(decide)
-
-
-def plan_of_shards(
-    tensors: Mapping[str, Tensor], own: Collection[str], rank: int, holders: Sequence[int], world_size: int
-) -> Plan:
-    """The plan for a copy of the state of which each of the ranks `holders` keeps its shards; no collective.
-
-    What is not sharded is of the first of them, except what is `rank`'s `own`, such as where its data stands.
-    """
-    aliases = aliases_in(tensors)
-    writers = {
-        name: [rank] if name in own else list(holders if is_sharded(tensors[name]) else holders[:1])
-        for name in _in_order(tensors, aliases)
-    }
-    return Plan(world_size, False, writers, aliases)
-
-
-def copies_of_shards(tensors: Mapping[str, Tensor]) -> list[list[int]]:
-    """For each copy of the sharded ones of ``tensors``, the ranks that hold it together; [] if none is."""
-    return next((_holders(tensor, ()) for tensor in tensors.values() if is_sharded(tensor)), [])
 
 
 def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:

@@ -53,8 +53,6 @@ def check_contradictions(config: Config) -> None:
             f"train.micro_batch_size=auto does not go with train.exact={train.exact}, whose leaves are the "
             "micro-batches; set it to null"
         )
-    if config.checkpoint.mirror_every:
-        _check_mirror(config)
     _check_comm(strategy, config.comm)
     if isinstance(strategy, UnitsConfig) and not strategy.activation_checkpointing:
         for name, idle in (("every", 1), ("keep", [])):
@@ -85,20 +83,6 @@ def _check_comm(strategy: StrategyConfig, comm: CommConfig) -> None:
         raise UserError(
             f"comm.wire_dtype={comm.wire_dtype} needs strategy=ddp, but "
             f"strategy={strategy.name}; use strategy=ddp, or comm.wire_dtype=fp32"
-        )
-
-
-def _check_mirror(config: Config) -> None:
-    setting = f"checkpoint.mirror_every={config.checkpoint.mirror_every}"
-    if not isinstance(config.strategy, FsdpConfig):
-        raise UserError(
-            f"{setting} keeps copies of shards, but strategy={config.strategy.name} has none; use "
-            "strategy=fsdp, or checkpoint.mirror_every=0"
-        )
-    if not config.checkpoint.at_fault:
-        raise UserError(
-            f"{setting} is for saves at a fault, but checkpoint.at_fault is false; set it to true, or "
-            "checkpoint.mirror_every=0"
         )
 
 

@@ -141,7 +141,6 @@ class CheckpointConfig:
     every_steps: int | None = at_least(1)
     every_epochs: int | None = at_least(1)
     at_fault: bool = MISSING
-    mirror_every: int = at_least(0)
     keep_last: int = at_least(1)
     keep_best: KeepBest | None = MISSING
     keep_every: int | None = at_least(1)

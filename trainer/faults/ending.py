@@ -111,18 +111,14 @@ class Ending:
     def _agreed(self, verdict: Verdict) -> Verdict:
         """The first verdict that a host has given; if the store does not answer, this one.
 
-        Behind a cut link another rank may save then. Only what has the same bits there is saved here, too.
+        Behind a cut link another rank may save then, so none here does.
         """
         reports = self.reports_of_other_hosts()
         if reports is None and len(self._here) == len(self._members):
             return verdict
         if reports is not None and (agreed := reports.agree(verdict, timeout_s=1.0)) is not None:
             return agreed
-        last_step = self.rescue.last_step
-        if last_step is None or not last_step.any_side:
-            return replace(verdict, saver=None)
-        here = [neighbour.observe() for neighbour in self._here.values()]
-        return replace(verdict, saver=choose(here, verdict.ranks))
+        return replace(verdict, saver=None)
 
     def prints_traceback(self, verdict: Verdict) -> bool:
         """Whether the verdict is about a rank of this host that is exiting: its traceback comes first."""

@@ -46,9 +46,6 @@ class Gate:
         """Take it for good; False if an update goes on for longer, or has failed."""
         return self._lock.acquire(timeout=timeout_s)
 
-    def close(self) -> None:
-        """End threads; called once, after a successful run."""
-
 
 class NoGate(Gate):
     """Of a run that saves nothing at a fault."""

@@ -39,8 +39,6 @@ class LastStep(Protocol):
 
     why_not: str | None
     """Why no rank of this run can save it alone."""
-    any_side: bool
-    """Whether hosts that cannot reach each other may all save: of one step they write the same bits."""
 
 
 def choose(ranks: Sequence[Observed], blamed: Sequence[int]) -> int | None:

@@ -42,7 +42,7 @@ from trainer.strategies.used_parameters import UsedParameters
 
 class Fsdp(Strategy):
     gradients_differ = True
-    not_whole = "each rank holds a shard only; checkpoint.mirror_every=1 keeps copies of all"
+    not_whole = "each rank holds a shard only"
     no_gradients_hint = (
         "Either the loss depends on none of them, or the model returns an object: torch's fully_shard finds "
         "outputs in tensors, tuples, lists, dicts and dataclasses; return one, or use strategy=ddp"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint import Checkpointer
-from trainer.checkpoint.mirror import OWN_BUFFERS, Mirror
 from trainer.config import Config
 from trainer.data.loading.base import TrainLoader
 from trainer.distributed.process_group import Dist
@@ -21,7 +20,6 @@ from trainer.optim.plain_names import named_modules
 from trainer.optim.train_state import TrainState
 from trainer.strategies import Strategy
 from trainer.training.kept_buffers import KeptBuffers
-from trainer.training.mirrored_step import MirroredStep
 from trainer.training.replica_check import ReplicaCheck
 
 
@@ -32,8 +30,6 @@ class KeptStep(Gate):
         why_not: why one rank cannot save this run, in a phrase; None if it can.
         own_buffers: whether ranks have different buffers, of which those of rank 0 are the model's.
     """
-
-    any_side = False
 
     def __init__(
         self,
@@ -96,7 +92,7 @@ class KeptStep(Gate):
             raise UserError(f"a forward pass changes {self._changed[0]}, and no copy is kept of weights")
         is_shared = not self._own_buffers or self._shared_after == self._state.progress.step
         if not is_shared and self._buffers.changed:
-            raise UserError(OWN_BUFFERS)
+            raise UserError("the model's running statistics, or other buffers, are those of rank 0")
         return self._state.progress.step
 
     def fingerprint(self) -> int | None:
@@ -134,13 +130,6 @@ def build_gate(
     """The gate of a run; with `checkpoint.at_fault` the watch is told what to save."""
     if not config.checkpoint.at_fault or dist.watch is None:
         return NoGate(dist.heartbeat)
-    own_buffers = config.train.exact is None
-    if config.checkpoint.mirror_every:
-        settings, timeout_s = config.checkpoint, config.distributed.timeout_s
-        mirror = Mirror(dist, state, settings.mirror_every, own_buffers, timeout_s)
-        mirrored = MirroredStep(dist, mirror, checkpointer, loader)
-        dist.watch.ending.saves(mirrored)
-        return mirrored
     groups, every = strategy.replica_groups(), config.train.check_replicas_every
     kept = KeptStep(
         dist,
@@ -149,7 +138,7 @@ def build_gate(
         loader,
         ReplicaCheck(dist, groups, every, strategy.replicated),  # its own: another thread uses it
         why_not=strategy.not_whole,
-        own_buffers=own_buffers,
+        own_buffers=config.train.exact is None,
     )
     dist.watch.ending.saves(kept)
     return NoGate(dist.heartbeat) if kept.why_not else kept
