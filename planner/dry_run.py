@@ -117,7 +117,7 @@ class DryRun:
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
             with quiet, fakes, FusedAttention(), MemoryLedger(staged_sends=True) as ledger:
                 module = wrap_model(config, numberless, placed.strategy)
-                yield Stage(config, world, self, placed, to_device, module, ledger)
+                yield Stage(config, self, placed, to_device, module, ledger)
 
 
 class Stage:
@@ -126,14 +126,13 @@ class Stage:
     def __init__(
         self,
         config: Config,
-        world: DryRunWorld,
         dry_run: DryRun,
         placed: PlacedStrategy,
         to_device: Any,
         module: nn.Module,
         ledger: MemoryLedger,
     ) -> None:
-        self._config, self._world, self._dry_run, self._ledger = config, world, dry_run, ledger
+        self._config, self._dry_run, self._ledger = config, dry_run, ledger
         self._strategy, self._devices = placed.strategy, placed.devices
         self._host = placed.host
         self._module, self._to_device = module, to_device
