@@ -1,8 +1,7 @@
 """Other people's models: torchvision's classifiers, families of timm, architectures of transformers.
 
 Of each is asked whether
-  built    trainer.meta_init gives it, to the bit, the numbers that its constructor gives it for real, each
-           random operation seeded as it is there; or why it was built whole
+  built    it can be built on the meta device; or why each rank builds it whole
   alone    in one process, a run from the checkpoint of its first step ends with the same bits
   equal    two steps under fsdp on two ranks end where that process ends, which has their micro-batches too
   resumed  as alone, under fsdp
@@ -24,7 +23,6 @@ import shutil
 import sys
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +32,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import zoo_models
 from benchmarks.visits import Answers, Refused, read, visit_each
@@ -62,54 +59,11 @@ WORDS = (
 )
 
 
-class Seeded(TorchDispatchMode):
-    """Computes for real, and seeds each random operation as trainer/meta_init/recorder.py does."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._seed, self._num_draws = seed, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from trainer.distributed.seeding import mixed_seed
-
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-            torch.default_generator.manual_seed(mixed_seed(self._seed, self._num_draws))
-            self._num_draws += 1
-        return func(*args, **kwargs)
-
-
 def built(name: str) -> str:
-    from trainer.distributed.seeding import seed_everything
-    from trainer.meta_init.deferred import deferred
+    from trainer.meta_init import on_meta
 
-    model = deferred(lambda: zoo_models.build(name), seed=0)
-    if model.notes:
-        return f"whole: {model.notes[0].partition(': ')[2]}"
-    model.fill(model.module)
-    ours = _checksums(model.module)
-    del model
-    seed_everything(0, 0)
-    with Seeded(0):
-        plain = zoo_models.build(name)
-    theirs = _checksums(plain)
-    different = [key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key)]
-    return f"WRONG: {len(different)} differ, as {sorted(different)[:3]}" if different else "yes"
-
-
-def _checksums(model: torch.nn.Module) -> dict[str, Any]:
-    from trainer.meta_init.module_tensors import named_tensors
-
-    return {
-        name: (tensor.shape, tensor.dtype, tensor.stride(), _checksum(tensor))
-        for name, tensor in named_tensors(model)
-    }
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    from trainer.distributed.gather_shards import as_bytes
-
-    return zlib.crc32(as_bytes(tensor))
+    model, why = on_meta(lambda: zoo_models.build(name), seed=0)
+    return f"whole: {why}" if model is None else "yes"
 
 
 def configured(name: str, strategy: str, run_dir: Path, resume: str | None = None) -> Any:

@@ -33,7 +33,7 @@ from trainer.data.loading.batch import BatchSplit
 from trainer.data.loading.loaders import train_loader
 from trainer.errors import UserError, first_line
 from trainer.local_shard import to_local
-from trainer.meta_init.deferred import Deferred, deferred
+from trainer.meta_init import InitialModel, initial_model, on_meta
 from trainer.nested import mapped
 from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.param_groups import build_optimizer, freeze
@@ -91,8 +91,9 @@ class DryRun:
         """Whether a module of the model is of this class, or of one derived from it."""
         return any(issubclass(each, kind) for each in self._kinds)
 
-    def _model(self, config: Config) -> Deferred:
-        model = deferred(self._build, self._seed)
+    def _model(self, config: Config) -> InitialModel:
+        draft, _ = on_meta(self._build, self._seed)
+        model = InitialModel(draft, self._seed) if draft else initial_model(self._build, self._seed, None)
         freeze(model.module, config.model)
         return model
 

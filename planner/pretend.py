@@ -17,8 +17,7 @@ from torch.testing._internal.distributed import fake_pg
 from planner.ledger import parts
 from planner.simulated import CPU, PlacedStrategy
 from trainer.distributed.process_group import Dist
-from trainer.meta_init.deferred import Deferred
-from trainer.meta_init.module_tensors import named_tensors, replace_all
+from trainer.meta_init import InitialModel, named_tensors, replace
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def as_rank_of(world: DryRunWorld, device: torch.device = CPU) -> Iterator[Dist]
         torch_dist.destroy_process_group()
 
 
-def without_values(model: Deferred, placed: PlacedStrategy) -> Deferred:
+def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
     """`model`, filled with fake tensors on their devices instead of its values."""
     # Read before the fake mode, in which every sparse tensor is empty.
     sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
@@ -63,7 +62,8 @@ def without_values(model: Deferred, placed: PlacedStrategy) -> Deferred:
         return torch.sparse_compressed_tensor(outer, inner, values, tensor.shape, layout=tensor.layout)
 
     def fill(module: nn.Module) -> None:
-        replace_all(module, fake)
+        tensors = {id(tensor): tensor for _, tensor in named_tensors(module)}
+        replace(module, ((old, new) for old in tensors.values() if (new := fake(old)) is not old))
 
     model.fill = fill  # type: ignore[method-assign]
     return model

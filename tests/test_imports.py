@@ -44,7 +44,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "checkpoint": "comm config distributed errors faults files local_shard optim",
         "exact": "comm distributed errors files fingerprint gradient_norm local_shard optim turns",
-        "meta_init": "distributed errors nested",
+        "meta_init": "distributed errors local_shard nested",
         "tasks": "data errors local_shard nested",
     },
     {

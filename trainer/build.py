@@ -23,7 +23,7 @@ from trainer.data.transforms import Transformed, mirrored_at_random
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
-from trainer.meta_init.deferred import Deferred
+from trainer.meta_init import InitialModel
 from trainer.optim.param_groups import keep_frozen_statistics
 from trainer.strategies import Strategy
 from trainer.strategies.units import checkpoint_activations
@@ -51,7 +51,7 @@ def split(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     return split_leaves(size, micro, train.exact, replicas, train.own_leaves(replicas, strategy.replica))
 
 
-def wrap_model(config: Config, model: Deferred, strategy: Strategy) -> nn.Module:
+def wrap_model(config: Config, model: InitialModel, strategy: Strategy) -> nn.Module:
     if isinstance(config.strategy, UnitsConfig) and config.strategy.activation_checkpointing:
         compiled = config.train.compile
         strategy.notes.append(checkpoint_activations(model.module, config.strategy, compiled))
@@ -201,7 +201,7 @@ def _lacking(task: Any, evaluates: bool) -> str:
     return " and ".join(lacking).replace(" and (", " (")
 
 
-def start_from(node: dict[str, Any], model: Deferred, agreement: Agreement, dist: Dist) -> None:
+def start_from(node: dict[str, Any], model: InitialModel, agreement: Agreement, dist: Dist) -> None:
     """Load the initial weights of the model: those of `init_from`, or those that the model specifies.
 
     A model may have an attribute `pretrained`, a function that returns the path of a file of weights.
@@ -214,7 +214,7 @@ def start_from(node: dict[str, Any], model: Deferred, agreement: Agreement, dist
         agreement.everywhere(lambda: _file(named) if dist.local_rank == 0 else None)
         source = agreement.everywhere(lambda: _file(named))
     if source is not None:  # if a host lacks the file, all ranks end with one message
-        model.load(agreement.everywhere(lambda: weights_for(model.module, source, ignore)))
+        agreement.everywhere(lambda: model.load(lambda: weights_for(model.module, source, ignore)))
 
 
 def _file(pretrained: Callable[[], Path]) -> Path:

@@ -42,6 +42,11 @@ def spanned_bytes(tensor: Tensor) -> int:
     return (steps + 1) * tensor.itemsize
 
 
+def storage_of(tensor: Tensor) -> int:
+    """The number of the tensor's storage: an address."""
+    return tensor.untyped_storage()._cdata
+
+
 def num_rows(shape: Sequence[int]) -> int:
     """The size of the first dimension; 1 for a scalar."""
     return shape[0] if shape else 1

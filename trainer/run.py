@@ -37,8 +37,7 @@ from trainer.launch.place import place
 from trainer.launch.signals import StopRequest
 from trainer.loggers import RunLog
 from trainer.loop import fit
-from trainer.meta_init.deferred import deferred
-from trainer.meta_init.module_tensors import hooked_parameters, hooks_per_micro_batch_note
+from trainer.meta_init import initial_model
 from trainer.optim.early_end import EarlyEnd
 from trainer.optim.param_groups import Frozen, build_optimizer, freeze
 from trainer.optim.progress import planned_steps
@@ -49,6 +48,7 @@ from trainer.run_dir.console import messages
 from trainer.run_dir.result import write as write_result
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import parameter_count
+from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_micro_batch_note
 from trainer.strategies.shardable import devices_of
 from trainer.tasks import Task
 from trainer.training import run_hash
@@ -191,7 +191,8 @@ def _model(
 ) -> tuple[nn.Module, int, ModelFlops | None]:
     """The model, wrapped; the number of its parameters; and what counts its FLOPs."""
     assert config.seed is not None
-    model = deferred(lambda: build_model(config.model, data.train_set), config.seed)
+    build = partial(build_model, config.model, data.train_set)
+    model = initial_model(build, config.seed, dist if strategy.fills_by_unit else None)
     start_from(config.model, model, Agreement(dist, config.checkpoint.timeout_s), dist)
     compare_across_ranks(run_hash.inputs(model.module, data.train_loader, data.eval_loader), dist)
     num_parameters = parameter_count(model.module.parameters())

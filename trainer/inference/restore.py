@@ -28,7 +28,7 @@ from trainer.distributed.seeding import generators_kept, seed_everything
 from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.inference.evaluation import ModelContext
-from trainer.meta_init.deferred import Deferred, deferred
+from trainer.meta_init import initial_model
 from trainer.optim.param_groups import freeze
 from trainer.run_dir.claim import run_id_of
 from trainer.run_dir.console import terminal
@@ -82,14 +82,15 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         if dist.is_main:
             _tell_whose_classes(config)
         train_set = _training_data(config)
-        model = _built(config, train_set)
+        assert config.seed is not None
+        sharded_over = dist if strategy.fills_by_unit else None
+        model = initial_model(_builder(config, train_set), config.seed, sharded_over)
         freeze(model.module, config.model)  # how strategies shard depends on it
         wrapped = strategy.wrap(model.module, model.fill)
         source = _read(strategy.owned(wrapped), config, checkpoint, agreement, strategy.device)
         strategy.weights_changed(wrapped)
         where = f"{config.strategy.name} on {dist.world_size} x {dist.device.type}"
         log.info("%s, %s", source.directory, where)
-        assert config.seed is not None
         seed_everything(config.seed, strategy.replica)
         yield RestoredRun(
             dist=dist,
@@ -113,8 +114,9 @@ def restored_model(config: Config, checkpoint: str) -> nn.Module:
         UserError: see `restored_run`.
     """
     _tell_whose_classes(config)
+    assert config.seed is not None
     with generators_kept():
-        model = _built(config, _training_data(config))
+        model = initial_model(_builder(config, _training_data(config)), config.seed, None)
         model.fill(model.module)
     _read(model.module, config, checkpoint, Alone(), torch.device("cpu"))
     return model.module.eval()
@@ -132,10 +134,9 @@ def _training_data(config: Config) -> Callable[[], Any]:
     return functools.cache(lambda: build_dataset(config.data, "train"))
 
 
-def _built(config: Config, train_set: Callable[[], Any]) -> Deferred:
+def _builder(config: Config, train_set: Callable[[], Any]) -> Callable[[], nn.Module]:
     facts = train_set() if "auto" in dict(leaves(config.model)).values() else None
-    assert config.seed is not None
-    return deferred(lambda: build_model(config.model, facts), config.seed)
+    return functools.partial(build_model, config.model, facts)
 
 
 def _read(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Fill = Callable[[nn.Module], None]
-"""Gives a module that may be on the meta device its initial values, on the CPU."""
+"""Gives a module that may be on the meta device its initial values, on the CPU (a collective)."""
 _STEPS_WATCHING_ALL, _NUM_WATCHED = 3, 8
 
 
@@ -52,6 +52,7 @@ class Strategy:
         notes: messages for the user about how the settings were applied.
         order: in which order micro-batches are added, set before `wrap`.
         not_whole: why this process alone cannot save the run, in a phrase; None if it holds all.
+        fills_by_unit: whether `wrap` fills the model one unit after another, and shards each.
         no_gradients_hint: why a backward pass may have given none, and the way out.
     """
 
@@ -65,6 +66,7 @@ class Strategy:
     not_whole: str | None = None
     trains = True
     gradients_differ = False
+    fills_by_unit = False
     order: SumOrder = AS_THEY_COME
 
     def __init__(self, device: torch.device, computing: Computing) -> None:
@@ -83,7 +85,7 @@ class Strategy:
 
         Args:
             model: equal on every rank; on the CPU, or on the meta device.
-            fill: called with `model`, or a module in it.
+            fill: called with `model`, or modules in it, the same ones in the same order on every rank.
         """
         fill(model)
         model = self.move_to_devices(model)

@@ -42,6 +42,7 @@ from trainer.strategies.used_parameters import UsedParameters
 
 class Fsdp(Strategy):
     gradients_differ = True
+    fills_by_unit = True
     not_whole = "each rank holds a shard only"
     no_gradients_hint = (
         "Either the loss depends on none of them, or the model returns an object: torch's fully_shard finds "

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import UserError, first_few
-from trainer.local_shard import is_dtensor, spanned_bytes
-from trainer.meta_init.module_tensors import has_gradient_hook, named_tensors
-from trainer.meta_init.operations import storage_of
+from trainer.local_shard import is_dtensor, spanned_bytes, storage_of
+from trainer.meta_init import named_tensors
 from trainer.optim.optimizer_checks import sparse_weights
+from trainer.strategies.gradient_hooks import has_gradient_hook
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from trainer.distributed.agreement import Agreement, gather_objects
 from trainer.distributed.process_group import Dist
 from trainer.distributed.seeding import generators_kept
 from trainer.errors import UserError
-from trainer.meta_init.deferred import deferred
+from trainer.meta_init import initial_model
 from trainer.optim.param_groups import build_optimizer, freeze
 from trainer.strategies import Strategy, build_strategy
 
@@ -110,7 +111,8 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     share = Share(0, config.seed, dist.device, collate=build_collate(data))
     batch = train_loader(train_set, data, BatchSplit(size, 1, size, 1), share).epoch(0).ahead()[0]
     to_device = build_to_device(config, dist.device, train_set)
-    model = deferred(lambda: build_model(config.model, train_set), config.seed)
+    sharded_over = dist if strategy.fills_by_unit else None
+    model = initial_model(partial(build_model, config.model, train_set), config.seed, sharded_over)
     freeze(model.module, config.model)
     module = wrap_model(config, model, strategy)
     owned, scaler = strategy.owned(module), strategy.grad_scaler()

@@ -20,9 +20,9 @@ from trainer.config import ParameterServerConfig
 from trainer.distributed.agreement import compare_across_ranks, gather_objects
 from trainer.distributed.process_group import Dist, broadcast_buffers, gloo_group
 from trainer.errors import UserError, first_few
-from trainer.meta_init.module_tensors import hooked_parameters, hooks_per_rank_note
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note
 from trainer.strategies.parameter_server.exchange_stats import ExchangeStats
 from trainer.strategies.parameter_server.no_collectives import OF_WORKERS, NoCollectives
 from trainer.strategies.parameter_server.roles import roles

@@ -19,8 +19,8 @@ from trainer.comm.parameter_server.layout import ShardedBucket
 from trainer.comm.timeline.records import BucketRecord, Timeline
 from trainer.comm.transport.worker import Worker
 from trainer.errors import UserError, first_few
-from trainer.meta_init.module_tensors import hooks_per_rank_note, num_gradient_hooks
 from trainer.nested import leaves
+from trainer.strategies.gradient_hooks import hooks_per_rank_note, num_gradient_hooks
 from trainer.turns import Turns
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,273 @@
+"""A model that is built on the meta device and filled later has the values of one that was built for real."""
+
+import functools
+import resource
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations
+
+from models.gpt import GPT
+from tests.checkpoint import tiny
+from tests.ranks import RankFailure, run_ranks
+from tests.runs import context_of
+from tests.strategies.test_fsdp import fsdp
+from trainer.errors import UserError
+from trainer.meta_init import InitialModel, initial_model, named_tensors, on_meta
+
+
+class Everything(nn.Module):
+    """Old constructors, real data, views, ties, and tensors that are not buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = nn.Parameter(torch.Tensor(30, 40))
+        nn.init.xavier_uniform_(self.old)
+        self.given = nn.Parameter(torch.zeros(3) + torch.arange(3))
+        self.copied = nn.Linear(2, 2)
+        with torch.no_grad():
+            self.copied.weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+            self.copied.bias[0] = 7
+        noise = torch.randn(10)
+        self.register_buffer("noise", noise[:5].clone())
+        self.register_buffer("twice", noise[:5] * 2, persistent=False)
+        self.register_buffer("from_numpy", torch.from_numpy(np.arange(3)))
+        self.positions, self.listed = torch.arange(6) * 2, [torch.ones(2), self.old]
+        self.embed = nn.Embedding(10, 4, padding_idx=1)
+        self.tied = nn.Linear(4, 10, bias=False)
+        self.tied.weight = self.embed.weight
+        self.lstm = nn.LSTM(4, 5)
+        self.norm = nn.BatchNorm1d(4)
+        self.cast = nn.Linear(4, 4).bfloat16()
+        self.normed = parametrizations.weight_norm(nn.Linear(3, 4))
+
+
+class View(nn.Module):
+    """Holds a view, as Swin's blocks hold one of their position table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flat", (torch.arange(6).reshape(2, 3) + 1).flatten())
+
+
+class Reads(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.rates = torch.linspace(0, 0.3, 4).tolist()
+
+
+class Orthogonal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.orthogonal(nn.Linear(3, 3))
+
+
+class KeepsDevice(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.device = self.weight.device
+
+
+class Hides(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.teacher = [nn.Linear(3, 3).requires_grad_(False)]
+
+
+class Shares(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("row", self.weight.data[0])
+
+
+class Differs(nn.Module):
+    """Another shape on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3 if torch.ones(1).is_meta else 4))
+
+
+class Drawn(nn.Module):
+    """A weight, tied, and a table, each given a value by its name alone."""
+
+    def __init__(self, forgets: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("table", torch.empty(4))
+        self.forgets = forgets
+
+    def init_tensor(self, name: str, tensor: Tensor) -> None:
+        if name == "table":
+            tensor.copy_(torch.arange(4))
+        elif self.forgets:
+            tensor[1:].normal_()
+        else:
+            assert name == "first.weight"
+            tensor.normal_()
+
+
+def _gpt() -> nn.Module:
+    return GPT(vocab_size=50, block_size=16, width=32, depth=2, num_heads=2)
+
+
+ON_META = (Everything, View, _gpt, Drawn)
+WHOLE = {
+    Reads: "tolist|meta",
+    Orthogonal: "meta",
+    KeepsDevice: "it keeps the device of a tensor",
+    Hides: "where no attribute of a module lists them",
+    Shares: "share memory",
+}
+
+
+def test_what_can_be_built_without_memory() -> None:
+    for build in ON_META:
+        model, why = on_meta(build, 0)
+        assert model is not None, (build, why)
+        assert all(
+            tensor.is_meta for tensor in model.parameters() if tensor is not getattr(model, "old", None)
+        )
+
+
+@pytest.mark.parametrize("build", WHOLE)
+def test_what_cannot_says_why(build: type[nn.Module]) -> None:
+    model, why = on_meta(build, 0)
+    assert model is None
+    assert any(words in why for words in WHOLE[build].split("|")), why
+
+
+def _values(model: InitialModel) -> list[tuple[str, Tensor]]:
+    """All tensors, filled as by a strategy: parts, and the whole last."""
+    for part in reversed(list(model.module.children())):
+        model.fill(part)
+    model.fill(model.module)
+    return [(name, tensor.detach().clone()) for name, tensor in named_tensors(model.module)]
+
+
+def _of_ranks() -> list[tuple[list[tuple[str, Tensor]], bool, tuple[str, ...]]]:
+    dist, found = tiny.facts(), []
+    for build in (*ON_META, *WHOLE, Differs):
+        model = initial_model(build, 0, dist)
+        was_on_meta = any(tensor.is_meta for _, tensor in named_tensors(model.module))
+        found.append((_values(model), was_on_meta, model.notes))
+        if build is Everything:
+            module: Any = model.module
+            assert module.tied.weight is module.embed.weight and module.listed[1] is module.old
+            assert module.lstm(torch.ones(1, 1, 4))[0].shape == (1, 1, 5)
+    return found
+
+
+def test_every_rank_has_the_values_of_one_that_builds_alone() -> None:
+    first, second = run_ranks(_of_ranks, 2)
+    for number, build in enumerate((*ON_META, *WHOLE, Differs)):
+        alone = _values(initial_model(build, 0, None))
+        for values, _, notes in (first[number], second[number]):
+            assert [name for name, _ in values] == [name for name, _ in alone]
+            assert all(one.equal(other) for (_, one), (_, other) in zip(values, alone, strict=True)), build
+            assert bool(notes) == (build not in ON_META), (build, notes)
+        assert second[number][1] == (build in ON_META)
+    assert not first[0][1]
+    other_seed = dict(_values(initial_model(Drawn, 1, None)))
+    assert not other_seed["first.weight"].equal(dict(first[ON_META.index(Drawn)][0])["first.weight"])
+
+
+@functools.lru_cache
+def _cached() -> Tensor:
+    return torch.linspace(0, 1, 5)
+
+
+class Caches(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.rates = _cached()
+
+
+def _caches() -> None:
+    initial_model(Caches, 0, tiny.facts())
+
+
+def test_a_tensor_from_a_cache_without_numbers_is_refused() -> None:
+    with pytest.raises(RankFailure, match="UserError: model: rates has no numbers"):
+        run_ranks(_caches, 2, fresh=True)
+
+
+def test_what_init_tensor_forgets_is_refused_by_name() -> None:
+    model = initial_model(partial(Drawn, forgets=True), 0, None)
+    with pytest.raises(UserError, match=r"init_tensor gives 20 of the 400 numbers of first.weight no value"):
+        model.fill(model.module)
+
+
+def _loaded(build: Callable[[], nn.Module], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    model = initial_model(build, 0, tiny.facts())
+    model.load(lambda: tensors)
+    return dict(_values(model))
+
+
+def _normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+@pytest.mark.parametrize(
+    ("build", "names"), [(_normed, ("0.weight", "1.running_mean")), (Drawn, ("second.weight",))]
+)
+def test_weights_from_elsewhere_take_the_place_of_those_drawn(
+    build: Callable[[], nn.Module], names: tuple[str, ...]
+) -> None:
+    drawn = dict(_values(initial_model(build, 0, None)))
+    given = {name: torch.randn(drawn[name].shape) for name in names}
+    for rank in run_ranks(_loaded, 2, build, given):
+        assert all(rank[name].equal(value) for name, value in given.items())
+        assert all(
+            value.equal(drawn[name]) for name, value in rank.items() if "bias" in name or name == "table"
+        )
+
+
+def _start(run_dir: Path, strategy: str) -> dict[str, Tensor]:
+    overrides = (f"strategy={strategy}", f"run_dir={run_dir}", "data=digits", "model.hidden=[40,40]")
+    with context_of(*overrides) as context:
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, value in context.state.model.state_dict().items()
+        }
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp_begin_with_the_same_bits(tmp_path: Path) -> None:
+    single = run_ranks(_start, 1, tmp_path, "single", init=False)[0]
+    for strategy in ("ddp", "fsdp"):
+        for other in run_ranks(_start, 2, tmp_path, strategy, init=False):
+            assert single.keys() == other.keys()
+            assert all(value.equal(other[name]) for name, value in single.items())
+
+
+WIDTH, DEPTH = 3072, 6  # beyond 32 MiB the allocator gives memory back at once
+
+
+def _layers(depth: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth)))
+
+
+def _memory_to_start() -> float:
+    """By how many MB the peak grows to build and shard a model, once a small one has loaded all code."""
+    for depth in (1, DEPTH):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        model = initial_model(partial(_layers, depth), 0, tiny.facts())
+        wrapped = fsdp().wrap(model.module, model.fill)
+        assert not any(parameter.is_meta for parameter in wrapped.parameters())
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+
+
+@pytest.mark.slow
+def test_only_rank_0_holds_the_whole_to_start() -> None:
+    whole_mb = DEPTH * WIDTH**2 * 4 / 1e6
+    first, *others = run_ranks(_memory_to_start, 4)
+    assert max(others) < 0.6 * whole_mb < first
