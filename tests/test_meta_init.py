@@ -202,7 +202,7 @@ def test_a_tensor_from_a_cache_without_numbers_is_refused() -> None:
 
 def test_what_init_tensor_forgets_is_refused_by_name() -> None:
     model = initial_model(partial(Drawn, forgets=True), 0, None)
-    with pytest.raises(UserError, match=r"init_tensor gives 20 of the 400 numbers of first.weight no value"):
+    with pytest.raises(UserError, match=r"init_tensor leaves 20 of the 400 numbers of first.weight out"):
         model.fill(model.module)
 
 

@@ -1,9 +1,8 @@
 """The model as a run begins: the same values on any number of ranks, under any strategy.
 
-A constructor runs on rank 0 as it would alone. Where the strategy shards the model unit by unit, the other
-ranks build it on the meta device, whose tensors have no memory, and get one unit after another from rank 0:
-so rank 0 alone holds the whole model, in host memory. A model with `init_tensor` is whole nowhere: each rank
-draws what it fills, by the seed and the tensor's name.
+A constructor runs as it would alone. Where the strategy shards the model, that is on rank 0: the others build
+it on the meta device, whose tensors have no memory, and get one unit after another from rank 0. A model with
+`init_tensor` is whole nowhere: each rank draws what it fills, by the seed and the tensor's name.
 """
 
 import gc
@@ -34,7 +33,8 @@ class InitialModel:
     def __init__(self, module: nn.Module, seed: int, dist: Dist | None = None, *notes: str) -> None:
         """`dist`: of ranks that get their values from rank 0; None if each has, or draws, its own."""
         self.module, self.notes, self._seed, self._dist = module, notes, seed, dist
-        self._names = dict(reversed([(id(tensor), name) for name, tensor in named_tensors(module)]))
+        tensors = [(id(tensor), name) for name, tensor in named_tensors(module) if _is_plain(tensor)]
+        self._waiting = dict(reversed(tensors))  # to be filled: the first name of each, by its id
         self._given: dict[int, Tensor] = {}  # by the id of the tensor whose place they take
 
     def load(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -54,24 +54,22 @@ class InitialModel:
         Raises:
             UserError: the model's `init_tensor` left out some numbers of a tensor.
         """
-        tensors = list({id(t): t for _, t in named_tensors(module) if _is_plain(t)}.values())
+        tensors = {id(tensor): tensor for _, tensor in named_tensors(module) if id(tensor) in self._waiting}
+        named = [(self._waiting.pop(key), tensor) for key, tensor in tensors.items()]
         if hasattr(self.module, "init_tensor"):
-            replace(module, ((tensor, self._drawn(tensor)) for tensor in tensors))
+            replace(module, ((tensor, self._drawn(name, tensor)) for name, tensor in named))
         elif self._dist is not None:
-            replace(module, _from_rank_0(tensors, self._dist))
+            replace(module, _from_rank_0(list(tensors.values()), self._dist))
 
-    def _drawn(self, tensor: Tensor) -> Tensor:
+    def _drawn(self, name: str, tensor: Tensor) -> Tensor:
         value = torch.empty_like(tensor, device="cpu")
         if id(tensor) in self._given:
             return value.copy_(self._given[id(tensor)])
-        name = self._names[id(tensor)]
         value.fill_(torch.nan if value.is_floating_point() else 0)
         torch.manual_seed(mixed_seed(self._seed, zlib.crc32(name.encode())))
         self.module.init_tensor(name, value)  # type: ignore[operator]
         if left := int(value.isnan().sum()):
-            raise UserError(
-                f"model: init_tensor gives {left} of the {value.numel()} numbers of {name} no value"
-            )
+            raise UserError(f"model: init_tensor leaves {left} of the {value.numel()} numbers of {name} out")
         return value
 
 
