@@ -15,6 +15,9 @@ from trainer.comm.ddp_hook import CommHook, attach
 from trainer.config import AutoCommConfig, CommConfig, DdpConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
+from trainer.optim.train_state import TrainState
+from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.ddp_comm import auto_choice, hook_options
 from trainer.strategies.gradient_hooks import (
     hooked_parameters,
     hooks_per_rank_note,
