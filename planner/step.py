@@ -123,7 +123,7 @@ def read(run_dir: Path) -> MeasuredRun:
     if not result.values.get("timeline"):
         raise ValueError(
             "its result.json has no timeline: train with two or more processes and strategy=ddp, "
-            "comm.timeline=true and any comm except powersgd (--servers, without --train, predicts the "
+            "comm.timeline=true and any comm except hook (--servers, without --train, predicts the "
             "exchange with parameter servers)"
         )
     timeline = result.mapping("timeline")

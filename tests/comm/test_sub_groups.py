@@ -36,7 +36,7 @@ def train_side_by_side(groups: list[list[int]], hosts: list[int]) -> dict[str, A
     found: dict[str, Any] = {}
     if members is not None:
         model = linear(members)
-        for algorithm in ("native", "powersgd", *ALGORITHMS):
+        for algorithm in ("native", *ALGORITHMS):
             model = DistributedDataParallel(model.module, process_group=model.process_group)
             hook = attach(model, algorithm, hosts=hosts, timeout_s=20.0)
             found[algorithm] = [gradient(model, 10.0**rank) for _ in range(2)][-1]

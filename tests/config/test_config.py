@@ -287,8 +287,10 @@ def test_config_imports_no_torch() -> None:
         _slow(
             ["comm=hierarchical", "comm.segment_mb=0"], "comm.segment_mb is 0.0, but must be at least 0.01"
         ),
-        _slow(["comm=powersgd", "comm.start_step=1"], "comm.start_step is 1, but must be at least 2"),
-        _slow(["comm=powersgd", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"),
+        (["comm=hook"], "comm.hook._target_ has no value"),
+        _slow(
+            ["comm=hook", "comm.hook._target_=f", "+comm.wire_dtype=bf16"], "comm.wire_dtype is not a setting"
+        ),
         _slow(
             ["comm.algorithm=butterfly"], "comm.algorithm is butterfly, but must be one of auto, native, ring"
         ),

@@ -32,7 +32,7 @@ MLP = (*MODELS["mlp"], *OPTIMIZERS["sgd"])
     [
         "strategy=dp",
         "strategy=parameter_server",
-        "strategy=ddp comm=powersgd",
+        "strategy=ddp comm=hook comm.hook._target_=mine.hook",
         "strategy=ddp comm=ring comm.wire_dtype=bf16",
         pytest.param("strategy=ddp strategy.sync_batchnorm=true", marks=pytest.mark.slow),
         pytest.param("strategy=ddp strategy.static_graph=true", marks=pytest.mark.slow),

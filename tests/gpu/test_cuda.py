@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.runs import context_of, train
@@ -118,14 +120,14 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
-@pytest.mark.parametrize("algorithm", ["native", *ALGORITHMS, "powersgd"])
+@pytest.mark.parametrize("algorithm", ["native", *ALGORITHMS, "hook"])
 def test_every_hook_leaves_the_gradients_of_one_rank_as_they_are(algorithm: str, wire: str) -> None:
     """One process with a real DDP, which a run of one process does not use."""
     x = torch.randn(64, 256, device=GPU)
     right = gradients(network(), x)
     model = DistributedDataParallel(network(), device_ids=[0], bucket_cap_mb=0.5)
-    rank_1 = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 100}
-    options: dict[str, Any] = {"powersgd": rank_1} if algorithm == "powersgd" else {}
+    powersgd = partial(powerSGD_hook, PowerSGDState(None, 1, start_powerSGD_iter=100))
+    options: dict[str, Any] = {"hook": powersgd} if algorithm == "hook" else {}
     hook = attach(model, algorithm, hosts=(0,), wire_dtype=wire, **options)
     for _ in range(3):  # rebuilt after the first
         found = gradients(model, x)

@@ -448,7 +448,7 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ({"timeline": [3]}, "timeline is a list, but must be a mapping"),
         ({"timeline": known | {"hosts": []}}, "timeline.hosts is []"),
         ({"ms_per_step": 0.0}, "ms_per_step is 0.0, but must be a number above 0"),
-        ({"comm": "powersgd"}, "comm=powersgd is not one of ring"),
+        ({"comm": "hook"}, "comm=hook is not one of ring"),
     ):
         with pytest.raises(SystemExit):
             plan.main([*asked[:-1], str(_run_in(tmp_path, **changes))])

@@ -20,7 +20,7 @@ from trainer.comm.timeline.records import BucketRecord
 from trainer.comm.transport.worker import Worker
 
 WORDS = (
-    *("model._target_=tests.comm.test_sparse.Words", "~model.input_shape", "~model.hidden"),
+    *("model._target_=tests.strategies.test_comm_hook.Words", "~model.input_shape", "~model.hidden"),
     *("optim.momentum=0", "optim.weight_decay=0"),
 )
 

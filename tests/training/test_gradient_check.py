@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.runs import context_of
+from tests.strategies.test_comm_hook import POWERSGD
 from trainer.errors import NonFiniteError
 from trainer.loop import fit
 from trainer.optim.train_state import Progress
@@ -45,7 +46,7 @@ TOGETHER = {
     "some_unused": ("strategy=ddp", "strategy.find_unused_parameters=true", *UNLOGGED),
     **{name: ("strategy=ddp", f"comm={name}", *UNLOGGED) for name in ("ring", "master_worker")},
     "hierarchical_in_bf16": ("strategy=ddp", "comm=hierarchical", "comm.wire_dtype=bf16", *UNLOGGED),
-    "powersgd": ("strategy=ddp", "comm=powersgd", "comm.start_step=2", *UNLOGGED),
+    "powersgd": ("strategy=ddp", *POWERSGD, *UNLOGGED),
     "fsdp": ("strategy=fsdp", *UNLOGGED),
     "fsdp_one_row": ("strategy=fsdp", *ONE_ROW, *UNLOGGED),
     "fsdp_clipped": ("strategy=fsdp", *CLIPPED),

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.fault_parts import flip
 from tests.ranks import run_ranks
 from tests.runs import context_of
+from tests.strategies.test_comm_hook import POWERSGD
 from trainer.errors import ReplicasDifferError
 from trainer.training.context import TrainingContext
 
@@ -138,7 +139,7 @@ def test_every_all_reduce_leaves_replicas_equal(tmp_path: Path) -> None:
     """Also if sums are sent rounded: the rank that made a sum must keep the rounded values."""
     algorithms = ("native", "ring", "tree", "halving_doubling", "hierarchical", "master_worker")
     options = [(f"comm={algorithm}", "comm.wire_dtype=bf16") for algorithm in algorithms]
-    options += [("comm=powersgd",), ("comm=hierarchical", "train.precision=fp16")]
+    options += [POWERSGD, ("comm=hierarchical", "train.precision=fp16")]
     for rank in run_ranks(trained_alike, 4, tmp_path, options, hosts=[0, 0, 1, 1], init=False):
         assert rank == [None] * len(options)
 

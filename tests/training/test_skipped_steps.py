@@ -147,5 +147,5 @@ def test_running_statistics_of_a_step_that_is_left_out_are_those_before(
 def test_what_cannot_leave_a_step_out_is_refused() -> None:
     from tests.runs import settings
 
-    with pytest.raises(UserError, match="comm=powersgd keeps a part of each step's gradients"):
-        settings("train.skip_nonfinite=1", "strategy=ddp", "comm=powersgd")
+    with pytest.raises(UserError, match="the state of comm=hook may keep a part of each step's gradients"):
+        settings("train.skip_nonfinite=1", "strategy=ddp", "comm=hook", "comm.hook._target_=mine.hook")

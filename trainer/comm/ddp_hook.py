@@ -1,21 +1,18 @@
 """Gives a DistributedDataParallel model the chosen all-reduce, and a timeline of it."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.autograd.profiler import record_function
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import JoinHook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.comm import sparse
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.leaf_sums import LeafSums, Message
 from trainer.comm.timeline.gpu_clock import GpuClock
@@ -25,6 +22,7 @@ from trainer.comm.transport.transport import Transport
 from trainer.comm.transport.worker import Worker
 
 Reduce = Callable[[dist.GradBucket | Message, BucketRecord], Future[torch.Tensor]]
+UsersHook = Callable[[dist.GradBucket], Future[torch.Tensor]]
 Enter = Callable[[str, int], None]
 
 
@@ -36,15 +34,9 @@ class CommHook:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        timeline: Timeline,
-        reduce: Reduce | Worker,
-        enter: Enter,
-        leaf_sums: LeafSums | None = None,
+        self, timeline: Timeline, reduce: Reduce | Worker, enter: Enter, leaf_sums: LeafSums | None = None
     ) -> None:
-        self.timeline, self._leaf_sums = timeline, leaf_sums
-        self._model, self._enter = model, enter
+        self.timeline, self._enter, self._leaf_sums = timeline, enter, leaf_sums
         self._worker = reduce if isinstance(reduce, Worker) else None
         self._reduce = reduce.submit if isinstance(reduce, Worker) else reduce
 
@@ -52,10 +44,7 @@ class CommHook:
         """Called by DDP when a bucket of gradients is complete."""
         self._enter("all_reduce", bucket.index())
         sent = bucket if self._leaf_sums is None else self._leaf_sums.message(bucket)
-        gradients = sent.buffer()
-        record = self.timeline.arrive(
-            bucket.index(), sparse.num_bytes(gradients), bucket.is_last(), gradients.is_sparse
-        )
+        record = self.timeline.arrive(bucket.index(), sent.buffer().nbytes, bucket.is_last())
         if not torch.autograd._profiler_enabled():  # a range costs 30 us, and only the profiler sees it
             return self._reduced(sent, record)
         with record_function(f"all-reduce {record.label}") as profiled:
@@ -72,14 +61,9 @@ class CommHook:
         """Around a backward pass: raise the original error (a CommError), not what DDP makes of it."""
         try:
             yield
-        except RuntimeError as error:
+        except RuntimeError:
             if self._worker is not None and self._worker.error is not None:
                 raise self._worker.error from None
-            if names := sparse.unforeseen(self._model):
-                raise RuntimeError(
-                    f"sparse gradients of {', '.join(names)}, for which DDP has dense buckets: only "
-                    "nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True) may have sparse gradients"
-                ) from error
             raise
 
     def close(self) -> None:
@@ -96,7 +80,7 @@ def attach(
     wire_dtype: str = "fp32",
     segment_mb: float | None = None,
     timeout_s: float = 600.0,
-    powersgd: Mapping[str, Any] | None = None,
+    hook: UsersHook | None = None,
     enter: Enter = lambda phase, bucket: None,
     leaf_sums: LeafSums | None = None,
 ) -> CommHook:
@@ -106,44 +90,38 @@ def attach(
     ranks have created the same number of groups before.
 
     Gradients become their mean over ranks: a schedule divides the sum on the rank that owns it (with fp16 on
-    the wire each rank divides its own gradients, so that the sum does not overflow), `native` and `powersgd`
-    divide before they add. Under `model.join`, a rank without data left adds zeros and is counted.
+    the wire each rank divides its own gradients, so that the sum does not overflow), `native` divides before
+    it adds. Under `model.join`, a rank without data left adds zeros and is counted.
 
     Args:
-        algorithm: a schedule by name; `native`, the backend's own; or `powersgd`, torch's hook (source:
-            Vogels et al., "PowerSGD: Practical low-rank gradient compression", NeurIPS 2019).
+        algorithm: a schedule by name; `native`, the backend's own; or `hook`, the given one.
         hosts: host index of every rank, of the world or of the model's group, in the order of ranks.
         wire_dtype: fp32 | bf16 | fp16. A schedule always adds in fp32; `native` adds in the dtype of the
-            wire, as the backend does, and sends sparse gradients unchanged. PowerSGD ignores it.
+            wire, as the backend does. `hook` ignores it.
         segment_mb: see `Transport`; schedules only.
         timeout_s: the longest wait for a neighbour.
-        powersgd: keyword arguments of torch's PowerSGDState.
+        hook: any communication hook of DDP, with its state; gives the mean of a bucket over ranks.
         enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
         leaf_sums: what turns buckets into integers; gradients then become their sum over ranks. Not for
-            powersgd.
+            `hook`.
 
     Raises:
-        ValueError: an unknown algorithm or wire dtype, hosts for another number of ranks, a model with
-            sparse gradients under another algorithm than `native`, or a setting PowerSGD refuses.
+        ValueError: an unknown algorithm or wire dtype, or hosts for another number of ranks.
     """
-    if leaf_sums is not None:
-        sparse.refuse_sparse(model.module, "train.exact", "train.exact=null")
-    if algorithm != "native":
-        sparse.refuse_sparse(model.module, algorithm, "native")
     device = next(model.parameters()).device
     transport = Transport(model.process_group, hosts, device, wire_dtype, segment_mb, timeout_s)
     divisor = len(transport.hosts) if leaf_sums is None else 1
     reduce: Reduce | Worker
     if algorithm == "native":
         reduce = _native(model.process_group, divisor, transport.wire, transport.clock)
-    elif algorithm == "powersgd":
-        reduce = _powersgd(powersgd or {}, model.process_group, transport.group, transport.clock)
+    elif hook is not None:
+        reduce = _by_hook(hook, transport.clock)
     else:
         reduce = _scheduled(transport, algorithm, divisor)
-    hook = CommHook(model.module, transport.timeline, reduce, enter, leaf_sums)
-    model.register_comm_hook(None, hook.reduce)
+    attached = CommHook(transport.timeline, reduce, enter, leaf_sums)
+    model.register_comm_hook(None, attached.reduce)
     model.join_hook = partial(_join_hook, model)  # type: ignore[method-assign]
-    return hook
+    return attached
 
 
 def _join_hook(model: DistributedDataParallel, **settings: Any) -> JoinHook:
@@ -172,7 +150,7 @@ def _native(
 ) -> Reduce:
     def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
         gradients = bucket.buffer()
-        sent = gradients if wire_dtype is None or gradients.is_sparse else gradients.to(wire_dtype)
+        sent = gradients if wire_dtype is None else gradients.to(wire_dtype)
         finish = _finisher(record, gpu_clock)
         # Divide first, or half precision would overflow in the sum.
         work = dist.all_reduce(sent.div_(divisor) if divisor != 1 else sent, group=group, async_op=True)
@@ -196,19 +174,7 @@ def _native(
     return reduce
 
 
-def _powersgd(
-    settings: Mapping[str, Any],
-    models_group: dist.ProcessGroup,
-    group: dist.ProcessGroup,
-    gpu_clock: GpuClock | None,
-) -> Reduce | Worker:
-    if gpu_clock is None:
-        # gloo runs a bucket's second reduction when its first is done, in an order that differs between
-        # ranks; with two buckets in flight, ranks would mix them up. So reduce one at a time.
-        state = powerSGD_hook.PowerSGDState(group, **settings)
-        return Worker(lambda bucket, record: powerSGD_hook.powerSGD_hook(state, bucket).wait())
-    state = powerSGD_hook.PowerSGDState(models_group, **settings)
-
+def _by_hook(hook: UsersHook, gpu_clock: GpuClock | None) -> Reduce:
     def reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> Future[torch.Tensor]:
         assert isinstance(bucket, dist.GradBucket), "the all-reduce of integers is another"
         finish = _finisher(record, gpu_clock)
@@ -217,7 +183,14 @@ def _powersgd(
             finish()
             return done.value()
 
-        return powerSGD_hook.powerSGD_hook(state, bucket).then(take)
+        if gpu_clock is not None:
+            return hook(bucket).then(take)
+        # gloo runs what a hook starts in a callback when its first message is done, in an order that differs
+        # between ranks; with two buckets in flight, ranks would mix them up. So reduce one at a time.
+        future = hook(bucket)
+        future.wait()
+        finish()
+        return future
 
     return reduce
 

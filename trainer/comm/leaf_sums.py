@@ -173,8 +173,6 @@ class LeafSums:
     def message(self, bucket: dist.GradBucket) -> "Message":
         """The last leaf's gradients of a bucket, with those of `add_leaf`: integers to be all-reduced."""
         row, index = bucket.buffer(), bucket.index()
-        if row.is_sparse:
-            raise UserError(SPARSE)
         message = self._messages.get(index)
         if message is None or len(message) != len(row) + 1:  # DDP rebuilds its buckets once
             message = self._messages[index] = torch.empty(len(row) + 1, dtype=torch.int64, device=row.device)

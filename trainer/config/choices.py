@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from trainer.config.limits import PRECISIONS, above, at_least, like, limited, one_of
+from trainer.config.limits import PRECISIONS, at_least, like, limited, one_of
 
 
 @dataclass
@@ -35,12 +35,8 @@ class ScheduleCommConfig(CommConfig):
 
 
 @dataclass
-class PowerSgdCommConfig(CommConfig):
-    matrix_approximation_rank: int = at_least(1)
-    start_step: int = at_least(2)  # DDP rebuilds its buckets after the first step
-    min_compression_rate: float = above(0)
-    use_error_feedback: bool = MISSING
-    warm_start: bool = MISSING
+class HookCommConfig(CommConfig):
+    hook: dict[str, Any] = MISSING
 
 
 @dataclass
@@ -145,7 +141,7 @@ COMMS: dict[str, type[CommConfig]] = {
     "halving_doubling": ScheduleCommConfig,
     "hierarchical": ScheduleCommConfig,
     "master_worker": ScheduleCommConfig,
-    "powersgd": PowerSgdCommConfig,
+    "hook": HookCommConfig,
 }
 
 SCHEDULES = [name for name, kind in COMMS.items() if kind is ScheduleCommConfig]

@@ -5,9 +5,9 @@ from trainer.config.choices import (
     CommConfig,
     DdpConfig,
     FsdpConfig,
+    HookCommConfig,
     NativeCommConfig,
     ParameterServerConfig,
-    PowerSgdCommConfig,
     ScheduleCommConfig,
     StrategyConfig,
     UnitsConfig,
@@ -43,10 +43,10 @@ def check_contradictions(config: Config) -> None:
                 f"{name} needs evaluations, but train.eval_every_epochs is 0: never; set it to 1, or "
                 f"{name}=null"
             )
-    if train.skip_nonfinite and isinstance(config.comm, PowerSgdCommConfig):
+    if train.skip_nonfinite and isinstance(config.comm, HookCommConfig):
         raise UserError(
-            f"train.skip_nonfinite is {train.skip_nonfinite}, but comm=powersgd keeps a part of each step's "
-            "gradients for the next, NaN as well; set it to 0, or use another comm"
+            f"train.skip_nonfinite is {train.skip_nonfinite}, but the state of comm=hook may keep a part of "
+            "each step's gradients for the next, NaN as well; set it to 0, or use another comm"
         )
     if train.micro_batch_size == "auto" and train.exact is not None:
         raise UserError(

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
+from trainer.config.choices import HookCommConfig
 from trainer.config.limits import PATTERN, check_limits, like, limited
 from trainer.config.schema import Config
 from trainer.errors import UserError, first_line
@@ -43,6 +44,8 @@ def check_nodes(config: Config) -> None:
     nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
     nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
     nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
+    if isinstance(config.comm, HookCommConfig):
+        nodes["comm.hook"] = config.comm.hook
     for name in ("collate", "order"):
         if (node := getattr(config.data, name)) is not None:
             nodes[f"data.{name}"] = node

@@ -12,12 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from trainer.comm.ddp_hook import CommHook, attach
-from trainer.config import AutoCommConfig, CommConfig, DdpConfig
+from trainer.config import AutoCommConfig, CommConfig, DdpConfig, HookCommConfig
 from trainer.distributed.process_group import Dist, broadcast_tensors
 from trainer.errors import UserError, first_few
+from trainer.optim.optimizer_checks import sparse_weights
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
-from trainer.strategies.ddp_comm import auto_choice, hook_options
+from trainer.strategies.ddp_comm import auto_choice, hook_options, users_hook
 from trainer.strategies.gradient_hooks import (
     hooked_parameters,
     hooks_per_rank_note,
@@ -92,6 +93,14 @@ class Ddp(Strategy):
             self.algorithm = self.comm.algorithm
             options = hook_options(self.comm, always=self.order.by_leaves)
             if options is not None:
+                self._refuse_sparse(model.module)
+                if isinstance(self.comm, HookCommConfig):
+                    options["hook"] = users_hook(self.comm.hook)
+                    if self.comm.hook.get("state") is not None:
+                        self.notes.append(
+                            "comm=hook: no checkpoint holds its state: a resumed run starts with a new one "
+                            "(PowerSGD: without error feedback), and is not exact"
+                        )
                 options |= {"hosts": self.hosts, "timeout_s": self.timeout_s, "enter": self.heartbeat.enter}
                 options["leaf_sums"] = self.order.sums
                 try:
@@ -102,6 +111,15 @@ class Ddp(Strategy):
         else:
             self.order.attach(model)
         return model
+
+    def _refuse_sparse(self, model: nn.Module) -> None:
+        sparse = sparse_weights(model)
+        if names := [name for name, parameter in model.named_parameters() if parameter in sparse]:
+            raise UserError(
+                f"comm={self.comm.algorithm} adds up dense gradients, but those of {first_few(names, 3)} are "
+                "sparse, which only DDP itself adds; build the embedding with sparse=False, or use "
+                "comm=native comm.timeline=false, in fp32 and without train.exact"
+            )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
@@ -191,7 +209,7 @@ class Ddp(Strategy):
         return [tuple(range(self.num_replicas))] if self.num_replicas > 1 else []
 
     def measured(self) -> dict[str, Any]:
-        # PowerSGD's messages are not its buckets.
+        # The messages of a user's hook need not be its buckets.
         wire_dtype = (hook_options(self.comm) or {}).get("wire_dtype")
         typical = self.timeline.typical_pass() if self.timeline is not None and wire_dtype is not None else {}
         facts = {"device": self.device.type, "hosts": list(self.hosts), "wire_dtype": wire_dtype}

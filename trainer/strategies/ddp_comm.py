@@ -1,38 +1,44 @@
 """Which all-reduce DDP uses: what comm=auto chooses, and how the settings of `comm` reach `attach`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
 
-from trainer.comm.sparse import sparse_parameters
 from trainer.comm.transport.bucket_layout import SUMMED_DTYPES
 from trainer.comm.transport.mailbox import reach
 from trainer.config import (
     AutoCommConfig,
     CommConfig,
+    HookCommConfig,
     NativeCommConfig,
-    PowerSgdCommConfig,
     ScheduleCommConfig,
 )
+from trainer.config.instantiate import instantiate
 from trainer.distributed.agreement import gather_objects
+from trainer.optim.optimizer_checks import sparse_weights
 
 
 def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) -> CommConfig:
     """What comm=auto is here (a collective): `tree` for two ranks on the CPUs of one host, else `native`.
 
-    `tree` moves a small model's gradients faster than gloo's all-reduce, through shared memory. It cannot add
-    sparse gradients, and has neither half-precision sums nor a mode without a hook. More than two ranks keep
-    `native`: a sum of three has other bits in another order, and a run that is resumed on other hosts must
-    continue with the same bits.
+    `tree` moves a small model's gradients faster than gloo's all-reduce, through shared memory. It has no
+    half-precision sums and no mode without a hook. More than two ranks keep `native`: the bits of a sum of
+    three depend on the order, and a run that is resumed on other hosts must continue with the same bits.
+    Sparse gradients have other indices on each rank: only DDP itself adds them, without a hook.
 
     Args:
         hosts: the host of each rank.
     """
+    if sparse_weights(model) and comm.wire_dtype == "fp32":
+        return NativeCommConfig("native", "fp32", timeline=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     two_on_one_host = len(hosts) == 2 and len({*hosts}) == 1 and {p.device.type for p in trained} == {"cpu"}
     asks_for_native = comm.wire_dtype != "fp32" or not comm.timeline
-    adds_up = not sparse_parameters(model) and {p.dtype for p in trained} <= {*SUMMED_DTYPES}
+    adds_up = {p.dtype for p in trained} <= {*SUMMED_DTYPES}
     # Two containers of one machine share no memory, even if they have the same name.
     if two_on_one_host and adds_up and not asks_for_native and len({*gather_objects(reach())}) == 1:
         return ScheduleCommConfig("tree", "fp32", segment_mb=None)
@@ -48,15 +54,22 @@ def hook_options(comm: CommConfig, always: bool = False) -> dict[str, Any] | Non
     match comm:
         case ScheduleCommConfig():
             return {"wire_dtype": comm.wire_dtype, "segment_mb": comm.segment_mb}
-        case PowerSgdCommConfig():
-            state = {
-                "matrix_approximation_rank": comm.matrix_approximation_rank,
-                "start_powerSGD_iter": comm.start_step,
-                "min_compression_rate": comm.min_compression_rate,
-                "use_error_feedback": comm.use_error_feedback,
-                "warm_start": comm.warm_start,
-            }
-            return {"powersgd": state}
+        case HookCommConfig():
+            return {"hook": comm.hook}
         case NativeCommConfig() if always or comm.timeline or comm.wire_dtype != "fp32":
             return {"wire_dtype": comm.wire_dtype}
     return None
+
+
+def users_hook(node: dict[str, Any]) -> Callable[[dist.GradBucket], Future[Tensor]]:
+    """The communication hook that `comm.hook` names, with its state; the process group must be there.
+
+    Raises:
+        UserError: the hook or its state cannot be built.
+    """
+    own = dict(node)
+    state = own.pop("state", None)
+    hook = instantiate("comm.hook", own | {"_partial_": True})
+    if isinstance(state, dict) and "_target_" in state:
+        state = instantiate("comm.hook.state", state)
+    return partial(hook, state)

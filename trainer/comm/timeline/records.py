@@ -25,17 +25,16 @@ class BucketRecord:
     """One bucket of one backward pass; times are seconds of `time.perf_counter`."""
 
     index: int
-    num_bytes: int  # of a sparse gradient, values and indices, different at every step
+    num_bytes: int
     ready: float
     start: float = 0.0  # when this rank began to move it
     end: float = 0.0
     waited_s: dict[int, float] = field(default_factory=dict)  # by neighbour
     read_gpu: Callable[[bool], tuple[float, ...] | None] | None = None  # see gpu_clock.times
-    sparse: bool = False
 
     @property
     def label(self) -> str:
-        return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB" + (" sparse" if self.sparse else "")
+        return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB"
 
     def fetch_times(self, wait: bool) -> bool:
         """Fetch the times if a GPU has them; return False if they are not known yet and `wait` is false."""
@@ -131,8 +130,7 @@ class Timeline:
         self.num_passes = 0  # backward passes begun
         self.last_pass: list[BucketRecord] = []  # the last one finished and summed up
         self.arrivals: Arrivals | None = None  # from the last call of metrics
-        # Over the run, by (index, bytes); bytes is 0 if a bucket's size changes at every step.
-        self.buckets: dict[tuple[int, int], BucketSum] = {}
+        self.buckets: dict[tuple[int, int], BucketSum] = {}  # over the run, by (index, bytes)
         self.passes = PassSum()  # over the run
         self._kept: deque[list[BucketRecord]] = deque(maxlen=_KEPT)  # the newest passes
         self.times_last: dict[int, int] = {}  # how often each rank was last at a call of metrics
@@ -145,14 +143,14 @@ class Timeline:
         """For pickling to another rank: without clocks and passes that are not summed up."""
         return {**vars(self), "_clock": None, "_gpu_clock": None, "_waiting": deque()}
 
-    def arrive(self, index: int, num_bytes: int, is_last: bool, sparse: bool = False) -> BucketRecord:
+    def arrive(self, index: int, num_bytes: int, is_last: bool) -> BucketRecord:
         """Record that a bucket is ready. The mover fills in the rest of the record."""
         if self._complete:
             self.sum_up(wait=False)
             self._waiting.append([])
             self.num_passes += 1
         self._complete = is_last
-        record = BucketRecord(index, num_bytes, time.perf_counter(), sparse=sparse)
+        record = BucketRecord(index, num_bytes, time.perf_counter())
         self._waiting[-1].append(record)
         return record
 
@@ -217,7 +215,6 @@ class Timeline:
             self.last_pass = self._waiting.popleft()
             self._kept.append(self.last_pass)
             for record in records:
-                key = (record.index, 0 if record.sparse else record.num_bytes)
-                self.buckets.setdefault(key, BucketSum()).add(record)
+                self.buckets.setdefault((record.index, record.num_bytes), BucketSum()).add(record)
             for sums in (self.passes, self._recent):
                 sums.add(records)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.comm import sparse
 from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.layout import bytes_by_server, lay_out, unpack
 from trainer.comm.parameter_server.links import Link, Loopback, PeerLink
@@ -78,7 +77,6 @@ class ParameterServer(Strategy):
         refuse_scripted(model, "strategy=parameter_server")
         refuse_shared_memory(model, "strategy=parameter_server")
         try:
-            sparse.refuse_sparse(model, "it", "strategy=ddp with comm=native")
             shapes = {name: without_values(parameter) for name, parameter in model.named_parameters()}
             self.buckets = lay_out(shapes, len(self.servers), int(self.settings.bucket_mb * 2**20))
         except ValueError as error:
