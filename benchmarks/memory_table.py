@@ -61,12 +61,9 @@ def resident_at_rest() -> int:
 
 def return_freed_memory() -> None:
     """Have the C library return all freed memory to the system at once, in place of keeping it."""
-    from trainer.distributed import backend_flags
-
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     libc.mallopt(_M_TRIM_THRESHOLD, 1 << 16)
-    backend_flags._keep_freed_memory = lambda: None
 
 
 def measure(run_dir: Path, small: tuple[str, ...], large: tuple[str, ...]) -> int:
