@@ -26,8 +26,7 @@ from trainer.comm.algorithms.pipeline import SEGMENT_MB
 from trainer.comm.network.checks import GroupRank
 from trainer.comm.network.costs import finish
 from trainer.comm.network.join import JoinedRanks, JoinError, connect, find_ranks, write
-from trainer.comm.timeline.gpu_clock import GpuClock
-from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.timeline import BucketRecord, GpuClock
 from trainer.comm.transport.blame import PeerError
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks

@@ -12,9 +12,9 @@ def read(file: Path) -> Fields:
     return Fields(file.name, read_json(Path(file.name), file.read_bytes()))
 
 
-def number(fields: Fields, name: str, positive: bool = False, least: float = 0.0) -> float:
+def number(fields: Fields, name: str, positive: bool = False) -> float:
     """The number under `name`. Raises UserError for another value, or one outside its limits."""
     value = fields.number(name)
-    if not least <= value <= MOST or (positive and value == 0):
-        fields.refuse(name, f"a number {'above' if positive else 'from'} {least:g}, at most {MOST:g}")
+    if not 0 <= value <= MOST or (positive and value == 0):
+        fields.refuse(name, f"a number {'above' if positive else 'from'} 0, at most {MOST:g}")
     return value

@@ -55,9 +55,8 @@ def _with_zeros(*argv: str) -> tuple[int, str]:
     right = CpuExecutor.run
 
     def zeros(self: CpuExecutor, bucket: torch.Tensor, divisor: int = 1) -> Any:
-        waited = right(self, bucket, divisor)
+        right(self, bucket, divisor)
         bucket[-3:] = 0
-        return waited
 
     if os.environ["RANK"] == "1":
         CpuExecutor.run = zeros  # type: ignore[method-assign]

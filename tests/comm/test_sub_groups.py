@@ -42,8 +42,6 @@ def train_side_by_side(groups: list[list[int]], hosts: list[int]) -> dict[str, A
             found[algorithm] = [gradient(model, 10.0**rank) for _ in range(2)][-1]
             metrics = hook.timeline.metrics()
             assert metrics["comm/last_rank"] in members
-            waited = {peer for record in hook.timeline.last_pass for peer in record.waited_s}
-            assert waited <= set(members) - {rank}
             hook.close()
     dist.barrier()
     return found

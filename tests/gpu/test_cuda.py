@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.runs import context_of, train
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.ddp_hook import attach
-from trainer.comm.timeline.gpu_clock import GpuClock
-from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.timeline import BucketRecord, GpuClock
 from trainer.comm.transport.gloo import GlooLinks
 from trainer.comm.transport.nccl import NcclReducer
 from trainer.data.device import Normalise, ToDevice

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from tests.gpu.played import streams  # noqa: F401
 from trainer.comm.algorithms.all_reduce import build
-from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.timeline import BucketRecord
 from trainer.comm.transport import nccl
 
 _DEADLINE_S = 60

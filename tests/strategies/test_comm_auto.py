@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.faults.test_ends import TINY
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
-from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.timeline import BucketRecord
 from trainer.comm.transport.worker import Worker
 
 WORDS = (

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.comm.algorithms.all_reduce import build
 from trainer.comm.leaf_sums import LeafSums, Message
-from trainer.comm.timeline.gpu_clock import GpuClock
-from trainer.comm.timeline.records import BucketRecord, Timeline
+from trainer.comm.timeline import BucketRecord, GpuClock, Timeline
 from trainer.comm.transport.members import Members
 from trainer.comm.transport.transport import Transport
 from trainer.comm.transport.worker import Worker
@@ -222,8 +221,7 @@ def _scheduled(transport: Transport, algorithm: str, divisor: int) -> "Reduce | 
     def all_reduce(bucket: dist.GradBucket | Message, record: BucketRecord) -> torch.Tensor:
         what = f"the all-reduce ({algorithm}) of {record.label} in backward pass {timeline.num_passes}"
         with members.named(what):
-            waited_s = executor.run(bucket.buffer(), divisor)
-        record.waited_s = members.in_world(waited_s)
+            executor.run(bucket.buffer(), divisor)
         return bucket.buffer()
 
     return Worker(all_reduce, executor.close)

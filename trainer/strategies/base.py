@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.comm.timeline.records import Timeline
-from trainer.comm.timeline.summary import draw, table
+from trainer.comm.timeline import Timeline
 from trainer.distributed.backend_flags import DTYPES
 from trainer.distributed.process_group import broadcast_buffers
 from trainer.errors import UserError
@@ -237,11 +236,11 @@ class Strategy:
         """Plots of the last `metrics`, for the log of one rank; slow, and not a collective."""
         if self.timeline is None:
             return {}
-        return {"comm/buckets": draw(self.timeline)}
+        return {"comm/buckets": self.timeline.draw()}
 
     def summary(self) -> str:
         """A summary of the whole run for the user, at the end; may be empty."""
-        return table(self.timeline) if self.timeline is not None else ""
+        return self.timeline.summary() if self.timeline is not None else ""
 
     def measured(self) -> dict[str, Any]:
         """This strategy's communication, for result.json: on rank 0 (a collective)."""

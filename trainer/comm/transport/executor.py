@@ -27,7 +27,7 @@ from trainer.comm.algorithms.schedule import Kind, Schedule
 from trainer.comm.transport.bucket_layout import Layout, agree
 from trainer.comm.transport.gloo import SENT, GlooLink, GlooLinks
 from trainer.comm.transport.inbox import Inbox
-from trainer.comm.transport.mailbox import Mailbox, Outbox, Slot, open_mailboxes
+from trainer.comm.transport.mailbox import Outbox, Slot, open_mailboxes
 
 
 class CpuExecutor:
@@ -81,7 +81,7 @@ class CpuExecutor:
         self._programs: dict[tuple[int, int], list[Visit]] = {}  # by elements, and bytes as sent
         self._wide = torch.empty(0, dtype=torch.float32)  # sums of half precision buckets
 
-    def run(self, bucket: torch.Tensor, divisor: int = 1) -> dict[int, float]:
+    def run(self, bucket: torch.Tensor, divisor: int = 1) -> None:
         """Give every rank the sum of all `bucket`s / `divisor`, with the same bits.
 
         The owner of each part divides its sum, in the dtype of the sum, before it sends it; if sums are sent
@@ -92,17 +92,11 @@ class CpuExecutor:
                 fp32.
             divisor: of the sums.
 
-        Returns:
-            The seconds waited for each neighbour.
-
         Raises:
             PeerError: a neighbour is gone, silent for `links.timeout_s`, or has a bucket of another layout.
             ValueError: a dtype that cannot be averaged.
         """
         layout = Layout.of(bucket, self._wire_dtype)
-        links: dict[int, Mailbox | GlooLink] = {**self._links, **self._mailboxes}
-        for link in links.values():
-            link.waited_s = 0.0
         if layout not in self._agreed:
             agree(layout, self._receive_from, self._send_to, self._links)
             self._agreed.add(layout)
@@ -117,7 +111,6 @@ class CpuExecutor:
         self._run(self._program(layout), sums, layout, divisor)
         if sums is not bucket:
             bucket.copy_(sums)
-        return {peer: link.waited_s for peer, link in links.items()}
 
     def close(self) -> None:
         """Disconnect from the peers of this host after they have read everything: unread ones are lost."""

@@ -20,7 +20,6 @@ class GlooLink:
 
     def __init__(self, group: dist.ProcessGroup, peer: int, timeout_s: float) -> None:
         self.peer = peer
-        self.waited_s = 0.0  # for this peer, since the last reset to 0
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
 
     def send(self, tensor: torch.Tensor, tag: int) -> dist.Work:
@@ -48,8 +47,6 @@ class GlooLink:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error, due, time.perf_counter() - began) from error
-        finally:
-            self.waited_s += time.perf_counter() - began
 
     def _lost(self, error: RuntimeError, due: str, waited_s: float) -> PeerError:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:

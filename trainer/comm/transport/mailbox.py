@@ -97,7 +97,6 @@ class Mailbox:
 
     def __init__(self, peer: int, timeout_s: float, window: int) -> None:
         self.peer = peer
-        self.waited_s = 0.0  # for this peer, since the last reset to 0
         self._timeout_s, self._window = timeout_s, window
         self._outgoing: socket.socket | None = None
         self._incoming: socket.socket | None = None
@@ -177,8 +176,6 @@ class Mailbox:
                 raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         except OSError as error:
             raise self._lost(error, due, time.perf_counter() - began) from error
-        finally:
-            self.waited_s += time.perf_counter() - began
         return packet
 
     def _lost(self, error: OSError, due: str, waited_s: float) -> PeerError:

@@ -59,9 +59,5 @@ class Members:
             )
             raise CommError(message, self.ranks[error.peer]) from error
 
-    def in_world(self, waited_s: dict[int, float]) -> dict[int, float]:
-        """The seconds waited for each member, by its global rank."""
-        return {self.ranks[member]: seconds for member, seconds in waited_s.items()}
-
     def _describe(self, member: int) -> str:
         return f"rank {self.ranks[member]} on host {self._names[member]}"

@@ -7,8 +7,7 @@ from torch.futures import Future
 from trainer.comm.algorithms.program import Move, Visit, lay_out
 from trainer.comm.algorithms.schedule import Kind, Schedule
 from trainer.comm.leaf_sums import Message
-from trainer.comm.timeline.gpu_clock import GpuClock
-from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.timeline import BucketRecord, GpuClock
 from trainer.comm.transport.bucket_layout import Layout, agree
 from trainer.comm.transport.gloo import GlooLinks
 

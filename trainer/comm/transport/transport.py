@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
 from trainer.comm.algorithms.schedule import Schedule
-from trainer.comm.timeline.gpu_clock import GpuClock
-from trainer.comm.timeline.records import Timeline
+from trainer.comm.timeline import GpuClock, Timeline
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
 from trainer.comm.transport.members import WIRE_DTYPES, hosts_of_members, new_group
@@ -51,7 +50,7 @@ class Transport:
         self.group = new_group(like, "gloo", timeout_s)
         self.rank = dist.get_rank(self.group)
         self.clock = GpuClock(device) if device.type == "cuda" else None
-        self.timeline = Timeline(self.group, self.hosts, self.clock)
+        self.timeline = Timeline(self.group, self.clock)
 
     def on_cpu(self, schedule: Schedule) -> CpuExecutor:
         segment_bytes = int((self._segment_mb or SEGMENT_MB) * 2**20)

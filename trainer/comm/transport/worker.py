@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from trainer.comm.timeline.records import BucketRecord
+from trainer.comm.timeline import BucketRecord
 
 Task = tuple[Any, BucketRecord, Future[torch.Tensor]]
 
@@ -20,7 +20,7 @@ class Worker:
     After one failure every later bucket fails with the same error: its peers are no longer in step.
 
     Args:
-        all_reduce: takes a bucket as submitted; returns its mean over all ranks, and records waits.
+        all_reduce: takes a bucket as submitted; returns its mean over all ranks.
         release: called at the end, after the last `all_reduce`.
     """
 

@@ -5,12 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from trainer.comm.timeline.records import Timeline
-from trainer.comm.timeline.summary import draw, table
+from trainer.comm.timeline import Timeline
 from trainer.strategies.parameter_server.worker_copy import WorkerCopy
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 class ExchangeStats:
@@ -33,7 +32,6 @@ class ExchangeStats:
     ) -> None:
         self._servers, self._workers, self._held = servers, workers, held
         self._copy, self._of_timeline = copy, of_timeline
-        self._seen: Timeline | None = None  # the first worker's, at the last call of metrics
 
     def metrics(self) -> dict[str, float]:
         """Means per step since the last call (a collective): bytes by server, waits by worker."""
@@ -41,7 +39,6 @@ class ExchangeStats:
         if self._copy is not None:
             mine = self._copy.client.metrics() | self._of_timeline(self._copy.timeline)
         metrics = self._of_workers(mine)
-        self._seen = self._of_workers(self._copy.timeline if self._copy is not None else None)[0]
         pulls = max(1.0, sum(own["pulls"] for own in metrics) / len(metrics))
         found = {name: value for name, value in metrics[0].items() if name.startswith("comm/")}
         for number, server in enumerate(self._servers):
@@ -51,15 +48,11 @@ class ExchangeStats:
             found[f"ps/waited_ms/worker_{worker}"] = 1e3 * own["waited_s"] / max(1.0, own["pulls"])
         return found
 
-    def plots(self) -> dict[str, "Figure"]:
-        return {"comm/buckets": draw(self._seen)} if self._seen is not None else {}
-
     def summary(self) -> str:
         """The table of the whole run (a collective)."""
-        timeline = self._copy.timeline if self._copy is not None else None
-        totals = self._of_workers((timeline, self._copy.client.totals() if self._copy else {}))
-        lines = [table(totals[0][0])] if totals[0][0] is not None else []
-        return "\n".join([*lines, *self._lines([own for _, own in totals])])
+        mine = (self._copy.timeline.summary(), self._copy.client.totals()) if self._copy else ("", {})
+        totals = self._of_workers(mine)
+        return "\n".join([totals[0][0], *self._lines([own for _, own in totals])])
 
     def _lines(self, workers: Sequence[Mapping[str, float]]) -> Iterator[str]:
         """The traffic of each server, and how long each worker waited for values, over the run."""

@@ -13,7 +13,7 @@ from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.layout import bytes_by_server, lay_out, unpack
 from trainer.comm.parameter_server.links import Link, Loopback, PeerLink
 from trainer.comm.parameter_server.server import LayoutError, Mean, Server
-from trainer.comm.timeline.records import Timeline
+from trainer.comm.timeline import Timeline
 from trainer.comm.transport.blame import CommError, PeerError
 from trainer.config import ParameterServerConfig
 from trainer.distributed.agreement import compare_across_ranks, gather_objects
@@ -35,7 +35,7 @@ from trainer.strategies.parameter_server.worker_copy import CHANGES, WorkerCopy
 from trainer.strategies.shardable import refuse_max_norm, refuse_scripted, refuse_shared_memory
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 
 class ParameterServer(Strategy):
@@ -113,7 +113,7 @@ class ParameterServer(Strategy):
         if self.trains:
             client = Client([link(server) for server in self.servers], self.buckets, self._parameters)
             client.greet()
-            timeline = Timeline(workers, [self.dist.hosts[worker] for worker in self.workers])
+            timeline = Timeline(workers)
             enter = self.dist.heartbeat.enter
             self._copy = WorkerCopy(model, client, self.buckets, timeline, self.computing.compile, enter)
         held = bytes_by_server(self.buckets)
@@ -261,9 +261,6 @@ class ParameterServer(Strategy):
 
     def metrics(self) -> dict[str, float]:
         return self._exchange_stats.metrics()
-
-    def plots(self) -> dict[str, "Figure"]:
-        return self._exchange_stats.plots()
 
     def summary(self) -> str:
         """(A collective.)"""

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.comm.parameter_server.client import Client
 from trainer.comm.parameter_server.layout import ShardedBucket
-from trainer.comm.timeline.records import BucketRecord, Timeline
+from trainer.comm.timeline import BucketRecord, Timeline
 from trainer.comm.transport.worker import Worker
 from trainer.errors import UserError, first_few
 from trainer.nested import leaves

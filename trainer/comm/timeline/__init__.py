@@ -1,1 +1,0 @@
-"""What each bucket's all-reduce cost, and which ranks it waited for."""
