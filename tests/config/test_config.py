@@ -27,6 +27,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 _slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 # Settings without which an option means nothing.
 NEEDS = {
+    "comm=hook": ["comm.hook._target_=mine.hook"],
     "model=vision": ["model.name=resnet18"],
     "data=imagefolder": ["data.dataset.root=/data"],
     **{f"data={kind}": ["data.dataset.path=/data"] for kind in ("text_stream", "tokens", "hugging_face")},

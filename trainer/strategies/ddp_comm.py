@@ -55,7 +55,7 @@ def hook_options(comm: CommConfig, always: bool = False) -> dict[str, Any] | Non
         case ScheduleCommConfig():
             return {"wire_dtype": comm.wire_dtype, "segment_mb": comm.segment_mb}
         case HookCommConfig():
-            return {"hook": comm.hook}
+            return {}  # beside the hook itself
         case NativeCommConfig() if always or comm.timeline or comm.wire_dtype != "fp32":
             return {"wire_dtype": comm.wire_dtype}
     return None
