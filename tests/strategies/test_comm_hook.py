@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.ranks import run_ranks
 from tests.runs import context_of, train, trained
 from trainer.errors import UserError
+from trainer.strategies.ddp_comm import users_hook
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 BF16 = ("comm=hook", f"comm.hook._target_={_HOOKS}.default_hooks.bf16_compress_hook")
@@ -43,14 +44,13 @@ def hooked(run_dir: str) -> dict[str, Any]:
     for name, words in {"native": ("comm=native",), "bf16": BF16, "powersgd": POWERSGD}.items():
         found[name] = trained(*SHORT, *words, f"run_dir={run_dir}/{name}")
     with context_of(*SHORT, *POWERSGD, f"run_dir={run_dir}/notes") as context:
-        found["notes"] = context.strategy.notes
-    for name, words in {
-        "bad": ("comm=hook", "comm.hook._target_=torch.nope"),
-        "sparse": (*WORDS, *BF16),
-    }.items():
+        found["notes"] = list(context.strategy.notes)
         with pytest.raises(UserError) as error:
-            train(*SHORT, *words, "optim.momentum=0", "optim.weight_decay=0", f"run_dir={run_dir}/{name}")
-        found[name] = str(error.value)
+            context.strategy.wrap(Words())
+        found["sparse"] = str(error.value)
+    with pytest.raises(UserError) as error:
+        users_hook({"_target_": "torch.nope"})
+    found["bad"] = str(error.value)
     sparse = (*SHORT, *WORDS, "optim.momentum=0", "optim.weight_decay=0", f"run_dir={run_dir}/words")
     return found | {"words": train(*sparse)["comm"]}
 
