@@ -301,22 +301,36 @@ def up_to_nan(value: str, run_dir: Path) -> dict[str, Any]:
             step(*args),
             history.append([parameter.detach().clone() for parameter in context.model.parameters()]),
         )
-        try:
+        with pytest.raises(NonFiniteError, match=r"the loss of step 5 is NaN or Inf on rank 1 \(host 0\)"):
             fit(context)
-        except NonFiniteError as error:
-            unchanged = all(
-                torch.equal(a, b) for a, b in zip(history[-1], context.model.parameters(), strict=True)
-            )
-            return {"message": str(error), "updates": len(history), "unchanged": unchanged}
-    raise AssertionError("the run ended as if all were well")
+        weights = zip(history[-1], context.model.parameters(), strict=True)
+        return {"updates": len(history), "unchanged": all(torch.equal(a, b) for a, b in weights)}
 
 
 @pytest.mark.parametrize("value", ["nan", pytest.param("inf", marks=pytest.mark.slow)])
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(value: str, tmp_path: Path) -> None:
-    for rank in run_ranks(up_to_nan, 2, value, tmp_path, init=False):
-        assert "the loss of step 5 is NaN or Inf on rank 1 (host 0)" in rank["message"]
-        assert rank["updates"] == 4
-        assert rank["unchanged"]
+    found = run_ranks(up_to_nan, 2, value, tmp_path, init=False)
+    assert found == [{"updates": 4, "unchanged": True}] * 2
+
+
+ENDS = {
+    "nan": (3, 3, "the loss of step 3 is NaN or Inf on rank 1 (host 0"),
+    "diverge": (1, 3, "after step 3: rank 1 (host 0"),
+    "exit": (1, 3, "left with exit status 1, in forward of step 3"),
+    "raise": (1, 3, "failed in forward of step 3, at tests/fault_parts.py"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ENDS)
+def test_all_ranks_end_with_the_status_of_the_fault_and_name_its_rank(kind: str, tmp_path: Path) -> None:
+    status, step, words = ENDS[kind]
+    checked = ("train.check_replicas_every=3", f"distributed.timeout_s={PATIENCE_S}")
+    ranks = finish_ranks(3, "train.py", *TINY, *checked, *fault(kind, step=3), f"run_dir={tmp_path}")
+    assert [rank.code for rank in ranks] == [status] * 3, ranks
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert (failure["status"], failure["rank"], failure["step"]) == (status, 1, step), failure
+    assert words in failure["message"]
 
 
 # ---- ranks that fail, die or hang

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault_parts import fault
-from tests.programs import Ended, finish, started, torchrun
+from tests.programs import Ended, finish, started
 from trainer.checkpoint.manifest import verify
 from trainer.errors import StoppedBySignal
 from trainer.launch.exits import exits
@@ -28,37 +28,27 @@ FOR_EVER = (
     "checkpoint.every_epochs=null",
 )
 
-# What torchrun and launch=local are to their ranks: parent, store or open port, reader of what they print.
+# What torchrun is to its ranks: parent, store, reader of what they print.
 LAUNCHER = """
 import os, runpy, signal, socket, sys
 import torch.distributed as dist
 
 server, (reads, writes) = socket.create_server(("127.0.0.1", 0)), os.pipe()
 common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-common["MASTER_PORT"] = str(server.getsockname()[1])
-if sys.argv[1] == "torchrun":
-    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-else:
-    common |= {"RINGMASTER_LAUNCHER": "local", "RINGMASTER_PARENT": str(os.getpid())}
+common |= {"MASTER_PORT": str(server.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 for rank in range(2):
     if os.fork() == 0:
         os.environ.update(common, RANK=str(rank), LOCAL_RANK=str(rank))
-        if sys.argv[1] == "local" and rank == 0:
-            os.environ["RINGMASTER_STORE_FD"] = str(server.detach())
-        else:
-            server.close()
+        server.close()
         os.close(reads)
         os.dup2(writes, 1)
         os.dup2(writes, 2)
-        sys.argv = ["train.py", *sys.argv[2:]]
+        sys.argv[0] = "train.py"
         runpy.run_path("train.py", run_name="__main__")
         os._exit(0)
 os.close(writes)
 port, fd = int(common["MASTER_PORT"]), server.detach()
-if sys.argv[1] == "torchrun":
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-else:
-    os.close(fd)
+store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 print("started", flush=True)
 while text := os.read(reads, 1 << 16):
     os.write(1, text)
@@ -85,11 +75,11 @@ def wait_for(condition: Callable[[], bool], output: Callable[[], str], timeout_s
         time.sleep(0.02)
 
 
-def killed_at_step_ten(kind: str, folder: Path, *overrides: str) -> Path:
+def killed_at_step_ten(folder: Path, *overrides: str) -> Path:
     """Kill the launcher of two ranks in step 10 or later; return the run directory once they are gone."""
     script, run_dir = folder / "launcher.py", folder / "run"
     script.write_text(LAUNCHER)
-    with started(str(script), kind, *FOR_EVER, f"run_dir={run_dir}", *overrides) as launcher:
+    with started(str(script), *FOR_EVER, f"run_dir={run_dir}", *overrides) as launcher:
         wait_for(lambda: last_step(run_dir) >= 9, lambda: launcher.stdout + launcher.stderr)
         ranks = launcher.ranks()
         assert len(ranks) == 2
@@ -101,26 +91,24 @@ def killed_at_step_ten(kind: str, folder: Path, *overrides: str) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("kind", ["torchrun", pytest.param("local", marks=pytest.mark.slow)])
-def test_ranks_whose_launcher_is_killed_save_and_end(kind: str, tmp_path: Path) -> None:
-    run_dir = killed_at_step_ten(kind, tmp_path)
+def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path: Path) -> None:
+    run_dir = killed_at_step_ten(tmp_path)
     assert verify(run_dir / "checkpoints" / "latest").step == last_step(run_dir)
     assert json.loads((run_dir / "failure.json").read_text())["status"] == 75
 
 
 @pytest.mark.slow
 def test_ranks_that_cannot_save_end_too_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    run_dir = killed_at_step_ten("torchrun", tmp_path, *fault("hang"))
+    run_dir = killed_at_step_ten(tmp_path, *fault("hang"))
     assert not (run_dir / "checkpoints" / "latest").exists()
     assert "the launcher of this host died" in json.loads((run_dir / "failure.json").read_text())["message"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torchrun", "local"])
-def test_ranks_of_a_true_launcher_that_is_killed_save_and_end(kind: str, tmp_path: Path) -> None:
+def test_ranks_of_launch_local_that_is_killed_save_and_end(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    command = torchrun(2) if kind == "torchrun" else ("train.py", "launch=local", "launch.processes=2")
-    with started(*command, *FOR_EVER, f"run_dir={run_dir}", forks=True) as launcher:
+    local = ("train.py", "launch=local", "launch.processes=2")
+    with started(*local, *FOR_EVER, f"run_dir={run_dir}", forks=True) as launcher:
         wait_for(lambda: last_step(run_dir) >= 10 or launcher.poll() is not None, lambda: launcher.stderr)
         ranks = launcher.ranks()
         assert len(ranks) == 2, launcher.stderr
@@ -145,7 +133,6 @@ def test_an_end_that_a_restart_cannot_help_comes_again_at_once(tmp_path: Path) -
     """Also one that came before any run directory was known; --cfg only prints, where it is reached."""
     mistakes = {
         ("optim.lr=-1",): (2, "optim.lr is -1"),
-        ("optim=nothing",): (2, "nothing"),
         (*fault("nan", rank=0, step=1), f"run_dir={tmp_path}/run"): (
             3,
             "loss of step 1 is NaN",

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faulty_case import INJECTED, Case, Fault, Row, table
+from benchmarks.faulty_case import INJECTED, Case, Fault, Row
 from benchmarks.faulty_run import FaultyRun
-from benchmarks.rescues import at_random, of_kind
+from benchmarks.rescues import at_random
 
 DIED = "rank 1 (host 0, vm, pid 7) died of SIGKILL, in forward of step 5"
 SAVED, UNSAVED = (
@@ -46,30 +46,3 @@ def test_a_case_of_a_soak_can_be_drawn_again_and_can_happen() -> None:
         assert case.world > 1 or case.strategy in ("single", "dp")
         assert case.world > 1 or not {"stop", "hang"} & {fault.kind for fault in case.faults}
         assert case.world > 2 or not {"pair", "saver"} & {fault.kind for fault in case.faults}
-
-
-def test_an_injected_fault_comes_once_in_a_run() -> None:
-    assert [len(of_kind(kind, "ddp", 4, 3, 1).faults) for kind in ("kill", "update", "cut")] == [3, 1, 1]
-
-
-def test_the_table_counts_verdicts_savers_losses_and_hashes() -> None:
-    case = Case("ddp", 2, (), 0)
-    rows = [
-        Row(case, "kill", 0, DIED + SAVED, 0.1, 2.0),
-        Row(case, "kill", 1, DIED + SAVED.replace("rank 0", "rank 1"), 0.1, 3.0, misjudged=["late"]),
-        Row(case, "kill", 30, DIED + UNSAVED, 0.1, 4.0, equal=False),
-    ]
-    heads, counts, reason, total = table(rows)
-    names = heads.replace("rank 0", "rank0").replace(" lost", "lost").split()[1:]
-    named = dict(zip(names, counts.split()[3:], strict=True))
-    assert counts.split()[:3] == ["ddp", "x2", "kill"]
-    assert [named[name] for name in ("tried", "verdict", "rank0", "another", "nobody")] == [
-        "3",
-        "2",
-        "1",
-        "1",
-        "1",
-    ]
-    assert [named[name] for name in ("0lost", "1lost", "more", "hash", "right")] == ["1", "1", "1", "2", "1"]
-    assert reason == "1 x kill, nobody saved: the servers hold the parameters"
-    assert total == "1 of 3 are right; 31 steps lost in all"

@@ -47,12 +47,3 @@ def test_a_lost_host_leaves_the_rest_to_finish_with_the_same_batches(tmp_path: P
         result, _ = lose(pair, tmp_path / "lost", "cut", steps=steps)
     assert (result["world_size"], result["steps"], result["samples_seen"]) == (2, steps, 64 * steps)
     assert problems_of_logs(tmp_path / "lost" / "run", steps) == []
-
-
-@pytest.mark.netns
-def test_a_run_on_two_hosts_goes_on_after_a_kill(tmp_path: Path, forked: Forked, undisturbed: str) -> None:
-    with hosts(2) as pair:
-        start = forked.on(pair, 1, "--max-restarts=1")
-        result, rows = run(start, tmp_path / "killed", [SAVED + 3], random.Random(), steps=STEPS)
-    assert result["param_sha256"] == undisturbed, rows
-    assert problems_of_logs(tmp_path / "killed" / "run", STEPS) == []
