@@ -130,13 +130,6 @@ def test_mistakes_are_refused_with_a_way_out(
 
 
 @pytest.mark.slow
-def test_a_mistake_is_printed_once(tmp_path: Path) -> None:
-    ended = finish("train.py", "train.global_batch_size=2001", f"run_dir={tmp_path}")
-    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert ended.stderr.count("train.global_batch_size") == 1
-
-
-@pytest.mark.slow
 def test_a_mistake_is_printed_once_under_torchrun(tmp_path: Path) -> None:
     ended = finish(*torchrun(2), "train.global_batch_size=2001", f"run_dir={tmp_path}")
     assert ended.code != 0
