@@ -29,7 +29,7 @@ TINY = (
     "train.global_batch_size=24",
     "train.epochs=2",
 )
-PATIENCE_S = 10  # a busy machine needs seconds for what takes a tenth of one
+PATIENCE_S = 6  # a busy machine needs seconds for what takes a tenth of one
 
 
 def failing(rank: int, call: int, how: str) -> tuple[str, ...]:

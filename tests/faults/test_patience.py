@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from tests.runs import train
 from tests.training.test_replica_check import QUICK
 
-TIMEOUT_S, LONG_S = 5.0, 8.0
+TIMEOUT_S, LONG_S = 4.0, 6.0
 
 
 def slow_to_save_and_to_end(run_dir: Path, lines: Path) -> str:

@@ -1,13 +1,34 @@
-"""The benchmark of faults at random moments: what it counts as right, and what it draws."""
+"""The benchmarks of faults, drill and rescues: what they count as right, and what they draw."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import drilled_run
+from benchmarks.drilled_run import STEP, Outcome
 from benchmarks.faulty_case import INJECTED, Case, Fault, Row
 from benchmarks.faulty_run import FaultyRun
 from benchmarks.rescues import at_random
+
+VERDICT = {"status": 1, "rank": 1, "phase": "forward", "step": STEP}
+RIGHT = Outcome(verdict=VERDICT, verdict_s=0.1, end_s=14.0, sha256="same")
+
+
+def test_what_a_drill_counts_as_right() -> None:
+    wrong = {
+        "no verdict": replace(RIGHT, verdict=None),
+        "rank 0, not 1": replace(RIGHT, verdict=VERDICT | {"rank": 0}),
+        "step 25, not 30": replace(RIGHT, step=30),
+        "not gone within 15 s": replace(RIGHT, end_s=None),
+        "another hash": replace(RIGHT, sha256=None),
+        "left behind: process 7": replace(RIGHT, left=["process 7"]),
+    }
+    assert RIGHT.problems(drilled_run.Case("ddp", "ring", "kill"), "same", 10.0) == []
+    for words, outcome in wrong.items():
+        assert outcome.problems(drilled_run.Case("ddp", "ring", "kill"), "same", 10.0) == [words]
+
 
 DIED = "rank 1 (host 0, vm, pid 7) died of SIGKILL, in forward of step 5"
 SAVED, UNSAVED = (
@@ -29,7 +50,7 @@ SAVED, UNSAVED = (
         ({"verdict": DIED + SAVED, "verdict_s": 30.0}, ["the verdict came after 30.0 s"]),
     ],
 )
-def test_what_counts_as_right(facts: dict[str, Any], problems: list[str], tmp_path: Path) -> None:
+def test_what_a_rescue_counts_as_right(facts: dict[str, Any], problems: list[str], tmp_path: Path) -> None:
     case = Case("ddp", 2, (), 0)
     row = Row(case, "kill", **{"verdict_s": 0.5, **facts})
     FaultyRun(case, lambda *_: [], tmp_path)._judge(row, Fault("kill", 5), [7], [])

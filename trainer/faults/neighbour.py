@@ -72,6 +72,8 @@ class Neighbour:
         if self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
             self.ending = processes.ending(self.member.pid)
+            if self.ending is None and "Fatal Python error: Aborted" in self.stacks.read():
+                self.ending = "died of SIGABRT"  # its parent has collected it first
 
     def observe(self) -> Observed:
         beat, note, now = self.records.main(), self.records.note() or {}, time.monotonic_ns()
