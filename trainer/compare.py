@@ -19,8 +19,8 @@ from trainer.config.overrides import leaves
 from trainer.errors import UserError, on_one_line
 from trainer.files.untrusted import Fields, load_json, printable
 from trainer.run_dir.metrics_file import read_metrics
-from trainer.sweep.results import columns
-from trainer.sweep.trial_log import DONE, read_trials
+from trainer.sweep.report import columns
+from trainer.sweep.trials import DONE, read_trials
 
 # Settings that make losses incomparable, and settings that make a different run of the same task.
 _TASK = ("data.dataset", "data.task")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import style
 
-from trainer.sweep import picture
+from trainer.sweep import report
 from trainer.sweep.settings import SweepConfig
-from trainer.sweep.trial_log import read_trials
+from trainer.sweep.trials import read_trials
 
 SWEEP = (
     "-m optim.lr=tag(log,interval(1e-3,1)) model.hidden=choice([16],[64],[64,64]) hydra.sweeper.search=tpe "
@@ -25,4 +25,4 @@ if __name__ == "__main__":
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         file = style.HERE / "sweep.svg"
         settings = SweepConfig(metric="eval/loss", mode="min")
-        picture.draw(file, read_trials(Path(folder)), settings, by_log=["optim.lr"])
+        report.draw(file, read_trials(Path(folder)), settings)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +14,7 @@ from trainer.faults.verdict import Verdict
 from trainer.files import untrusted
 from trainer.files.untrusted import load_json, printable
 from trainer.run_dir.claim import RUN, run_id_of
-from trainer.sweep.results import columns, metrics_of
-from trainer.sweep.trial_log import FILE, TrialLog, read_trials
+from trainer.sweep.report import columns
 
 ESCAPE = "\x1b]0;yours\x07\x1b[2J"
 
@@ -44,36 +41,6 @@ def test_a_text_of_empty_lists_is_not_read(part: bytes) -> None:
         untrusted.read_json("x", b'{"a":[' + part * (1 << 20) + b"0]}")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("trial", "x", "trial is 'x', but must be a whole number"),
-        ("trial", -1, "trial is -1"),
-        ("folder", "../escaped", "folder is '../escaped', but must be a name such as 000_lr-0.1"),
-        ("folder", "/000_a", "folder is '/000_a'"),
-        ("folder", "000_a\x1b", r"folder is '000_a\\x1b'"),
-        ("overrides", "a=1", "overrides is 'a=1', but must be a list"),
-        ("overrides", [1], "overrides is a list, but must be a list of str"),
-        ("swept", {"a": 1}, "swept: a is 1, but must be a text"),
-        ("state", "well", "state is 'well', but must be one of running, done"),
-        ("status", "0", "status is '0'"),
-        ("value", [1], "value is a list, but must be a number"),
-        ("seed", 1 << 70, "seed is .*, but must be a whole number of at most 64 bits"),
-        ("seconds", None, "seconds is None"),
-    ],
-)
-def test_a_row_that_no_sweep_writes_is_refused_by_its_line(
-    name: str, value: Any, words: str, tmp_path: Path
-) -> None:
-    ledger = TrialLog(tmp_path)
-    ledger.write(ledger.trial([], ["a=1"], seed=0))
-    with (tmp_path / FILE).open("a") as file:
-        row = json.loads((tmp_path / FILE).read_text())
-        file.write(json.dumps({**row, name: value}) + "\n")
-    with pytest.raises(UserError, match=f"{FILE}, line 2: {words}"):
-        read_trials(tmp_path)
-
-
 def test_metrics_are_printed_escaped_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forged = write(tmp_path / "forged", sha=f"{ESCAPE}a", strategy=ESCAPE, comm="\r")
     assert main([write(tmp_path / "a"), forged]) == 0
@@ -83,7 +50,6 @@ def test_metrics_are_printed_escaped_or_refused(tmp_path: Path, capsys: pytest.C
         assert main([str(tmp_path / "a"), folder]) == 2
         assert f"result.json: {figure} is {value!r}" in capsys.readouterr().err or value == [2]
     assert columns([[ESCAPE]]).isprintable()
-    assert metrics_of(Path(write(tmp_path / "named", **{ESCAPE: 1})))[-1].isprintable()
 
 
 def test_a_run_too_short_to_time_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

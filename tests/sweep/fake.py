@@ -35,8 +35,6 @@ if act == "wait":
             file.write(json.dumps({"step": step, "eval/loss": 10 * lr}) + chr(10))
     open(run_dir + "/ready", "w").close()
     time.sleep(100)
-if act == "hang":
-    time.sleep(100)
 if act == "done":
     while not os.path.exists(os.environ.get("WAITS_FOR", "/")):
         time.sleep(0.02)

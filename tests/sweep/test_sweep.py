@@ -58,13 +58,11 @@ def test_a_grid_is_run_once_in_launches_of_its_own_and_the_same_command_skips_it
 @pytest.mark.slow
 def test_ends_that_are_not_good(sweep: Sweep) -> None:
     ended = sweep.run(
-        "optim.lr=0.1,0.2,0.3,0.4,0.5",
-        "hydra.sweeper.silent_s=8",
+        "optim.lr=0.1,0.2,0.3,0.5",
         "hydra.sweeper.concurrent=3",
         acts={
             "optim.lr=0.2": ["3"],
             "optim.lr=0.3": ["1", "done"],
-            "optim.lr=0.4": ["hang"],
             "optim.lr=0.5": ["1"],
         },
     )
@@ -73,12 +71,10 @@ def test_ends_that_are_not_good(sweep: Sweep) -> None:
         "lr-0.1": "done",
         "lr-0.2": "failed",
         "lr-0.3": "done",
-        "lr-0.4": "died",
         "lr-0.5": "died",
     }
-    assert [len(runs) for runs in sweep.starts().values()] == [1, 1, 2, 3, 3]
+    assert [len(runs) for runs in sweep.starts().values()] == [1, 1, 2, 3]
     assert "resume=auto" in sweep.starts()["002_lr-0.3"][1]["argv"]
-    assert "has written nothing for" in ended.stdout
     assert "001_lr-0.2 failed (status 3): words of 3" in ended.stdout
 
 
@@ -170,7 +166,6 @@ def test_settings_edited_under_a_sweep_end_it_and_leave_nothing_out(sweep: Sweep
         ("optim.lr=0.1,-1", "optim.lr is -1, but must be at least 0"),
         ("hydra/launcher=joblib", "hydra/launcher=joblib: each trial of a sweep is its own launch"),
         ("hydra.sweeper.serch=tpe", "did you mean hydra.sweeper.search?"),
-        ("hydra.sweeper.prune=true", "hydra.sweeper.prune=true needs hydra.sweeper.search=random or tpe"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -227,19 +222,6 @@ def test_a_search_goes_on_where_it_was_killed(sweep: Sweep) -> None:
     assert [len(runs) for runs in sweep.starts().values()] == [2, 1, 1, 1, 1]
     assert sweep.run(*command).code == 0
     assert len(sweep.starts()) == 5
-    other = sweep.run("optim.lr=interval(0.001,1)", *command[3:])
-    assert other.code == 2 and "holds a search through other settings" in other.stderr
-
-
-@pytest.mark.slow
-def test_a_trial_that_falls_behind_is_pruned(sweep: Sweep) -> None:
-    pytest.importorskip("optuna")
-    known = ["optim.lr=interval(0.5,1)", "hydra.sweeper.search=random", "hydra.sweeper.prune=true"]
-    assert sweep.run(*known, "hydra.sweeper.trials=5").code == 0
-    acts = {"train.log_every_steps=50": ["wait"]}
-    ended = sweep.run(*known, "train.log_every_steps=50", "hydra.sweeper.trials=6", acts=acts)
-    assert ended.code == 0, ended.output
-    assert list(sweep.states().values()) == ["done"] * 5 + ["pruned"]
 
 
 @pytest.mark.slow

@@ -1,23 +1,28 @@
 """A sweep from its command line to its end: common and swept settings, folder, and search."""
 
+import contextlib
+import fcntl
+import os
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import config
 from trainer.config.overrides import EACH_TRIAL_LAUNCHES
 from trainer.errors import UserError
+from trainer.files.new_directory import new_directory
+from trainer.files.untrusted import printable
 from trainer.launch.exits import refuse_sweep_in_ranks
 from trainer.sweep import settings
-from trainer.sweep.folder import sweep_folder
 from trainer.sweep.runner import Runner
-from trainer.sweep.search import GridSearch, OptunaSearch, Search
-from trainer.sweep.space import split
+from trainer.sweep.search import GridSearch, OptunaSearch, Search, split
+from trainer.sweep.trials import TrialLog
 
 
 def sweep(
@@ -39,7 +44,14 @@ def sweep(
         raise UserError(f"hydra/launcher={launcher}: {EACH_TRIAL_LAUNCHES}")
     wanted = settings.load(sweeper)
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(list(arguments))
-    _refuse(overrides, wanted)
+    for override in overrides:
+        line, key = override.input_line, override.key_or_group
+        if key == "run_dir":
+            raise UserError(
+                f"{line} would be the directory of every trial; hydra.sweep.dir contains one for each"
+            )
+        if key == "seed" and wanted.seeds > 1 and override.is_sweep_override():
+            raise UserError(f"{line} and hydra.sweeper.seeds={wanted.seeds} both choose seeds; leave one out")
     common, swept = split(overrides)
     grid = GridSearch(swept, wanted.trials) if wanted.search == "grid" else None
 
@@ -55,25 +67,46 @@ def sweep(
             )
         return loaded
 
-    with sweep_folder(composed.hydra.sweep) as folder:
-        search: Search = grid or OptunaSearch(wanted, swept, folder, composed.seed)
-        sys.exit(Runner(wanted, search, folder, common, _options(composed, arguments), compose).run())
-
-
-def _options(composed: DictConfig, arguments: Sequence[str]) -> list[str]:
-    """Other options of the command line, such as --config-dir, for each trial."""
+    # Other options of the command line, such as --config-dir, are for each trial.
     of_hydra = list(composed.hydra.overrides.hydra)
     options = [word for word in sys.argv[1:] if word not in (*arguments, *of_hydra, "-m", "--multirun")]
-    return options + [word for word in of_hydra if word.startswith("hydra.searchpath=")]
+    options += [word for word in of_hydra if word.startswith("hydra.searchpath=")]
+    with _locked_folder(composed.hydra.sweep) as folder:
+        log = TrialLog(folder, common, wanted.metric)
+        search: Search = grid or OptunaSearch(wanted, swept, log, composed.seed)
+        sys.exit(Runner(wanted, search, log, options, compose).run())
 
 
-def _refuse(overrides: Sequence[Override], wanted: settings.SweepConfig) -> None:
-    """Refuse settings of a single run that the sweep sets for its trials."""
-    for override in overrides:
-        line, key = override.input_line, override.key_or_group
-        if key == "run_dir":
+@contextlib.contextmanager
+def _locked_folder(named: DictConfig) -> Iterator[Path]:
+    """Create hydra.sweep.dir, or continue in it, and lock it against a second sweep.
+
+    A folder named by the time of day is always a new one, even if another sweep began in the same second. The
+    kernel frees the lock when this process ends; trials do not inherit it.
+
+    Raises:
+        UserError: another sweep runs in it, or it cannot be written.
+    """
+    unresolved = OmegaConf.to_container(named, resolve=False)
+    assert isinstance(unresolved, dict)
+    folder = Path(named.dir)
+    try:
+        if "${now:" in unresolved["dir"]:
+            folder = new_directory(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a+b", buffering=0)
+    except OSError as error:
+        raise UserError(f"hydra.sweep.dir={folder} cannot be written: {error}") from error
+    with lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = printable(lock.read(4096).decode(errors="replace")) or "not known"
             raise UserError(
-                f"{line} would be the directory of every trial; hydra.sweep.dir contains one for each"
-            )
-        if key == "seed" and wanted.seeds > 1 and override.is_sweep_override():
-            raise UserError(f"{line} and hydra.sweeper.seeds={wanted.seeds} both choose seeds; leave one out")
+                f"another sweep runs in hydra.sweep.dir={folder}: {owner}; wait for its end, stop it, "
+                "or set another hydra.sweep.dir"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}".encode())
+        yield folder

@@ -22,36 +22,23 @@ class Slots:
         self._busy = Counter(dict.fromkeys(gpus, 0))
         self._num_taken = 0
 
-    def take(self, config: Config) -> list[str] | None:
-        """Take room for a trial: its GPUs, [] if it uses none; None if the room is taken."""
-        if not self.has_room(config):
-            return None
-        gpus = self._idlest(_gpus_wanted(config, len(self._busy)))
+    def free(self, config: Config) -> list[str] | None:
+        """Room for a trial: its GPUs, [] if it uses none; None if there is no room."""
+        wanted = _gpus_wanted(config, len(self._busy))
+        gpus = sorted(self._busy, key=lambda gpu: self._busy[gpu])[:wanted]  # the least busy ones
+        if self._limit is None and gpus:
+            has_room = not any(self._busy[gpu] for gpu in gpus)
+        else:
+            has_room = self._num_taken < (self._limit or (_QUEUED_JOBS if config.launch.in_cluster else 1))
+        return gpus if has_room else None
+
+    def take(self, gpus: Sequence[str]) -> None:
         self._busy.update(gpus)
         self._num_taken += 1
-        return gpus
-
-    def has_room(self, config: Config) -> bool:
-        wanted = _gpus_wanted(config, len(self._busy))
-        if self._limit is None and wanted:
-            return not any(self._busy[gpu] for gpu in self._idlest(wanted))
-        return self._num_taken < self.at_a_time(config)
 
     def give_back(self, gpus: Sequence[str]) -> None:
         self._busy.subtract(gpus)
         self._num_taken -= 1
-
-    def _idlest(self, wanted: int) -> list[str]:
-        return sorted(self._busy, key=lambda gpu: self._busy[gpu])[:wanted]
-
-    def at_a_time(self, config: Config) -> int:
-        """How many trials like this one have room at once."""
-        if self._limit is not None:
-            return self._limit
-        wanted = _gpus_wanted(config, len(self._busy))
-        if wanted:
-            return max(1, len(self._busy) // wanted)
-        return _QUEUED_JOBS if config.launch.in_cluster else 1
 
 
 def visible_gpus() -> list[str]:

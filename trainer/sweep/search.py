@@ -1,38 +1,91 @@
-"""Which combination comes next: all of a grid, or what Optuna suggests."""
+"""What a sweep searches, and which combination comes next: all of a grid, or what Optuna suggests."""
 
+import itertools
 import logging
-import warnings
+import math
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from hydra.core.override_parser.types import IntervalSweep, Override
 
 from trainer.errors import UserError
 from trainer.sweep.settings import SweepConfig
-from trainer.sweep.space import Choice, Interval, Setting, grid
-
-_JOURNAL, _STUDY = "optuna.journal", "ringmaster"
+from trainer.sweep.trials import FINAL, TrialLog, mean
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A list, choice(), glob() or, `ordered`, a range(); values as on a command line."""
+
+    key: str
+    values: tuple[str, ...]
+    ordered: bool
+
+
+@dataclass(frozen=True)
+class Interval:
+    """interval(low, high), of integers if both are: int(interval(1, 8)); log by tag(log, ...)."""
+
+    key: str
+    low: float
+    high: float
+    log: bool
+
+
+Setting = Choice | Interval
+
+
+def split(overrides: Iterable[Override]) -> tuple[list[str], list[Setting]]:
+    """Split a command line into the overrides common to all trials, and the swept settings.
+
+    Raises:
+        UserError: a swept setting without values.
+    """
+    fixed: list[str] = []
+    swept: list[Setting] = []
+    for override in overrides:
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            assert override.input_line is not None
+            fixed.append(override.input_line)
+        elif override.is_interval_sweep():
+            swept.append(_interval(key, override))
+        else:
+            values = tuple(dict.fromkeys(override.sweep_string_iterator()))
+            if not values:
+                raise UserError(f"{override.input_line} leaves no value for {key}")
+            swept.append(Choice(key, values, ordered=override.is_range_sweep()))
+    return fixed, swept
+
+
+def _interval(key: str, override: Override) -> Interval:
+    interval = override.value()
+    assert isinstance(interval, IntervalSweep) and interval.start is not None and interval.end is not None
+    low, high, log = interval.start, interval.end, "log" in interval.tags
+    if unknown := interval.tags - {"log"}:
+        raise UserError(f"{override.input_line} is tagged {', '.join(sorted(unknown))}; the only tag is log")
+    if not (math.isfinite(low) and math.isfinite(high) and low < high) or (log and low <= 0):
+        raise UserError(
+            f"{override.input_line} must go from a number to a larger one" + ", both above 0" * log
+        )
+    return Interval(key, low, high, log)
+
+
+@dataclass(frozen=True, eq=False)
 class Proposal:
-    """A combination of values, as overrides, run once for each seed."""
+    """A combination of values, as overrides, run once for each seed; `asked` is Optuna's trial."""
 
-    def __init__(self, overrides: Sequence[str]) -> None:
-        self.overrides = tuple(overrides)
-
-    def report(self, value: float, step: int) -> bool:
-        """Report the metric at a step; True if the trial should be pruned."""
-        return False
+    overrides: tuple[str, ...]
+    asked: Any = None
 
 
 class Search(Protocol):
-    by_log: frozenset[str]
-    """The settings that are searched on a log scale."""
-
     def ask(self) -> Proposal | None:
         """The next combination; None if there are no more."""
 
-    def tell(self, proposal: Proposal, value: float | None, pruned: bool = False) -> None:
+    def tell(self, proposal: Proposal, value: float | None) -> None:
         """Report the result: the metric's mean over the seeds; None without one."""
 
     def num_left(self) -> int:
@@ -40,124 +93,116 @@ class Search(Protocol):
 
 
 class GridSearch:
-    by_log: frozenset[str] = frozenset()
+    """Every combination, the last setting changing first.
+
+    Raises:
+        UserError: an interval, which has no grid.
+    """
 
     def __init__(self, settings: Sequence[Setting], trials: int | None) -> None:
-        self.combinations = list(grid(settings))[:trials]
-        self._pending = deque(self.combinations)
-
-    def leave_out(self, combinations: Sequence[list[str]]) -> None:
-        self._pending = deque(one for one in self._pending if one not in combinations)
+        axes = []
+        for setting in settings:
+            if isinstance(setting, Interval):
+                raise UserError(
+                    f"{setting.key}=interval(...) has no grid: use range() or a list, or "
+                    "hydra.sweeper.search=random or tpe"
+                )
+            axes.append([f"{setting.key}={value}" for value in setting.values])
+        self.combinations = deque(itertools.islice(itertools.product(*axes), trials))
 
     def ask(self) -> Proposal | None:
-        return Proposal(self._pending.popleft()) if self._pending else None
+        return Proposal(self.combinations.popleft()) if self.combinations else None
 
-    def tell(self, proposal: Proposal, value: float | None, pruned: bool = False) -> None:
+    def tell(self, proposal: Proposal, value: float | None) -> None:
         pass
 
     def num_left(self) -> int:
-        return len(self._pending)
-
-
-class OptunaProposal(Proposal):
-    def __init__(self, overrides: Sequence[str], trial: Any) -> None:
-        super().__init__(overrides)
-        self.trial = trial
-
-    def report(self, value: float, step: int) -> bool:
-        self.trial.report(value, step)
-        return bool(self.trial.should_prune())
+        return len(self.combinations)
 
 
 class OptunaSearch:
-    """Random or TPE search by Optuna's ask and tell; its only state is its journal in the sweep's folder.
+    """Random or TPE search by Optuna's ask and tell. It learns what ran before from the trial log.
 
-    A trial without a result, because the sweep was killed, is asked for first.
+    A combination that was stopped, has died, or ran when the sweep was killed, is asked for first.
     """
 
     def __init__(
-        self, wanted: SweepConfig, settings: Sequence[Setting], folder: Path, seed: int | None
+        self, wanted: SweepConfig, settings: Sequence[Setting], log: TrialLog, seed: int | None
     ) -> None:
-        kind, metric, mode = wanted.search, wanted.metric, wanted.mode
         try:
             import optuna
-            from optuna.storages.journal import JournalFileBackend
         except ImportError as error:
             raise UserError(
-                f"hydra.sweeper.search={kind} needs Optuna: pip install 'ringmaster-trainer[sweep]'"
+                f"hydra.sweeper.search={wanted.search} needs Optuna: pip install 'ringmaster-trainer[sweep]'"
             ) from error
         if not settings:
             raise UserError(
-                f"hydra.sweeper.search={kind} has nothing to search: give a setting more than one value"
+                f"hydra.sweeper.search={wanted.search} has nothing to search: give a setting more than one "
+                "value"
             )
         optuna.logging.set_verbosity(logging.WARNING)
-        _mend(folder / _JOURNAL)
-        storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / _JOURNAL)))
-        space = {setting.key: str(setting) for setting in settings} | {"metric": metric, "mode": mode}
-        self._optuna, self._settings, self._trials = optuna, settings, wanted.trials or 20
-        self.by_log = frozenset(one.key for one in settings if isinstance(one, Interval) and one.log)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._study = optuna.create_study(
-                storage=storage,
-                study_name=_STUDY,
-                load_if_exists=True,
-                direction="minimize" if mode == "min" else "maximize",
-                pruner=optuna.pruners.MedianPruner(),
-            )
-            asked = self._study.get_trials(deepcopy=False)
-            begin = None if seed is None else seed + len(asked)
-            self._study.sampler = (
-                optuna.samplers.TPESampler(seed=begin)
-                if kind == "tpe"
-                else optuna.samplers.RandomSampler(seed=begin)
-            )
-        if self._study.user_attrs.setdefault("space", space) != space:
-            raise UserError(
-                f"{folder} holds a search through other settings, or for another metric: set another "
-                "hydra.sweep.dir"
-            )
-        self._study.set_user_attr("space", space)
-        states = optuna.trial.TrialState
-        for trial in asked:
-            if trial.state == states.RUNNING:  # asked for first
-                self._study.enqueue_trial(trial.params)
-                self._study.tell(trial.number, state=states.FAIL)
-        self._num_asked = sum(trial.state in (states.COMPLETE, states.PRUNED) for trial in asked)
+        before = list(log.combinations([setting.key for setting in settings]))
+        sampler = optuna.samplers.TPESampler if wanted.search == "tpe" else optuna.samplers.RandomSampler
+        self._study = optuna.create_study(
+            direction="minimize" if wanted.mode == "min" else "maximize",
+            sampler=sampler(seed=None if seed is None else seed + len(before)),
+        )
+        self._optuna, self._settings, self._num_left = optuna, settings, wanted.trials or 20
+        self._space = {setting.key: self._distribution(setting) for setting in settings}
+        for swept, trials in before:
+            params = {one.key: _param(one, swept[one.key]) for one in settings}
+            if None in params.values():
+                continue  # of an earlier command line, with other values
+            if len(trials) < wanted.seeds or any(trial.state not in FINAL for trial in trials):
+                self._study.enqueue_trial(params)
+                continue
+            self._num_left -= 1
+            if (value := mean(trials)) is not None:
+                known = optuna.trial.create_trial(params=params, distributions=self._space, value=value)
+                self._study.add_trial(known)
 
     def ask(self) -> Proposal | None:
-        if self._num_asked >= self._trials:
+        if self._num_left <= 0:
             return None
-        self._num_asked += 1
-        trial = self._study.ask()
-        return OptunaProposal([f"{one.key}={self._suggest(trial, one)}" for one in self._settings], trial)
+        self._num_left -= 1
+        trial = self._study.ask(self._space)
+        chosen = (f"{one.key}={_text(one, trial.params[one.key])}" for one in self._settings)
+        return Proposal(tuple(chosen), trial)
 
-    def tell(self, proposal: Proposal, value: float | None, pruned: bool = False) -> None:
-        assert isinstance(proposal, OptunaProposal)
-        states = self._optuna.trial.TrialState
-        if pruned:
-            self._study.tell(proposal.trial, state=states.PRUNED)
-        elif value is None:
-            self._study.tell(proposal.trial, state=states.FAIL)
-        else:
-            self._study.tell(proposal.trial, value)
+    def tell(self, proposal: Proposal, value: float | None) -> None:
+        failed = self._optuna.trial.TrialState.FAIL if value is None else None
+        self._study.tell(proposal.asked, value, state=failed)
 
     def num_left(self) -> int:
-        return self._trials - self._num_asked
+        return max(0, self._num_left)
 
-    def _suggest(self, trial: Any, setting: Setting) -> str:
+    def _distribution(self, setting: Setting) -> Any:
+        of = self._optuna.distributions
         if isinstance(setting, Choice):
-            if not setting.ordered:
-                return str(trial.suggest_categorical(setting.key, setting.values))
-            return setting.values[trial.suggest_int(f"{setting.key} (index)", 0, len(setting.values) - 1)]
-        if isinstance(setting.low, int) and isinstance(setting.high, int):
-            return str(trial.suggest_int(setting.key, setting.low, setting.high, log=setting.log))
-        return repr(trial.suggest_float(setting.key, setting.low, setting.high, log=setting.log))
+            if setting.ordered:
+                return of.IntDistribution(0, len(setting.values) - 1)  # the index
+            return of.CategoricalDistribution(setting.values)
+        whole = isinstance(setting.low, int) and isinstance(setting.high, int)
+        kind = of.IntDistribution if whole else of.FloatDistribution
+        return kind(setting.low, setting.high, log=setting.log)
 
 
-def _mend(journal: Path) -> None:
-    """Cut off an incomplete last line: a line appended to it could not be read."""
-    if journal.exists():
-        whole = journal.read_bytes().rpartition(b"\n")
-        if whole[2]:
-            journal.write_bytes(whole[0] + whole[1])
+def _text(setting: Setting, param: Any) -> str:
+    """A parameter of Optuna's as a value of the command line; `_param` is the inverse."""
+    if isinstance(setting, Choice):
+        return setting.values[param] if setting.ordered else str(param)
+    return repr(param)
+
+
+def _param(setting: Setting, text: str) -> Any:
+    """None if it is not one of the setting's values."""
+    if isinstance(setting, Choice):
+        if text not in setting.values:
+            return None
+        return setting.values.index(text) if setting.ordered else text
+    whole = isinstance(setting.low, int) and isinstance(setting.high, int)
+    try:
+        value = int(text) if whole else float(text)
+    except ValueError:
+        return None
+    return value if setting.low <= value <= setting.high else None

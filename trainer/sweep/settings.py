@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from trainer.config import above, at_least, check_limits, like, one_of
+from trainer.config import at_least, check_limits, like, one_of
 from trainer.config.overrides import not_a_setting
 from trainer.errors import UserError, first_line
 
@@ -20,9 +20,6 @@ class SweepConfig:
     mode: str = one_of("min", "max")
     concurrent: str = like(r"auto|0*[1-9][0-9]*", "auto or a number of trials")
     seeds: int = at_least(1)
-    prune: bool = MISSING
-    silent_s: float = above(0)
-    stop_timeout_s: float = above(0)
 
     @property
     def sign(self) -> float:
@@ -34,7 +31,7 @@ def load(settings: Mapping[str, Any]) -> SweepConfig:
     """Return the typed and validated settings.
 
     Raises:
-        UserError: an unknown key, a wrong type, a value outside its limits, or a contradiction.
+        UserError: an unknown key, a wrong type, or a value outside its limits.
     """
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(SweepConfig), dict(settings)))
@@ -44,9 +41,4 @@ def load(settings: Mapping[str, Any]) -> SweepConfig:
         raise UserError(f"hydra.sweeper.{error.full_key}: {first_line(error)}") from error
     assert isinstance(config, SweepConfig)
     check_limits(config, "hydra.sweeper.")
-    if config.prune and (config.search == "grid" or config.seeds > 1):
-        raise UserError(
-            "hydra.sweeper.prune=true needs hydra.sweeper.search=random or tpe, and one seed: it compares a "
-            "trial with earlier ones"
-        )
     return config
