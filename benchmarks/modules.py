@@ -85,7 +85,7 @@ def saved_by(folder: Path, kind: str) -> Path:
 def unsaved_state_told() -> Iterator[list[str]]:
     """The warnings of state that no checkpoint holds, on this rank."""
     told: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("trainer.training.unsaved_state")
+    handler, log = logging.Handler(), logging.getLogger("trainer.checks.unsaved")
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     try:

@@ -42,6 +42,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "distributed": "config errors faults files launch local_shard",
     },
     {
+        "checks": "errors fingerprint nested optim",
         "checkpoint": "comm config distributed errors faults files local_shard optim",
         "exact": "comm distributed errors files fingerprint gradient_norm local_shard optim turns",
         "meta_init": "distributed errors local_shard nested",
@@ -68,14 +69,14 @@ FLOORS: tuple[dict[str, str], ...] = (
         "evaluate": "config distributed files inference",
         "predict": "config errors files inference launch tasks",
         "sample": "config errors inference",
-        "training": "build checkpoint config data distributed errors exact faults fingerprint inference launch "
+        "training": "build checkpoint checks config data distributed errors exact faults inference launch "
         "local_shard loggers meta_init nested optim run_dir single_tensor step strategies tasks",
     },
     {
         "loop": "data errors inference optim step training",
     },
     {
-        "run": "build checkpoint config data distributed errors exact faults files launch loggers loop "
+        "run": "build checkpoint checks config data distributed errors exact faults files launch loggers loop "
         "meta_init optim run_dir strategies tasks training",
     },
     {

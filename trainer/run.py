@@ -23,6 +23,7 @@ from trainer.build import (
     wrap_model,
 )
 from trainer.checkpoint import Checkpointer, OpenCheckpoint, saved_settings_of
+from trainer.checks.unsaved import UnsavedState
 from trainer.config import Config, TrainConfig, flatten, to_yaml
 from trainer.data.loading.batch import BatchSplit
 from trainer.distributed.agreement import Agreement, compare_across_ranks, on_main
@@ -62,7 +63,6 @@ from trainer.training.profiler import Profile
 from trainer.training.replica_check import ReplicaCheck
 from trainer.training.start_table import start_table
 from trainer.training.step_agreement import StepAgreement
-from trainer.training.unsaved_state import UnsavedState
 from trainer.training.weight_statistics import WeightStatistics
 
 log = logging.getLogger(__name__)
@@ -245,9 +245,7 @@ def _checks(
             may_skip=train.skip_nonfinite,
             model=state.model,
         ),
-        unsaved=UnsavedState(
-            *(model, task, state.optimizer), strategy.trains and strategy.replica == 0, state.schedule
-        ),
+        unsaved=UnsavedState(model, task, state.optimizer, strategy.trains and strategy.replica == 0),
         frozen=Frozen(model),
     )
 

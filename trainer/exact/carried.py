@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 
 from trainer.errors import UserError
-from trainer.fingerprint import bit_sums, fingerprint, generators
-from trainer.local_shard import is_dtensor
+from trainer.fingerprint import fingerprint, generators
+from trainer.local_shard import bit_sums, is_dtensor
 
 _WEIGHT = "change weights in the optimizer alone, or compute with another tensor (weight.clamp(-c, c))"
 _EXTRA = "keep it in a buffer (register_buffer)"

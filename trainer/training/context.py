@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from trainer.checkpoint import Checkpointer
+from trainer.checks.unsaved import UnsavedState
 from trainer.config import EmaConfig, TrainConfig
 from trainer.data.loading.base import EvalLoader, TrainLoader
 from trainer.data.loading.batch import BatchSplit
@@ -22,7 +23,6 @@ from trainer.training.meter import Meter
 from trainer.training.profiler import Profile
 from trainer.training.replica_check import ReplicaCheck
 from trainer.training.step_agreement import StepAgreement
-from trainer.training.unsaved_state import UnsavedState
 from trainer.training.weight_statistics import WeightStatistics
 
 

@@ -14,7 +14,7 @@ from trainer.data.loading.base import TrainLoader
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.faults.gate import UPDATE_S, Gate, NoGate
-from trainer.fingerprint import bit_sums, changed_bits
+from trainer.local_shard import bit_sums, changed_bits
 from trainer.nested import mapped
 from trainer.optim.plain_names import named_modules
 from trainer.optim.train_state import TrainState

@@ -1,15 +1,14 @@
-"""What modules, tasks, optimizers and schedules keep without saving it, so that a resume is not exact."""
+"""What modules, tasks and optimizers keep in attributes without saving it, so that a resume is not exact."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.errors import first_few
-from trainer.fingerprint import OF_EVERY_MODULE, class_data, fingerprint, is_other_value, used_outside
+from trainer.fingerprint import OF_EVERY_MODULE, fingerprint, is_other_value
 from trainer.nested import leaves
 from trainer.optim.combined import parts_of
 
@@ -18,34 +17,22 @@ _OF_EVERY_OPTIMIZER = {"state", "param_groups", "defaults"}
 
 
 class UnsavedState:
-    """Compares the attributes of modules, task and optimizer after pairs of steps, and at each save; and the
-    globals and closures that their methods use.
+    """Compares the attributes of modules, task and optimizer after pairs of steps, and at each save.
 
     Warns of what changed. A pair is 1 and 2, 3 and 4, 7 and 8, 15 and 16, and so on, since state may begin
     late. What is new in a pair's first step or at a save, or of another size there, does not count, so that
     a cache is not state. A module with `get_extra_state`, and an optimizer with its own `state_dict`, decide
-    themselves what is saved; not one of several, which are saved as one. The `training` flags of modules are
-    compared after each step, since the next evaluation resets them.
+    themselves what is saved; not one of several, which are saved as one.
 
     Args:
         model: unwrapped.
         looks: whether this rank compares; one is enough, the first of those that train.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Any,
-        optimizer: Optimizer,
-        looks: bool,
-        schedule: LRScheduler | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, task: Any, optimizer: Optimizer, looks: bool) -> None:
         self._model, self._task, self._optimizer, self._looks = model, task, optimizer, looks
-        self._schedule = schedule
         self._num_steps = 0
         self._before: dict[str, dict[str, Any]] = {}  # fingerprints of the last step of a pair
-        self._parts = dict(model.named_modules())
-        self._flags: list[bool] = []  # of `_parts`, after the first step
         self._warned: set[str] = set()
 
     def look(self) -> None:
@@ -53,22 +40,19 @@ class UnsavedState:
         if not self._looks:
             return
         self._num_steps += 1
-        flags = [module.training for module in self._parts.values()]
-        if self._flags and flags != self._flags:
-            changed = zip(self._parts, flags, self._flags, strict=True)
-            self._warn_once(f"{name}.training" for name, now, before in changed if name and now != before)
-        self._flags = self._flags or flags
         is_second = self._num_steps.bit_count() == 1
         if is_second or (self._num_steps + 1).bit_count() == 1:
-            now = self._attributes()
-            self._warn_once(name for name in now if self._is_changed(name, now[name], is_second))
-            self._before = now
+            self._before = self._compare(is_second)
 
     def look_at_save(self) -> None:
         """Called before each save."""
         if self._looks and self._num_steps > 2:
-            now = self._attributes()
-            self._warn_once(name for name in now if self._is_changed(name, now[name], False))
+            self._compare(by_one_step=False)
+
+    def _compare(self, by_one_step: bool) -> dict[str, dict[str, Any]]:
+        found = dict(self._attributes())
+        self._warn_once(name for name, now in found.items() if self._is_changed(name, now, by_one_step))
+        return found
 
     def _is_changed(self, name: str, now: dict[str, Any], by_one_step: bool) -> bool:
         before = self._before.get(name, now)
@@ -84,42 +68,31 @@ class UnsavedState:
                 "%s changes from step to step, and no checkpoint holds it: if a step depends on the value "
                 "that the one before left, a resumed run will differ; make it a buffer of the model "
                 "(register_buffer), or give its module get_extra_state and set_extra_state; what an "
-                "optimizer keeps belongs in its state, and what sets a training flag in the module's train()",
+                "optimizer keeps belongs in its state",
                 first_few(changed),
             )
 
-    def _attributes(self) -> dict[str, dict[str, Any]]:
+    def _attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The fingerprint of each attribute, by name, without the model's parameters, buffers and modules."""
-        model = self._model
+        model, task = self._model, self._task
         known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
-        found: dict[str, Any] = {}
         for prefix, module in model.named_modules():
             if type(module).get_extra_state is nn.Module.get_extra_state:
-                for name, value in (class_data(type(module)) | vars(module)).items():
+                for name, value in vars(module).items():
                     if name not in OF_EVERY_MODULE:
-                        found[f"{prefix}.{name}" if prefix else name] = value
+                        yield f"{prefix}.{name}" if prefix else name, fingerprint(value, known)
         # A task may be a module, but no checkpoint holds its buffers and modules.
-        parts = {**getattr(self._task, "_buffers", {}), **getattr(self._task, "_modules", {})}
-        for name, value in (class_data(type(self._task)) | vars(self._task) | parts).items():
+        parts = {**getattr(task, "_buffers", {}), **getattr(task, "_modules", {})}
+        for name, value in (vars(task) | parts).items():
             if name not in {*OF_EVERY_MODULE, "plain_loss"}:  # `Task.loss` sets it for the log
-                found[f"task.{name}"] = value
+                yield f"task.{name}", fingerprint(value, known)
         optimizers = {id(part): part for part in parts_of(self._optimizer)}.values()
+        if len(optimizers) == 1 and type(self._optimizer).state_dict is not Optimizer.state_dict:
+            return
         known |= {id(self._optimizer), *map(id, optimizers)}  # torch binds methods to them
-        decides = len(optimizers) == 1 and type(self._optimizer).state_dict is not Optimizer.state_dict
-        for part in () if decides else optimizers:
+        for part in optimizers:
             held = {name: v for name, v in vars(part).items() if name not in _OF_EVERY_OPTIMIZER}
             known |= {id(v) for v in leaves(held) if isinstance(v, Optimizer)}  # they share its state
-            for name, value in (class_data(type(part)) | held).items():
+            for name, value in held.items():
                 if not name.startswith("_optimizer_"):
-                    found[f"optimizer.{name}"] = value
-        # Of multipliers, torch saves what objects hold, and nothing of functions.
-        factors = getattr(self._schedule, "lr_lambdas", ())
-        found["schedule.lr_lambdas"] = [each for each in factors if hasattr(each, "__code__")]
-        outside: dict[str, Any] = {}
-        for kind in {*map(type, model.modules()), type(self._task), *map(type, optimizers)}:
-            outside |= used_outside(kind)
-        walked = fingerprint(outside, known)  # in one walk, which has a limit
-        return {name: fingerprint(value, known) for name, value in found.items()} | {
-            name: {place: value for place, value in walked.items() if place.startswith(f"[{name!r}]")}
-            for name in outside
-        }
+                    yield f"optimizer.{name}", fingerprint(value, known)

@@ -1,0 +1,191 @@
+"""State that no checkpoint holds is named; attributes that only look like state are not."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.runs import train
+from trainer.checks.unsaved import UnsavedState
+from trainer.optim.combined import CombinedOptimizer
+
+
+class Helper:
+    """A plain object of a user."""
+
+    def __init__(self) -> None:
+        self.mean = torch.zeros(2)
+
+
+class Keeper(nn.Module):
+    """Six inputs, two outputs; `kept` is what a forward pass keeps for the next."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept, self.layer = kept, nn.Linear(6, 2)
+        self.register_buffer("in_buffer", torch.zeros(()))
+        self.passes, self.history, self.hidden = 0, [0], torch.zeros(2)
+        self.cache: Any = None
+        self.late_cache: dict[int, Tensor] = {}
+        self.late_mean = 0.0
+        self.generator, self.state, self.helper = torch.Generator(), np.random.RandomState(0), Helper()
+        self.seen: set[int] = set()
+        self.hidden_modules, self.known_modules = [nn.Linear(2, 2)], [self.layer]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out = self.layer(rows)
+        self.in_buffer += 1
+        match self.kept:
+            case "passes":
+                self.passes += 1
+            case "history":
+                self.history.append(1)
+            case "hidden":
+                self.hidden = out.detach().mean(0)
+            case "generator":
+                torch.rand((), generator=self.generator)
+            case "state":
+                self.state.rand()
+            case "helper":
+                self.helper.mean = out.detach().mean(0)
+            case "seen":
+                self.seen.add(len(self.seen))
+            case "hidden_modules":
+                self.hidden_modules[0].weight.data.mul_(0.9)
+            case "late_mean" if self.in_buffer > 2:
+                self.late_mean = 0.5 * self.late_mean + 1
+            case "cache":
+                self.cache = torch.ones(3) if self.cache is None else self.cache
+            case "late_cache" if self.in_buffer == 5:
+                self.late_cache[3] = torch.ones(3)
+            case "output":
+                self.cache = out
+        return out
+
+
+class Extra(Keeper):
+    def get_extra_state(self) -> Any:
+        return self.passes
+
+    def set_extra_state(self, state: Any) -> None:
+        self.passes = state
+
+
+class Counting(torch.optim.SGD):
+    """Counts in a plain attribute."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        super().step()
+
+
+class Deciding(Counting):
+    """Has a state dict of its own, as one that saves its count."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"num_steps": self.num_steps}
+
+
+class Sharing(torch.optim.SGD):
+    """Steps by another optimizer, which has its state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.inner = torch.optim.AdamW(self.param_groups, lr)
+        self.state = self.inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def _two(params: Any, lr: float) -> CombinedOptimizer:
+    first, *rest = params
+    return CombinedOptimizer([Deciding([first], lr), torch.optim.SGD(rest, lr)])
+
+
+class Teaching(nn.Module):
+    """A task that keeps one thing from step to step."""
+
+    def __init__(self, kept: str = "") -> None:
+        super().__init__()
+        self.kept, self.center, self.plain_loss = kept, torch.zeros(2), torch.zeros(())
+        self.register_buffer("in_buffer", torch.zeros(2))
+        self.teacher = nn.Linear(6, 2).requires_grad_(False)
+
+    def loss(self, model: nn.Module, rows: Tensor) -> Tensor:
+        out = model(rows)
+        self.plain_loss = out.detach().sum()
+        match self.kept:
+            case "center":
+                self.center = self.center + out.detach().mean(0)
+            case "in_buffer":
+                self.in_buffer += 1
+            case "teacher":
+                self.teacher.weight.mul_(0.9)
+        return out.sum()
+
+
+def warnings_of(
+    caplog: pytest.LogCaptureFixture, model: nn.Module | None = None, task: Any = None, optimizer: Any = None
+) -> list[str]:
+    """The first words of each warning of six steps and two saves."""
+    caplog.clear()
+    caplog.set_level(logging.WARNING)
+    model, task = model or Keeper(""), task or Teaching()
+    made = (optimizer or torch.optim.SGD)(model.parameters(), 0.1)
+    unsaved = UnsavedState(model, task, made, looks=True)
+    for _ in range(6):
+        task.loss(model, torch.randn(3, 6)).backward()
+        made.step()
+        unsaved.look()
+    unsaved.look_at_save()
+    unsaved.look_at_save()
+    return [record.getMessage().partition(" changes from step to step")[0] for record in caplog.records]
+
+
+def test_what_changes_with_each_step_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    plain = ("passes", "history", "hidden", "generator", "state", "helper", "seen", "hidden_modules")
+    for kept in (*plain, "late_mean"):
+        assert warnings_of(caplog, nn.Sequential(Keeper(kept))) == [f"0.{kept}"]
+
+
+def test_a_cache_and_what_is_saved_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    for kept in ("", "cache", "late_cache", "output"):
+        assert not warnings_of(caplog, Keeper(kept)), kept
+    assert not warnings_of(caplog, Extra("passes"))
+
+
+def test_so_is_what_a_task_keeps(caplog: pytest.LogCaptureFixture) -> None:
+    for kept in ("center", "in_buffer", "teacher"):
+        assert warnings_of(caplog, task=Teaching(kept)) == [f"task.{kept}"]
+    assert not warnings_of(caplog, task=SimpleNamespace(loss=Teaching().loss))
+
+
+def test_so_is_what_an_optimizer_keeps_outside_its_state(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(caplog, optimizer=Counting) == ["optimizer.num_steps"]
+    assert warnings_of(caplog, optimizer=_two) == ["optimizer.num_steps"]  # which does not use its state dict
+    assert not warnings_of(caplog, optimizer=Sharing)
+    assert not warnings_of(caplog, optimizer=Deciding)
+
+
+@pytest.mark.slow
+def test_a_run_says_so(tmp_path: Path) -> None:
+    train(
+        "model._target_=tests.checks.test_unsaved.Keeper",
+        "+model.kept=passes",
+        "~model.input_shape",
+        "~model.num_classes",
+        "~model.hidden",
+        "data.dataset._target_=tests.user_parts.Stripes",
+        "train.global_batch_size=16",
+        "train.max_steps=3",
+        f"run_dir={tmp_path}",
+    )
+    assert (tmp_path / "train.log").read_text().count("passes changes from step to step") == 1
