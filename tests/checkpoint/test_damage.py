@@ -1,6 +1,5 @@
-"""Damaged and hostile checkpoints: each is refused before a tensor reaches the model, and none runs code."""
+"""Damaged checkpoints: each is refused before a tensor reaches the model, on all ranks; weights run no code."""
 
-import json
 import os
 import pickle
 import random
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint import hostile, tiny
+from tests.checkpoint import tiny
 from tests.ranks import run_ranks
-from trainer.checkpoint import load_weights, manifest, store
-from trainer.checkpoint.layout import index_from_json
+from trainer.checkpoint import load_weights, manifest, resuming
 from trainer.checkpoint.open_checkpoint import OpenCheckpoint
 from trainer.checkpoint.reading import PlainFile
 from trainer.checkpoint.state_file import STATE
 from trainer.errors import UserError
-from trainer.files.untrusted import Fields
 
 Damage = Callable[[Path], str]
 
@@ -165,7 +162,7 @@ def test_the_payload_would_run_if_it_were_unpickled(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-def test_hostile_weights_run_nothing(tmp_path: Path) -> None:
+def test_weights_that_hold_a_call_run_nothing(tmp_path: Path) -> None:
     torch.save({"first.weight": Payload(tmp_path / "ran")}, tmp_path / "w.pt")
     with pytest.raises(UserError, match=r"torch.load\(weights_only=True\) refuses it"):
         load_weights(tiny.Net(), tmp_path / "w.pt")
@@ -193,51 +190,27 @@ def test_the_bytes_that_are_used_are_those_that_were_hashed(tmp_path: Path) -> N
     assert count == size
 
 
-@pytest.mark.parametrize(
-    "digest, words",
-    [
-        ({"bytes": 0, "sha256": []}, "bytes is 0, but must be 1 or more"),
-        ({"bytes": 1, "sha256": [""]}, "must be 64 digits for each block"),
-    ],
-)
-def test_a_manifest_lists_no_empty_things(tmp_path: Path, digest: dict[str, Any], words: str) -> None:
-    """Else one of 16 MB, of 300,000 files, takes a minute to check."""
-    seal_in = tmp_path / "step_00000001"
-    seal_in.mkdir()
-    store.seal(seal_in, manifest.Manifest("full", 1, 1.0, {}, run_id="tiny"))
-    raw = json.loads((seal_in / "manifest.json").read_text())
-    hostile.write_manifest(seal_in, {**raw, "files": {"a": digest}})
-    with pytest.raises(UserError, match=words):
-        manifest.read_manifest(seal_in)
+def _one_rank_sees_it(checkpoint: Path) -> list[str]:
+    """The error on each rank if only rank 1 cannot read the state, and then the numbers."""
+    state, rank, heard = tiny.train_state(seed=3), tiny.facts().rank, []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise UserError("this host sees another disk")
+
+    for module, name in ((resuming, "verified"), (resuming, "check_fits"), (OpenCheckpoint, "read_into")):
+        good = getattr(module, name)
+        if rank == 1:
+            setattr(module, name, fail)
+        with pytest.raises(UserError) as refusal:
+            tiny.restore(tiny.checkpointer(checkpoint.parent), state, str(checkpoint))
+        heard.append(str(refusal.value))
+        setattr(module, name, good)
+    assert tiny.restore(tiny.checkpointer(checkpoint.parent), state, str(checkpoint))
+    return heard
 
 
-def test_a_manifest_of_a_million_metrics_is_not_written_again_to_check_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With indents that takes ten times as long, and twice the memory."""
-    seal_in = tmp_path / "step_00000001"
-    seal_in.mkdir()
-    store.seal(seal_in, manifest.Manifest("full", 1, 1.0, {}, {"eval/loss": 0.5}, run_id="tiny"))
-    dumps = json.dumps
-
-    def without_indents(value: Any, **options: Any) -> str:
-        assert not options.get("indent")
-        return dumps(value, **options)
-
-    monkeypatch.setattr(json, "dumps", without_indents)
-    assert manifest.read_manifest(seal_in).metrics == {"eval/loss": 0.5}
-    text = (seal_in / "manifest.json").read_text()
-    for change in (text.replace("0.5", "0.7"), text.replace("{", '{"more": 1,', 1)):
-        (seal_in / "manifest.json").write_text(change)
-        with pytest.raises(UserError, match="it is not what was written"):
-            manifest.read_manifest(seal_in)
-
-
-def test_an_index_cannot_have_more_chunks_than_files() -> None:
-    """Else one of a few megabytes, of chunks without rows, takes seconds to check."""
-    empty = {"file": "a", "key": "w", "begin": 0, "shape": [0, 5]}
-    entry = {"dtype": "float32", "shape": [0, 5], "chunks": [empty]}
-    assert index_from_json(Fields("state.json", {"w": entry}))["w"].shape == (0, 5)
-    for chunks in ([empty, empty], [empty, {**empty, "file": "b"}, empty]):
-        with pytest.raises(UserError, match="file is 'a', but must be one for each chunk"):
-            index_from_json(Fields("state.json", {"w": {**entry, "chunks": chunks}}))
+@pytest.mark.slow
+def test_all_ranks_refuse_what_one_cannot_read(tmp_path: Path) -> None:
+    run_ranks(_save, 1, tmp_path, "full")
+    heard = run_ranks(_one_rank_sees_it, 2, tmp_path / "checkpoints" / "step_00000002")
+    assert heard == [["rank 1: this host sees another disk"] * 3] * 2

@@ -18,7 +18,6 @@ from trainer.checkpoint import Checkpointer, manifest, saved_settings_of, store,
 from trainer.checkpoint.store import Store
 from trainer.config import KeepBest
 from trainer.errors import UserError
-from trainer.optim.train_state import TrainState
 
 TENSORS = "model-00000-of-00001.safetensors"
 
@@ -227,47 +226,6 @@ def test_auto_does_not_start_anew_if_the_disk_of_the_checkpoints_is_away(tmp_pat
 
 def test_auto_does_not_start_anew_over_damage(tmp_path: Path) -> None:
     run_ranks(_all_damaged, 1, tmp_path)
-
-
-def _save_what_cannot_be_read(run_dir: Path) -> tuple[list[str], list[str]]:
-    """The messages of saves that are refused, and what they leave."""
-    deep: list[Any] = []
-    for _ in range(60):
-        deep = [deep]
-    named = tiny.train_state()
-    named.model.register_parameter("__metadata__", torch.nn.Parameter(torch.ones(1)))
-    saves: list[tuple[TrainState, dict[str, float], dict[str, Any]]] = [
-        (tiny.train_state(), {}, {"seen": [[]] * 5000}),
-        (tiny.train_state(), {}, {"seen": deep}),
-        (tiny.train_state(), {f"eval/{number}": 0.5 for number in range(900)}, {}),
-        (named, {}, {}),
-    ]
-    messages = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.files.untrusted._MAX_JSON_PARTS", 1000)
-        patch.setattr("trainer.checkpoint.manifest._MAX_MANIFEST_BYTES", 10_000)
-        for number, (state, metrics, data_state) in enumerate(saves):
-            state.progress.step = number
-            with pytest.raises(UserError) as failure:
-                tiny.checkpointer(run_dir, state=state).save(state, metrics, data_state)
-            messages.append(str(failure.value))
-    return messages, [entry.name for entry in (run_dir / "checkpoints").iterdir()]
-
-
-def test_nothing_is_saved_that_no_resume_would_read(tmp_path: Path) -> None:
-    messages, left = run_ranks(_save_what_cannot_be_read, 1, tmp_path)[0]
-    assert left == []
-    words = (
-        "lists and mappings; more than",
-        "nested more than 60 deep",
-        "10,000 are not read",
-        "begins at byte",
-    )
-    for number, (message, expected) in enumerate(zip(messages, words, strict=True)):
-        assert (
-            message.startswith(f"the checkpoint of step {number} could not be saved: ")
-            and expected in message
-        )
 
 
 def _resume_twice(run_dir: Path) -> list[str]:

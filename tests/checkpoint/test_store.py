@@ -193,15 +193,6 @@ def test_refuses_a_manifest_that_climbs_out(tmp_path: Path, name: str) -> None:
         read_manifest(final)
 
 
-def test_a_fifo_in_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
-    store = Store(tmp_path, "mine")
-    final = _save(store, 1)
-    (final / "a.txt").unlink()
-    os.mkfifo(final / "a.txt")
-    with pytest.raises(UserError, match="not a plain file"):
-        verify(final)
-
-
 def test_a_run_copied_with_its_links_followed_goes_on(tmp_path: Path) -> None:
     store = Store(tmp_path, "mine")
     saved = _save(store, 1)

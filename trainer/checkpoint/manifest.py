@@ -20,7 +20,6 @@ FORMAT_VERSION = 2
 FORMATS = ("full", "sharded")  # who wrote the tensors: rank 0, or each rank its own
 STEP_NAME = re.compile(r"step_([0-9]{8,})(?:-[0-9]+)?")  # -2: beside one that could not be replaced
 _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
-_MAX_MANIFEST_BYTES = 1 << 24  # of a checkpoint of some 4 TB
 _YEAR_10000 = 253_402_300_800
 
 
@@ -63,7 +62,7 @@ def read_manifest(directory: Location) -> Manifest:
     path = directory / MANIFEST
     try:
         with opened(path) as file:
-            text = file.read(_MAX_MANIFEST_BYTES)
+            text = file.read()
     except MissingFileError as error:
         raise UserError(f"{printable(directory)} is not a checkpoint: it has no {MANIFEST}") from error
     fields = Fields(str(path), read_json(path, text))

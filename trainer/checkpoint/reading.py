@@ -1,14 +1,7 @@
-"""Opens every file of a checkpoint for reading, and checks what it is.
+"""Opens every file of a checkpoint for reading, once; all reads are of the open file, by ranges."""
 
-A checkpoint may be untrusted, or on a failing disk. A file's name may be that of a FIFO, a device, a link, or
-a sparse file of four terabytes. So a file is opened once, its kind and size are those of the open descriptor,
-and all reads use this descriptor, by ranges.
-"""
-
-import errno
 import io
 import os
-import stat
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -23,7 +16,6 @@ from trainer.errors import UserError
 from trainer.files.address import Address, Location
 from trainer.files.untrusted import printable, reason
 
-_SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 16
 _FETCH_BYTES, _NUM_KEPT, _NUM_FETCHERS = 1 << 20, 32, 4  # bytes of a block, blocks, threads
 
 
@@ -32,7 +24,7 @@ class MissingFileError(UserError):
 
 
 class PlainFile:
-    """A regular file, opened once for reading; use it as a context.
+    """A file, opened once for reading; use it as a context.
 
     Attributes:
         size: in bytes, when it was opened.
@@ -40,34 +32,22 @@ class PlainFile:
 
     Raises:
         MissingFileError: there is none.
-        UserError: a directory, a link (unless ``follow_links``), a FIFO, a device; unreadable; or a file of
-            more than 1 GiB, less than a sixteenth of it written.
+        UserError: it is a directory, or unreadable.
     """
 
     chunk_bytes = 1 << 20
     path: Location
     size: int
 
-    def __init__(self, path: Path, follow_links: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # without O_NONBLOCK, opening a FIFO waits
         try:
-            descriptor = os.open(path, flags | (0 if follow_links else os.O_NOFOLLOW))
+            self._file = io.FileIO(path)
         except FileNotFoundError as error:
             raise MissingFileError(f"{printable(path)} does not exist") from error
-        except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
-            if isinstance(error, OSError) and error.errno == errno.ELOOP:
-                raise UserError(f"{printable(path)} is a link, not a plain file") from error
+        except OSError as error:
             raise UserError(f"{printable(path)} is unreadable ({_cause(error)})") from error
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(descriptor)
-            raise UserError(f"{printable(path)} is not a plain file")
-        self._file = io.FileIO(descriptor)
-        self.size = status.st_size
-        if self.size > _SPARSE_BYTES and _written_bytes(descriptor, self.size) * _SPARSE_RATIO < self.size:
-            self.close()
-            raise UserError(f"{printable(path)} claims {self.size:,} bytes, almost all of them never written")
+        self.size = os.fstat(self._file.fileno()).st_size
 
     @property
     def descriptor_path(self) -> str:
@@ -95,16 +75,12 @@ class PlainFile:
 
     def read_at(self, offset: int, count: int) -> bytes:
         """Exactly ``count`` bytes from ``offset`` on. UserError if the file is too short."""
-        data = bytearray(min(count, self.size + 1))  # of an untrusted count no more memory than of the file
+        data = bytearray(min(count, self.size + 1))  # of a damaged count no more memory than of the file
         self.read_into(offset, memoryview(data))
         return bytes(data)
 
-    def read(self, max_bytes: int) -> bytes:
-        """The whole file. UserError if it has more than ``max_bytes``."""
-        if self.size > max_bytes:
-            raise UserError(
-                f"{printable(self.path)} has {self.size:,} bytes; more than {max_bytes:,} are not read"
-            )
+    def read(self) -> bytes:
+        """The whole file."""
         return self.read_at(0, self.size)
 
     def part(self, begin: int, end: int) -> Tensor:
@@ -181,28 +157,10 @@ class RemoteFile(PlainFile):
         self._threads.shutdown()
 
 
-def opened(path: Location, follow_links: bool = False) -> PlainFile:
+def opened(path: Location) -> PlainFile:
     """The file at `path`, opened for reading. Raises as `PlainFile`."""
-    return RemoteFile(path) if isinstance(path, Address) else PlainFile(path, follow_links)
+    return RemoteFile(path) if isinstance(path, Address) else PlainFile(path)
 
 
-def _written_bytes(descriptor: int, size: int) -> int:
-    """The bytes of a file outside holes; all of them if the file system does not say.
-
-    st_blocks is not used: compression makes it small, and some file systems leave it at 0.
-    """
-    written = position = 0
-    try:
-        while position < size and written * _SPARSE_RATIO < size:
-            position = os.lseek(descriptor, position, os.SEEK_DATA)
-            end = os.lseek(descriptor, position, os.SEEK_HOLE)
-            written, position = written + end - position, end
-    except OSError as error:
-        return written if error.errno == errno.ENXIO else size  # ENXIO: the rest is a hole
-    finally:
-        os.lseek(descriptor, 0, os.SEEK_SET)
-    return written
-
-
-def _cause(error: BaseException) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or reason(error)
+def _cause(error: OSError) -> str:
+    return error.strerror or reason(error)

@@ -18,7 +18,7 @@ from trainer.checkpoint.hashing import FileDigest, HashingFile
 from trainer.checkpoint.reading import PlainFile
 from trainer.distributed.gather_shards import as_bytes
 from trainer.errors import UserError
-from trainer.files.untrusted import MAX_JSON_BYTES, printable, read_json
+from trainer.files.untrusted import printable, read_json
 
 # Every version of the library since 0.4 reads these.
 DTYPES = {
@@ -139,7 +139,7 @@ def read_header(file: PlainFile) -> dict[str, Stored]:
             none.
     """
     size = int.from_bytes(file.read_at(0, 8), "little") if file.size >= 8 else file.size
-    if not 2 <= size <= min(file.size - 8, max(MAX_JSON_BYTES, file.size // 64)):
+    if not 2 <= size <= file.size - 8:
         raise _refusal(file, f"its header would have {size:,} of its {file.size:,} bytes")
     header = read_json(file.path, file.read_at(8, size))
     header.pop("__metadata__", None)

@@ -8,23 +8,13 @@ from trainer.checkpoint.hashing import check_blocks
 from trainer.checkpoint.manifest import Manifest, open_listed, step_in_name
 from trainer.errors import UserError
 from trainer.files.address import Location
-from trainer.files.untrusted import MAX_JSON_BYTES, Fields, first_five, printable, read_json
+from trainer.files.untrusted import Fields, first_five, printable, read_json
 from trainer.optim.train_state import Progress
 
 STATE = "state.json"
 # Keys of the facts, as the contents of the file are called:
 MODEL_CONFIG = "model_config"  # the config.json of a Hugging Face model
 DATA_STATES = "places"  # where the data of each rank stands
-
-
-def check_size(state_bytes: int, num_bytes: int) -> None:
-    """Raise UserError if STATE is larger than what is read of it, for a checkpoint of ``num_bytes``."""
-    limit = max(MAX_JSON_BYTES, num_bytes // 64)
-    if state_bytes > limit:
-        raise UserError(
-            f"{STATE} has {state_bytes:,} bytes, and more than {limit:,} are not read: keep large parts of "
-            "a module's extra state in tensors, or bytes"
-        )
 
 
 def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any], Fields]:
@@ -35,7 +25,6 @@ def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any],
     """
     path = directory / STATE
     with open_listed(directory, manifest, STATE) as file:
-        check_size(file.size, manifest.num_bytes)
         data = bytearray(file.size)
 
         def keep(offset: int, block: memoryview) -> None:

@@ -19,7 +19,7 @@ from trainer.checkpoint.reading import PlainFile, opened
 from trainer.checkpoint.safetensors_files import INDEX, SINGLE, tensors_in
 from trainer.errors import UserError
 from trainer.files.address import Address, Location, location
-from trainer.files.untrusted import MAX_JSON_BYTES, Fields, first_five, printable, read_json, reason
+from trainer.files.untrusted import Fields, first_five, printable, read_json, reason
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ def _read(path: Location) -> dict[str, Tensor]:
 
 def _read_file(path: Location) -> dict[str, Tensor]:
     """The tensors of one file, of safetensors or torch."""
-    with opened(path, follow_links=True) as file:  # other programs link to their weights from a cache
+    with opened(path) as file:
         if path.name.endswith(".safetensors"):
             return tensors_in(file)
         if isinstance(path, Address):
@@ -138,8 +138,8 @@ def _read_file(path: Location) -> dict[str, Tensor]:
 
 def _read_index(folder: Location) -> dict[str, Tensor]:
     """The tensors of the files that `INDEX` names, which are beside it."""
-    with opened(folder / INDEX, follow_links=True) as file:
-        index = Fields(str(folder / INDEX), read_json(folder / INDEX, file.read(MAX_JSON_BYTES)))
+    with opened(folder / INDEX) as file:
+        index = Fields(str(folder / INDEX), read_json(folder / INDEX, file.read()))
     places = index.mapping("weight_map")
     names = sorted({places.text(name) for name in places.values})
     for name in names:

@@ -7,9 +7,6 @@ from typing import Any, NoReturn
 
 from trainer.errors import UserError, first_few, first_line
 
-MAX_JSON_BYTES = 1 << 25  # parsed, JSON takes up to 25 times its size
-_MAX_JSON_DEPTH = 60
-_MAX_JSON_PARTS = 1 << 20  # an empty list takes two bytes there, 64 here, and microseconds to check
 _MAX_SHOWN = 300  # characters
 
 
@@ -18,52 +15,25 @@ def load_json(path: Any) -> dict[str, Any]:
 
     Raises:
         OSError: it does not exist, or cannot be read.
-        UserError: it is larger than MAX_JSON_BYTES; or an error of ``read_json``.
+        UserError: as from ``read_json``.
     """
     with path.open("rb") as file:
-        data = file.read(MAX_JSON_BYTES + 1)
-    if len(data) > MAX_JSON_BYTES:
-        raise UserError(f"{printable(path)} is larger than {MAX_JSON_BYTES:,} bytes: no run writes that")
-    return read_json(path, data)
+        return read_json(path, file.read())
 
 
 def read_json(path: object, data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``, of limited depth. NaN and Infinity are accepted: ``Fields`` checks them.
+    """The JSON object in ``data``. NaN and Infinity are accepted: ``Fields`` checks them.
 
     Raises:
-        UserError: not UTF-8, not JSON, not an object; a repeated key; nested too deeply; an error of
-            ``check_parts``.
+        UserError: not UTF-8, not JSON, not an object.
     """
-    check_parts(path, data)
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_no_key_twice)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{printable(path)} is damaged: it is not JSON ({reason(error)})") from error
     if not isinstance(value, dict):
         raise UserError(f"{printable(path)} is damaged: it holds no JSON object")
-    level: list[Any] = [value]
-    for _ in range(_MAX_JSON_DEPTH):
-        inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
-        if not level:
-            return value
-    raise UserError(f"{printable(path)} is damaged: it is nested more than {_MAX_JSON_DEPTH} deep")
-
-
-def check_parts(path: object, data: bytes) -> None:
-    """UserError if the JSON in ``data`` has too many lists and mappings to be read."""
-    parts, most = data.count(b"[") + data.count(b"{"), max(_MAX_JSON_PARTS, len(data) // 16)
-    if parts > most:
-        raise UserError(
-            f"{printable(path)} has {parts:,} lists and mappings; more than {most:,} are not read"
-        )
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is repeated")
-    return found
+    return value
 
 
 class Fields:
