@@ -72,10 +72,8 @@ def test_training_crops_at_random_and_evaluation_takes_the_centre(root: Path) ->
 
 BROKEN = {
     "no image at all": lambda path: path.write_text("not an image"),
-    "empty": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-40]),
     "a decompression bomb": lambda path: path.write_bytes(huge_png(20_000, 20_000)),
-    "a suspiciously large image": lambda path: path.write_bytes(huge_png(10_000, 10_000)),
 }
 
 
@@ -86,8 +84,6 @@ def test_how_many_pixels_are_too_many_is_a_setting(root: Path) -> None:
         OSError, match=r"red/2\.jpg: DecompressionBombWarning: .*10000 pixels.* limit of 9999"
     ):
         ImageFolder("train", str(root), 16, max_pixels=100 * 100 - 1)[6]
-    with pytest.raises(UserError, match="max_pixels=0"):
-        ImageFolder("train", str(root), 16, max_pixels=0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -126,5 +122,3 @@ def test_folders_that_do_not_fit_are_named(root: Path, tmp_path: Path) -> None:
     (root / "val").rename(root / "test")
     with pytest.raises(UserError, match=r"no folder .*/val or .*/eval"):
         ImageFolder("eval", str(root))
-    with pytest.raises(UserError, match="image_size=0"):
-        ImageFolder("train", str(root), 0)

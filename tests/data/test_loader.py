@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing import active_children, current_process
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from tests.data.settings import eval_loader, message_of, train_loader
 from tests.ranks import RankFailure, run_ranks
 from trainer.data.digits import Digits
 from trainer.data.loading.worker import WorkerError
-from trainer.data.transforms import mirrored_at_random
 from trainer.errors import UserError
 
 
@@ -59,31 +57,6 @@ class Noisy(Dataset[tuple[torch.Tensor, int]]):
             raise OSError(f"folder/{index}.png: truncated")
         noise = [random.random(), np.random.rand(), torch.rand(()).item()]
         return torch.tensor([index + part / 2 for part in noise]), index
-
-
-class KeepsLast(Noisy):
-    """Mixes each sample with the one read before, or remembers in a cache those that it has read."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.last, self.cache = how, torch.zeros(1), dict[int, torch.Tensor]()
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        sample, index = super().__getitem__(index)
-        if self.how == "mixes":
-            sample, self.last = sample + self.last, sample
-        self.cache[index] = sample
-        return sample, index
-
-
-class Counts:
-    """A collate that counts its calls."""
-
-    calls = 0
-
-    def __call__(self, samples: list[Any]) -> Any:
-        self.calls += 1
-        return torch.stack([inputs for inputs, _ in samples]), torch.tensor([label for _, label in samples])
 
 
 def epoch(loader: Any, number: int = 0, first_sample: int = 0) -> list[torch.Tensor]:
@@ -159,21 +132,6 @@ def test_a_generator_that_a_dataset_keeps_is_named_once(
         assert capfd.readouterr().err.count(named) == draws
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_dataset_keeps_from_sample_to_sample_is_told(
-    capfd: pytest.CaptureFixture[str], workers: int
-) -> None:
-    for how, collate, words in (
-        ("mixes", default_collate, "KeepsLast keeps last from sample to sample"),
-        ("caches", Counts(), "data.collate keeps calls from sample to sample"),
-        ("caches", default_collate, ""),
-    ):
-        with what_is_told():
-            list(train_loader(KeepsLast(how), 4, num_workers=workers, collate=collate).epoch(0))
-        told = capfd.readouterr().err
-        assert (words in told and told.count("keeps") == 1) if words else "keeps" not in told, told
-
-
 def test_in_memory_data_comes_in_one_step() -> None:
     digits = Digits("train")
     images, labels = next(train_loader(digits, 64).epoch(0))
@@ -195,17 +153,6 @@ def test_a_subset_and_a_list_of_samples_are_batched_too() -> None:
     assert torch.equal(epoch(subset)[0], epoch(subset)[0])
     [(images, _)] = list(train_loader(Subset(Digits("train"), range(8)), 8).epoch(0))
     assert images.shape == (8, 1, 8, 8)
-
-
-def test_none_hides_the_batches_of_a_base_class() -> None:
-    class Single(Digits):
-        __getitems__ = None  # type: ignore[assignment]
-
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.images[index] + 1, self.labels[index]
-
-    images, _ = next(iter(train_loader(Single("train"), 8).epoch(0)))
-    assert images.min() >= 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -251,33 +198,11 @@ class Missing(Noisy):
         return None if index == 13 else super().__getitem__(index)
 
 
-class MissingOfMany(Missing):
-    """Whole batches, as lists of samples: with a None in it, or without the sample."""
-
-    def __init__(self, leaves_out: bool) -> None:
-        super().__init__()
-        self.leaves_out = leaves_out
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices if not (self.leaves_out and index == 13)]
-
-
-@pytest.mark.parametrize("wrap", [lambda data: data, mirrored_at_random, partial(Subset, indices=range(24))])
-def test_none_is_no_sample(wrap: Callable[[Any], Any]) -> None:
-    none = "sample 13 of Missing cannot be read: it is None; fix it, or set data.on_bad_sample=skip"
-    in_list = "MissingOfMany returns None for sample 13; fix it"
-    fewer = r"MissingOfMany was asked for 8 samples at a time, \d+ the first of them, but returns 7; fix it"
-    for data, words in (
-        (Missing(), re.escape(none)),
-        (MissingOfMany(False), in_list),
-        (MissingOfMany(True), fewer),
-    ):
-        dataset = wrap(data)
-        if isinstance(dataset, Subset):
-            words = words.replace("MissingOfMany", "Subset").replace("Missing", "Subset")
-        assert re.fullmatch(words, message_of(train_loader(dataset, 8).epoch(0)))
-        assert re.fullmatch(words, message_of(iter(eval_loader(dataset, 8))))
-    loader = train_loader(wrap(Missing()), 8, on_bad_sample="skip")
+def test_none_is_no_sample() -> None:
+    words = "sample 13 of Missing cannot be read: it is None; fix it, or set data.on_bad_sample=skip"
+    assert message_of(train_loader(Missing(), 8).epoch(0)) == words
+    assert message_of(iter(eval_loader(Missing(), 8))) == words
+    loader = train_loader(Missing(), 8, on_bad_sample="skip")
     assert len(list(loader.epoch(0))) == 3 and loader.num_skipped == 1
 
 
@@ -297,8 +222,6 @@ class Odd(Noisy):
     [
         ((torch.zeros(3), None), "NoneType"),
         ((torch.zeros(4), 1), "stack expects each tensor to be equal size"),
-        ((torch.zeros(3),), "each element in list of batch should be of equal size"),
-        (torch.zeros(3), "have all samples be tensors"),
     ],
 )
 def test_a_sample_unlike_the_others_is_named(odd: Any, reason: str) -> None:
@@ -380,12 +303,6 @@ def _error_of(loader: Any) -> tuple[str, str]:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("dataset_class", [Ends, EndsReadForward])
-def test_stop_iteration_ends_no_epoch_in_the_main_process(dataset_class: Any) -> None:
-    with pytest.raises(RuntimeError, match="the dataset raised StopIteration"):
-        list(train_loader(dataset_class(StopIteration()), 8).epoch(0))
-
-
 @pytest.mark.parametrize("dataset_class", [Noisy, Digits])
 @pytest.mark.parametrize(("num_samples", "replicas", "batch"), [(10, 3, 2), (3, 8, 2), (1, 2, 5), (16, 4, 4)])
 def test_evaluation_counts_every_sample_once(
@@ -458,34 +375,6 @@ def _once_workers_live(count: int, action: Callable[[], object]) -> None:
         action()
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _killed_worker(report: Path) -> None:
-    batches = train_loader(Stuck(), 8, num_workers=2).epoch(0)
-    _once_workers_live(2, lambda: os.kill(active_children()[0].pid, signal.SIGKILL))
-    try:
-        next(batches)
-    except RuntimeError as error:
-        report.write_text(str(error))
-    os._exit(7)  # DataLoader's signal handler would report the dead worker again on the way out
-
-
-@pytest.mark.slow
-def test_the_main_process_hears_at_once_of_a_worker_that_was_killed(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="exit code 7"):
-        run_ranks(_killed_worker, 1, tmp_path / "report", init=False)
-    report = (tmp_path / "report").read_text()
-    assert re.search(r"worker \(pid.*\) (is killed by signal|exited unexpectedly)", report)
-
-
-def _stuck_worker() -> None:
-    next(train_loader(Stuck(), 8, num_workers=1, timeout_s=1).epoch(0))
-
-
-@pytest.mark.slow  # DataLoader itself waits 5 s for a worker before it ends it
-def test_a_stuck_worker_is_an_error_after_the_deadline_and_can_be_ended() -> None:
-    with pytest.raises(RankFailure, match="DataLoader timed out after 1 seconds"):
-        run_ranks(_stuck_worker, 1, init=False)
 
 
 def _abandoned_workers(pids: Path) -> None:

@@ -166,9 +166,6 @@ def test_what_cannot_be_ordered_is_refused() -> None:
     def too_few(dataset: Any, generator: torch.Generator) -> torch.Tensor:
         return torch.arange(5)
 
-    def last_first(dataset: Any, generator: torch.Generator) -> torch.Tensor:
-        return -1 - torch.arange(len(dataset))
-
     def by_calls(dataset: Any, generator: torch.Generator) -> torch.Tensor:
         calls.append(1)
         return torch.arange(len(dataset)).roll(len(calls))
@@ -176,42 +173,28 @@ def test_what_cannot_be_ordered_is_refused() -> None:
     def beyond(dataset: Any, generator: torch.Generator) -> torch.Tensor:
         return torch.arange(len(dataset)) + 1
 
-    def in_list(dataset: Any, generator: torch.Generator) -> Any:
-        return list(range(len(dataset)))
-
     def in_floats(dataset: Any, generator: torch.Generator) -> torch.Tensor:
         return torch.rand(len(dataset), generator=generator)
 
     calls: list[int] = []
     assert "shape (5,)" in message_of(train_loader(Numbers(), 8, order=too_few).epoch(0))
     for order, words in (
-        (last_first, "has the index -100"),
         (by_calls, "another one in a second call"),
         (beyond, "has the index 100, but the last sample has 99"),
-        (in_list, "is a list, but must be a tensor of torch.int64"),
         (in_floats, "is of torch.float32, but must be"),
     ):
         with pytest.raises(UserError, match=words):
             train_loader(Numbers(), 8, order=order).order_hash()
-    with pytest.raises(UserError, match="datasets\\[0\\] is a IndexMixture, which draws its own"):
+    with pytest.raises(UserError, match="datasets\\[0\\] is a Mixture, which draws its own"):
         Mixture("train", [partial(Mixture, datasets=[Numbers]), Numbers])
     with pytest.raises(UserError, match=r"data\.order is for data that is read by index"):
         train_loader(Forward(), 8, order=ByWeight())
     with pytest.raises(UserError, match="needs lengths of the dataset"):
         ByLength(8)(Digits("train"), torch.Generator())
-    with pytest.raises(UserError, match=r"datasets\[0\] is a Numbers, but others are streams"):
+    with pytest.raises(UserError, match=r"datasets\[1\] is a Forward, which is only read forward"):
         Mixture("train", [Numbers, Forward])
-    with pytest.raises(UserError, match=r"weights is \(1, -1\)"):
+    with pytest.raises(UserError, match=r"weights is \(1, -1\), but must have a number above 0 for each of"):
         mixture(1, -1)
-    for weights in ("a", 3, (1, "b")):
-        with pytest.raises(
-            UserError, match=r"weights is .*, but must have a number above 0 for each of the 2"
-        ):
-            Mixture("train", [Numbers, Numbers], weights)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="num_samples is -5, but must be an integer above 0"):
-        Mixture("train", [Numbers], None, -5)
-    with pytest.raises(UserError, match="must be a list of datasets"):
-        Mixture("train", [])
     node = {"_target_": "trainer.data.Mixture", "datasets": [{"_target_": f"{__name__}.Needs"}]}
     with pytest.raises(UserError, match=r"datasets\.0: .*\+data\.dataset\.datasets\.0\._partial_=true"):
         instantiate("data.dataset", node, split="train")

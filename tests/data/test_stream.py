@@ -1,8 +1,5 @@
 """A stream's global batches are slices of its own order, for any number of ranks, workers and stops."""
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 
@@ -144,24 +141,6 @@ def test_none_of_a_stream_is_no_sample() -> None:
     for batches in (train_loader(Decodes(), 8).epoch(0), iter(eval_loader(Decodes(), 8))):
         words = "sample 13 of Decodes cannot be read: it is None; fix it, or have the stream leave it out"
         assert message_of(batches) == words
-
-
-def test_a_stream_that_gives_nothing_to_read_or_samples_of_two_shapes_is_named() -> None:
-    class Nothing(Numbers):
-        def __iter__(self) -> Any:
-            return None
-
-    class Ragged(Numbers):
-        def decode(self, item: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-            return (item[0][:1], item[1]) if numbers_of(item[0][None]) == [13] else item
-
-    for kind, words in (
-        (Nothing, "Nothing.__iter__ gives a NoneType; have it yield the samples"),
-        (Ragged, "sample 13 of Ragged cannot be in a batch with sample 8 of Ragged: stack expects"),
-    ):
-        makes = (partial(train_loader(kind(), 8).epoch, 0), partial(iter, eval_loader(kind(), 8)))
-        for make in makes:
-            assert message_of(batch for begin in [make] for batch in begin()).startswith(words)
 
 
 def test_settings_that_do_not_fit_the_kind_of_data_are_refused() -> None:

@@ -2,14 +2,12 @@
 
 import json
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import streams
 from tests.data.settings import eval_loader, train_loader
 from tests.data.test_stream import global_batches
 from tests.ranks import run_ranks
@@ -17,7 +15,6 @@ from trainer.data.loading.collation import Collate
 from trainer.data.text import files
 from trainer.data.text.files import TextFiles
 from trainer.data.text.stream import TextStream
-from trainer.errors import UserError
 
 
 @pytest.fixture
@@ -48,18 +45,6 @@ def test_pieces_are_the_same_wherever_reading_begins(folder: Path) -> None:
         assert [chunk.ends_document for chunk in parts].count(True) == 202
     for at in range(0, len(chunks), 7):
         assert list(whole.chunks_from(chunks[at].file, chunks[at].offset, whole.num_bytes)) == chunks[at:]
-
-
-def test_half_a_surrogate_pair_is_a_question_mark(tmp_path: Path) -> None:
-    """JSON may hold one, UTF-8 may not; the file name's ending gives its kind in upper case, too."""
-    (tmp_path / "A.JSONL").write_text(
-        json.dumps({"text": "a\ud800b"}) + "\n" + json.dumps({"text": "\U0001f4a5"})
-    )
-    whole = TextFiles(tmp_path)
-    assert [chunk.text for chunk in whole.chunks(0, whole.num_bytes)] == [b"a?b", "\U0001f4a5".encode()]
-    (tmp_path / "B.txt.GZ").touch()
-    with pytest.raises(UserError, match=r"B\.txt\.GZ is compressed"):
-        TextFiles(tmp_path)
 
 
 def test_no_character_is_cut_in_two(tmp_path: Path) -> None:
@@ -152,23 +137,6 @@ def test_five_gigabytes_take_little_memory(tmp_path: Path) -> None:
     ((peak),) = run_ranks(_peak_mib, 1, path, init=False)
     print(f"{peak:.0f} MiB")
     assert peak < 190
-
-
-def _benchmarked(path: Path) -> str:
-    """Read a batch as benchmarks.streams does, and return how it ends if one of its processes fails."""
-    next(streams._loader(TextStream("train", str(path), 8)).epoch(0))
-
-    def lost(*_: object) -> None:
-        sys.exit(7)
-
-    streams._memory, sys.argv = lost, ["benchmarks.streams", "--gigabytes=1e-6"]
-    with pytest.raises(SystemExit) as ended:
-        streams.main()
-    return str(ended.value.code)
-
-
-def test_the_benchmark_of_streams_fails_when_a_part_of_it_does(folder: Path) -> None:
-    assert run_ranks(_benchmarked, 1, folder, init=False) == ["lost ended with 7"]
 
 
 class Masked(TextStream):

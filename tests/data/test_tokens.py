@@ -64,21 +64,12 @@ def test_mistakes_are_one_message_and_leave_nothing(
 ) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"words": 1}\n')
-    (tmp_path / "deep.jsonl").write_text("[" * 10**5)
-    (tmp_path / "blank.jsonl").write_text("\n" * 9)
     (tmp_path / "packed.jsonl.gz").write_bytes(b"x")
     for arguments, message in (
         ([folder, tmp_path / "there"], "there exists; remove it"),
-        ([tmp_path / "nothing", tmp_path / "out"], "nothing does not exist"),
-        ([tmp_path / "there", tmp_path / "out"], "there contains no text"),
         ([tmp_path / "packed.jsonl.gz", tmp_path / "out"], "is compressed"),
         ([folder, tmp_path / "out", "--eval-fraction", "1"], "--eval-fraction is 1.0"),
         ([tmp_path / "broken.jsonl", tmp_path / "out"], "the line at byte 17 of .*KeyError"),
-        ([tmp_path / "deep.jsonl", tmp_path / "out"], "the line at byte 0 of .*RecursionError"),
-        (
-            [tmp_path / "blank.jsonl", tmp_path / "out"],
-            "of 9 bytes, --eval-fraction=0.005 leaves no text for train",
-        ),
         ([folder, "/proc/out"], "/proc/out cannot be written"),
     ):
         assert main([*map(str, arguments), "--tokenizer", "bytes"]) == 2
@@ -106,10 +97,9 @@ def told_to_end(folder: Path, out: Path, number: int) -> int:
     return int(str(ended.value.code))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_leaves_no_tokens_in_part(tmp_path: Path, folder: Path, number: int, status: int) -> None:
+def test_a_signal_leaves_no_tokens_in_part(tmp_path: Path, folder: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    assert run_ranks(told_to_end, 1, folder, tmp_path / "out", number, init=False) == [status]
+    assert run_ranks(told_to_end, 1, folder, tmp_path / "out", signal.SIGTERM, init=False) == [143]
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -137,12 +127,8 @@ def test_windows_of_nanogpts_files(tmp_path: Path) -> None:
     held_out = Tokens("eval", str(tmp_path), block_size=10, vocab_size=1000)
     assert [held_out[index][0][0].item() for index in range(len(held_out))] == list(range(0, 90, 10))
     assert len(Tokens("eval", str(tmp_path), 10, 1000, eval_windows=3)) == 3
-    for arguments, message in (
-        ({"block_size": 1000}, "must be a row of more than data.dataset.block_size=1000 tokens"),
-        ({"block_size": 0}, "block_size=0 is not at least 1"),
-    ):
-        with pytest.raises(UserError, match=message):
-            Tokens("train", str(tmp_path), vocab_size=1000, **arguments)
+    with pytest.raises(UserError, match=r"a row of more than data\.dataset\.block_size=1000 tokens"):
+        Tokens("train", str(tmp_path), vocab_size=1000, block_size=1000)
     with pytest.raises(
         UserError, match=r"contains token \d+, but data.dataset.vocab_size=500 allows 0 to 499"
     ):

@@ -26,7 +26,7 @@ from trainer.data.text.in_memory import Text
 from trainer.errors import UserError
 from trainer.tasks import Classification, LanguageModelling, MultiLabel, Regression
 from trainer.tasks.cross_entropy import IGNORED
-from trainer.tasks.label_counts import divided, label_count, loss_of
+from trainer.tasks.label_counts import divided, label_count, loss_of, real_tensor, scalar
 
 STEPS, SAMPLES = 10, 8  # in these there are micro-batches, ranks and steps in which no label counts
 
@@ -98,12 +98,9 @@ DATA = {
 WAYS: dict[str, tuple[Any, ...]] = {
     "single": (1, "strategy=single"),
     "single, accumulated": (1, "strategy=single", "train.micro_batch_size=2"),
-    "single, fp16": (1, "strategy=single", "train.micro_batch_size=2", "train.precision=fp16"),
-    "ddp": (2, "strategy=ddp"),
     "ddp, accumulated": (2, "strategy=ddp", "train.micro_batch_size=1"),
     "ddp, ring": (2, "strategy=ddp", "comm=ring", "train.micro_batch_size=2"),
-    "fsdp": (2, "strategy=fsdp", "strategy.unit_min_params=100"),
-    "fsdp, accumulated": (2, "strategy=fsdp", "train.micro_batch_size=2", "train.clip_grad_norm=1000"),
+    "fsdp": (2, "strategy=fsdp", "train.micro_batch_size=2", "train.clip_grad_norm=1000"),
     "servers": (2, "strategy=parameter_server", "strategy.servers=all"),
     "servers, apart": (3, "strategy=parameter_server", "strategy.servers=1", "train.micro_batch_size=2"),
 }
@@ -202,13 +199,10 @@ def test_the_model_and_its_metrics_are_those_made_by_hand(
     metrics, model = run_ranks(fitted, world_size, *options, init=False)[0]
     expected, by_hand = made_by_hand(data)
     assert all(math.isfinite(metrics[name]) for name in metrics.keys() & expected.keys())
-    if way == "servers, in turn":  # no steps in common: each push is the mean over its own labels
-        return
-    tolerance = 1e-3 if "fp16" in way else 1e-5
     for name, value in by_hand.items():
-        torch.testing.assert_close(model[name], value, rtol=10 * tolerance, atol=tolerance)
+        torch.testing.assert_close(model[name], value, rtol=1e-4, atol=1e-5)
     for name in metrics.keys() & expected.keys():
-        assert metrics[name] == pytest.approx(expected[name], rel=tolerance), name
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
     metric = "eval/perplexity" if data == "text" else "eval/accuracy"
     assert {"train/loss", "eval/loss", metric} <= metrics.keys() & expected.keys()
 
@@ -236,42 +230,12 @@ def test_no_label_leaves_gradients_of_zero(head: str, compiles: bool) -> None:
         assert math.isfinite(largest) and (largest > 0) == (loss.item() > 0) == (divisor is not None)
 
 
-class Masked(Classification):
-    """Its own mean, which is 0 / 0 without a label."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs, labels = batch
-        mask = labels != -100
-        losses = F.cross_entropy(model(inputs), labels.clamp(min=0), reduction="none")
-        return (losses * mask).sum() / mask.sum()
-
-
-def _own_and_torchs(root: str) -> dict[str, list[dict[str, Tensor]]]:
-    plain, found = (*PLAIN, *DATA["digits"], "train.eval_every_epochs=0", "train.micro_batch_size=2"), {}
-    for strategy in ("ddp", "fsdp", "parameter_server"):
-        servers = ("strategy.servers=all",) if strategy == "parameter_server" else ()
-        for name in ("trainer.tasks.Classification", f"{__name__}.Masked"):
-            own = (f"strategy={strategy}", *servers, f"data.task._target_={name}")
-            found.setdefault(strategy, []).append(fitted(*plain, *own, f"run_dir={root}/{strategy}{name}")[1])
-    return found
-
-
-@pytest.mark.slow
-def test_a_loss_of_0_by_0_adds_nothing_where_no_label_counts(tmp_path: Any) -> None:
-    found, _ = run_ranks(_own_and_torchs, 2, str(tmp_path), init=False)
-    for strategy, (torchs, own) in found.items():
-        for name, value in torchs.items():
-            torch.testing.assert_close(own[name], value, msg=lambda words, at=strategy: f"{at}: {words}")
-
-
 @pytest.mark.parametrize(
     ("weight", "shown"),
     [
-        (1e31, r"1e\+31"),
         (1e-46, "1e-46"),
         (-1, "-1.0"),
         (math.nan, "nan"),
-        (math.inf, "inf"),
         ([1, 2], r"a tensor of shape \(2,\)"),
     ],
 )
@@ -285,19 +249,13 @@ def test_a_weight_that_is_no_number_of_labels_is_refused(weight: Any, shown: str
     Mine.weight = lambda self, batch: None  # type: ignore[assignment,return-value]
     with pytest.raises(UserError, match=r"Mine\.weight gives a NoneType, but"):
         label_count(Mine(), None, 1)
-    Mine.weight = lambda self, batch: 10**400  # type: ignore[assignment,return-value]
-    with pytest.raises(UserError, match=r"Mine\.weight gives a number above 1e308, but"):
-        label_count(Mine(), None, 1)
 
 
 @pytest.mark.parametrize(
     ("wrong", "shown"),
     [
-        (lambda loss: None, "a NoneType"),
         (lambda loss: loss.item(), "a float"),
-        (lambda loss: (loss, loss), "a tuple"),
         (lambda loss: loss.expand(3), r"a tensor of shape \(3,\)"),
-        (lambda loss: loss.long(), "a torch.int64 tensor that requires no gradient"),
         (lambda loss: loss * torch.tensor(1j), "a torch.complex64 tensor"),
         (lambda loss: loss.detach(), "a torch.float32 tensor that requires no gradient"),
     ],
@@ -309,35 +267,6 @@ def test_a_loss_that_cannot_be_differentiated_is_refused(wrong: Any, shown: str)
 
     with pytest.raises(UserError, match=f"Mine.loss returns {shown}, but must return a scalar"):
         loss_of(Mine(), nn.Linear(2, 2), torch.ones(3, 2), 1)
-
-
-def test_a_model_that_cannot_be_copied_is_told_in_plain_words() -> None:
-    class Wrapped(nn.Linear):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise TypeError("cannot pickle 'mmap.mmap' object")
-
-    class Mine:
-        def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-            return copy.deepcopy(model)(batch).sum()
-
-    with pytest.raises(UserError, match=r"Mine.loss calls copy.deepcopy, which fails .cannot pickle 'mmap"):
-        loss_of(Mine(), Wrapped(2, 2), torch.ones(3, 2), 1)
-
-
-class Backward(Classification):
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss = super().loss(model, batch)
-        loss.backward(retain_graph=True)
-        return loss
-
-
-@pytest.mark.slow
-def test_a_loss_that_makes_gradients_itself_is_refused(tmp_path: Any) -> None:
-    own = (*PLAIN, *DATA["digits"][:2], f"data.task._target_={__name__}.Backward")
-    expected = "Backward.loss changes the gradients of parameters, as backward() and zero_grad() do"
-    for strategy in ("single", "fsdp"):
-        words = (*own, f"strategy={strategy}", f"run_dir={tmp_path}/{strategy}")
-        assert expected in run_ranks(refusals, 1, words, init=False)[0][0]
 
 
 def _task(name: str, **option: str) -> tuple[str, ...]:
@@ -361,27 +290,19 @@ class Late(Classification):
                 for parameter in model.parameters():
                     if parameter.grad is not None:
                         parameter.grad.data += 1  # changes no version
-            elif self.how in ("adds", "replaces"):
-                if self.how == "replaces":
-                    model.zero_grad()
+            elif self.how == "adds":
                 super().loss(model, batch).backward()
             else:
-                model.zero_grad(set_to_none=self.how == "drops")
+                model.zero_grad()
         return loss
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("adds", "shifts"),
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("replaces", "drops", "clears")),
-    ],
-)
+@pytest.mark.parametrize("how", ["adds", "shifts", "clears"])
 @pytest.mark.parametrize("parts", [2, 1])  # its second call is in the first step, or in the next
 def test_gradients_of_other_micro_batches_are_no_loss_to_change(how: str, parts: int, tmp_path: Path) -> None:
     words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"train.micro_batch_size={SAMPLES // parts}")
     (message,) = refusals((*words, *_task("Late", how=how), f"run_dir={tmp_path}"))
-    is_wrong = parts == 2 or how in ("adds", "replaces")
+    is_wrong = parts == 2 or how == "adds"
     assert ("Late.loss changes the gradients of parameters" in message) == is_wrong, message
 
 
@@ -406,7 +327,6 @@ class Reaches(Classification):
         ("nothing", "the first backward pass gave no parameter a gradient. The loss depends on none"),
         ("trained", "Reaches has parameters, which no optimizer would train"),
         ("late", "Reaches has parameters, which no optimizer would train"),
-        pytest.param("frozen", "accepted", marks=pytest.mark.slow),
     ],
 )
 def test_a_loss_that_trains_nothing_of_the_model_or_its_own_parameters(
@@ -417,50 +337,13 @@ def test_a_loss_that_trains_nothing_of_the_model_or_its_own_parameters(
     assert expected in message, message
 
 
-class Figures(Classification):
-    """Gives one figure of another kind."""
-
-    def __init__(self, wrong: str) -> None:
-        super().__init__()
-        self.wrong, self.calls = wrong, 0
-
-    def num_tokens(self, batch: Any) -> Any:
-        return "x" if self.wrong == "num_tokens" else 1
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss = super().loss(model, batch)
-        self.plain_loss = torch.ones(3) if self.wrong == "plain_loss" else 1.0  # type: ignore[assignment]
-        return loss
-
-    def eval_sums(self, model: nn.Module, batch: Any) -> Any:
-        self.calls += 1
-        sums = torch.ones(2 + self.calls % 2)
-        return {"float": 1.0, "tuple": (1.0,), "complex": sums * 1j}.get(self.wrong, sums)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ("num_tokens", "Figures.num_tokens gives a str, but must give a tensor of shape () of real numbers"),
-        ("plain_loss", "Figures.plain_loss gives a tensor of shape (3,), but must give a tensor of shape ()"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("float", "Figures.eval_sums gives a float, but must give a tensor of real numbers"),
-                ("tuple", "Figures.eval_sums gives a tuple, but"),
-                ("complex", "Figures.eval_sums gives a torch.complex64 tensor"),
-                (
-                    "lengths",
-                    "Figures.eval_sums gives a tensor of shape (2,), but must give a tensor of shape (3,)",
-                ),
-            )
-        ),
-    ],
-)
-def test_metrics_that_are_no_numbers_are_refused(wrong: str, expected: str, tmp_path: Path) -> None:
-    words = (*PLAIN, *DATA["digits"][:2], "strategy=single", f"run_dir={tmp_path}", "train.max_steps=1")
-    (message,) = refusals((*words, *_task("Figures", wrong=wrong)))
-    assert expected in message, message
+def test_a_figure_that_is_no_number_is_refused() -> None:
+    for given, kind in (("x", "a str"), (torch.ones(3), r"a tensor of shape \(3,\)")):
+        with pytest.raises(UserError, match=f"Mine gives {kind}, but must give a tensor of shape"):
+            scalar(given, "Mine")
+    with pytest.raises(UserError, match=r"Mine gives a torch.complex64 tensor"):
+        real_tensor(torch.ones(2) * 1j, "Mine")
+    assert scalar(2, "Mine") == scalar(torch.tensor(2), "Mine") == 2
 
 
 def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
@@ -480,9 +363,7 @@ def test_a_loss_of_0_by_0_is_0_for_a_model_that_returns_an_object() -> None:
 def test_the_weight_is_of_what_the_task_sees() -> None:
     """The flags for mirroring are outside the batch."""
     batch = (torch.zeros(3, 1, 8, 8), torch.tensor([1, -100, 2]))
-    assert label_count(Classification(), batch, 3) == 2
     assert label_count(Classification(), Mirrored(batch, torch.zeros(3)), 3) == 2
-    assert label_count(Regression(), batch, 3) == 3
 
 
 class Unweighted:

@@ -48,12 +48,6 @@ def test_classification(classes: int) -> None:
     )
 
 
-def test_counts_are_exact_beyond_what_float32_holds() -> None:
-    sums = summed(Classification(), torch.randn(17, 10), torch.randint(10, (17,)))
-    assert sums.dtype == torch.float64
-    assert (sums + 2**24)[2].item() == 2**24 + 17
-
-
 def test_language_modelling() -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(17, 6, 256) * 3, torch.randint(256, (17, 6))
@@ -73,10 +67,6 @@ def test_bits_per_byte_knows_how_long_a_token_is() -> None:
     assert "bits_per_byte" not in LanguageModelling(bytes_per_token=None).summarise(sums)
 
 
-def test_a_hopeless_loss_has_a_finite_perplexity() -> None:
-    assert LanguageModelling().summarise(torch.tensor([5000.0, 1.0]))["perplexity"] > 1e300
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_losses_of_half_precision_logits_are_summed_in_float32(dtype: torch.dtype) -> None:
     logits, labels = torch.randn(17, 10).to(dtype), torch.randint(10, (17,))
@@ -87,8 +77,6 @@ def test_losses_of_half_precision_logits_are_summed_in_float32(dtype: torch.dtyp
 def test_values_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match=r"label_smoothing=1\.5"):
         Classification(label_smoothing=1.5)
-    with pytest.raises(ValueError, match="bytes_per_token=0"):
-        LanguageModelling(bytes_per_token=0)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +95,6 @@ def test_labels_that_are_no_class_are_named(labels: list[int], words: str) -> No
             act(Given(), (torch.zeros(3, 5), torch.tensor(labels)))
     with pytest.raises(UserError, match=r"set model\.vocab_size=8,"):
         LanguageModelling().loss(Given(), (torch.zeros(1, 2, 5), torch.tensor([[1, 7]])))
-
-
-def test_labels_that_are_none_or_probabilities_are_taken() -> None:
-    assert Classification().loss(Given(), (torch.zeros(2, 5), torch.tensor([-100, 1]))).isfinite()
-    assert Classification().loss(Given(), (torch.zeros(2, 5), torch.full((2, 5), 0.2))).isfinite()
 
 
 @pytest.mark.parametrize("classes", [10, 4])

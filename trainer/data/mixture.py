@@ -10,25 +10,17 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset
 
 from trainer.data.loading.reader import sample_of
-from trainer.data.stream import has_state, is_stream
-from trainer.data.stream_mixture import StatefulStreamMixture, StreamMixture, common
+from trainer.data.stream import is_stream
 from trainer.errors import UserError
 
 
-def Mixture(  # noqa: N802, to users it is a class, of either kind
-    split: str,
-    datasets: Sequence[Callable[..., Any]],
-    weights: Sequence[float] | None = None,
-    num_samples: int | None = None,
-) -> "IndexMixture | StreamMixture":
-    """Several datasets as one, each with its share of every epoch: all read by index, or all streams.
+class Mixture(Dataset[Any]):
+    """Several datasets that are read by index as one, each with its share of every epoch.
 
     An epoch of training has `num_samples` samples, of which each dataset gives as many as its weight says, to
-    the nearest sample; of streams, the part of each sample is drawn, so they do so on average. A dataset that
-    gives more than it has is gone through several times, with other augmentation, or as a stream with another
-    number for `set_epoch`. Of one that gives fewer, another part is drawn in each epoch; a stream, which is
-    only read forward, gives what it has first in that epoch. Held-out data is all of each, one after the
-    other.
+    the nearest sample. A dataset that gives more than it has is gone through several times, with other
+    augmentation. Of one that gives fewer, another part is drawn in each epoch. Held-out data is all of each,
+    one after the other.
 
     Attributes that all datasets have, with equal values, are those of the mixture, such as num_classes.
 
@@ -42,53 +34,34 @@ def Mixture(  # noqa: N802, to users it is a class, of either kind
         num_samples: None: as many as all datasets have.
 
     Raises:
-        UserError: streams beside other datasets, another mixture, an empty dataset, weights that are not
-            proportions, or streams of unknown lengths without `weights` and `num_samples`.
+        UserError: a stream, another mixture, an empty dataset, or weights that are not proportions.
     """
-    if not isinstance(datasets, Sequence) or not datasets:
-        raise UserError("data.dataset.datasets must be a list of datasets, each with _partial_: true")
-    if num_samples is not None and not (isinstance(num_samples, int) and num_samples > 0):
-        raise UserError(f"data.dataset.num_samples is {num_samples}, but must be an integer above 0, or null")
-    parts = [make(split=split) for make in datasets]
-    if not any(map(is_stream, parts)):
-        return IndexMixture(split, parts, weights, num_samples)
-    for number, part in enumerate(parts):
-        if not is_stream(part) or isinstance(part, StreamMixture):
-            raise UserError(
-                f"data.dataset.datasets[{number}] is a {type(part).__name__}, but others are streams: a "
-                "mixture is of streams alone, or of datasets read by index alone, and of no mixtures"
-            )
-    kind = StatefulStreamMixture if all(map(has_state, parts)) else StreamMixture
-    if split != "train":
-        return kind(parts, None, None)
-    if weights is None or num_samples is None:
-        try:
-            sizes = [len(part) for part in parts]
-        except TypeError as error:
-            raise UserError(
-                f"these streams do not know their lengths ({error}); set data.dataset.weights and "
-                "data.dataset.num_samples, the samples of an epoch"
-            ) from error
-        weights, num_samples = weights or sizes, num_samples or sum(sizes)
-    _check_weights(weights, len(parts))
-    return kind(parts, weights, num_samples)
-
-
-class IndexMixture(Dataset[Any]):
-    """A mixture of datasets read by index: see `Mixture`."""
-
-    class_name = "Mixture"
 
     def __init__(
-        self, split: str, datasets: Sequence[Any], weights: Sequence[float] | None, num_samples: int | None
+        self,
+        split: str,
+        datasets: Sequence[Callable[..., Any]],
+        weights: Sequence[float] | None = None,
+        num_samples: int | None = None,
     ) -> None:
-        self.datasets = datasets
+        if not isinstance(datasets, Sequence) or not datasets:
+            raise UserError("data.dataset.datasets must be a list of datasets, each with _partial_: true")
+        if num_samples is not None and not (isinstance(num_samples, int) and num_samples > 0):
+            raise UserError(
+                f"data.dataset.num_samples is {num_samples}, but must be an integer above 0, or null"
+            )
+        self.datasets = [make(split=split) for make in datasets]
         for number, dataset in enumerate(self.datasets):
+            name = f"data.dataset.datasets[{number}] is a {type(dataset).__name__}"
+            if is_stream(dataset):
+                raise UserError(
+                    f"{name}, which is only read forward, but a mixture is of data read by index; have one "
+                    "stream read the others, as interleave_datasets of Hugging Face's datasets does"
+                )
             if hasattr(dataset, "epoch_order"):
                 raise UserError(
-                    f"data.dataset.datasets[{number}] is a {type(dataset).__name__}, which draws its own "
-                    "samples for each epoch (epoch_order), as a mixture cannot ask of it; name its "
-                    "datasets here"
+                    f"{name}, which draws its own samples for each epoch (epoch_order), as a mixture cannot "
+                    "ask of it; name its datasets here"
                 )
         sizes = [len(dataset) for dataset in self.datasets]
         if not all(sizes):
@@ -126,9 +99,13 @@ class IndexMixture(Dataset[Any]):
         return every[torch.randperm(len(every), generator=generator)]
 
     def __getattr__(self, name: str) -> Any:
+        """The attribute that all datasets have, with equal values."""
         if name.startswith("_") or name in ("datasets", "draw", "lengths", "sample_weights"):
             raise AttributeError(name)
-        return common(self.datasets, name)
+        values = [getattr(dataset, name) for dataset in self.datasets]
+        if any(value != values[0] for value in values):
+            raise AttributeError(f"{name} differs: {values}")
+        return values[0]
 
 
 def _check_weights(weights: Sequence[float], num_parts: int) -> None:

@@ -1,8 +1,6 @@
 """How many labels of each micro-batch count, and the divisors of losses that follow from it."""
 
-import copy
 import math
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -44,9 +42,7 @@ def label_count(task: Task, batch: Any, num_samples: int, *, is_alone: bool = Fa
     try:
         value = float(given)
         shown = str(value)
-    except OverflowError:
-        value, shown = math.inf, "a number above 1e308"
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         value, shown = math.nan, _described(given)
     if value != 0 and not _LEAST <= value <= _MOST:
         raise UserError(
@@ -126,7 +122,7 @@ def loss_of(
     """
     before = _gradients(watched, by_value)
     method = f"{type(task).__name__}.loss"
-    with _zero_gradients(model) if divisor is None else nullcontext(), _explained_copies(method):
+    with _zero_gradients(model) if divisor is None else nullcontext():
         loss = task.loss(model, batch)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad or loss.is_complex():
         raise UserError(
@@ -187,21 +183,6 @@ def _zero_gradients(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _explained_copies(method: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if any((frame.filename, frame.name) == (copy.__file__, "deepcopy") for frame in frames):
-            raise UserError(
-                f"{method} calls copy.deepcopy, which fails ({error}). A model in training cannot be copied "
-                "under every strategy: keep clones of its parameters (p.detach().clone()), build a second "
-                "model of its class for them, or use strategy=single"
-            ) from error
-        raise
 
 
 def _described(value: Any) -> str:

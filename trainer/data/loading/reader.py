@@ -16,15 +16,14 @@ from trainer.data.loading.collation import Collate, collated, collated_batch, na
 from trainer.data.loading.worker import answer
 from trainer.errors import UserError
 from trainer.faults.heartbeat import Heartbeat
-from trainer.fingerprint import fingerprint, generators, is_other_value
+from trainer.fingerprint import generators
 
 logger = logging.getLogger(__name__)
 
 # What decoders raise over broken data; anything else is a bug and keeps its traceback.
 BROKEN_DATA = (OSError, EOFError, ValueError, SyntaxError)
 MAX_REPLACEMENTS = 100
-_NUM_LOOKS = 2  # what the second batch changes in a dataset is not a cache that the first filled
-_MAX_LOOKED_AT = 1024  # elements of a tensor
+_NUM_LOOKS = 2  # of which the first may make the generator
 
 
 class BatchReader(Dataset[Any], ABC):
@@ -57,7 +56,6 @@ class BatchReader(Dataset[Any], ABC):
         self.num_samples = len(dataset)  # type: ignore[arg-type]
         self.in_batches = fetches_batches(dataset)
         self._num_looks = multiprocessing.RawValue("b")  # shared by worker processes: it is told once
-        self._kept: dict[str, Any] = {}  # of the dataset, after the first look
         # Shared, too, since worker processes count. Its lock takes a millisecond to create.
         counts = on_bad_sample == "skip" and not self.in_batches
         self._num_skipped = multiprocessing.Value("q") if counts else None
@@ -78,12 +76,11 @@ class BatchReader(Dataset[Any], ABC):
         return self._num_looks.value < _NUM_LOOKS and (worker is None or worker.id == 0)
 
     def _read_and_look(self, key: Any) -> Any:
-        """The batch, one of the first; warns of what the dataset keeps from sample to sample."""
+        """The batch, one of the first; warns of a generator that the dataset keeps."""
         self._num_looks.value += 1
         before = generators(self.dataset)
         batch = self._read_batch(key)
-        own = generators(self.dataset)
-        for path, (generator, state) in own.items():
+        for path, (generator, state) in generators(self.dataset).items():
             if path in before and before[path][0] is generator and before[path][1] != state:
                 self._num_looks.value = _NUM_LOOKS
                 logger.warning(
@@ -93,16 +90,6 @@ class BatchReader(Dataset[Any], ABC):
                     name_of(self.dataset),
                     path.strip("."),
                 )
-        known = {id(generator) for generator, _ in own.values()}
-        now = fingerprint([self.dataset, self.collate], known, _MAX_LOOKED_AT)
-        if changed := [place for place in now if is_other_value(self._kept.get(place), now[place])]:
-            logger.warning(
-                "%s keeps %s from sample to sample: if a sample depends on that, it depends on the number of "
-                "ranks and workers, and differs after a resume; let samples follow from their index alone",
-                name_of(self.dataset) if changed[0].startswith("[0]") else "data.collate",
-                changed[0][len("[0].") :],
-            )
-        self._kept = now if self._num_looks.value < _NUM_LOOKS else {}
         return batch
 
     @abstractmethod
