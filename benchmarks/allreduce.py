@@ -23,14 +23,14 @@ from torch import Tensor
 
 from trainer.comm.algorithms.all_reduce import ALGORITHMS, build
 from trainer.comm.algorithms.pipeline import SEGMENT_MB
-from trainer.comm.network.checks import GroupRank
-from trainer.comm.network.costs import finish
-from trainer.comm.network.join import JoinedRanks, JoinError, connect, find_ranks, write
+from trainer.comm.preflight_checks import GroupRank
 from trainer.comm.timeline import BucketRecord, GpuClock
-from trainer.comm.transport.blame import PeerError
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
 from trainer.comm.transport.nccl import NcclReducer
+from trainer.config import DistributedConfig
+from trainer.distributed.process_group import Dist, process_group
+from trainer.launch.exits import exits
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,38 +70,28 @@ class _TimedBucket:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
-    try:
-        joined = find_ranks(options.timeout_s)
-        me = connect(joined, options.backend, options.timeout_s)
-    except (JoinError, ValueError) as error:
-        print(f"allreduce: {error}", file=sys.stderr, flush=True)
-        return 1
-    runs = _all_reduces(joined, me, options)
-    say = print if me.rank == 0 else lambda *_, **__: None
-    sent_as = options.wire_dtype if _wire(options) else options.dtype
-    say(
-        f"allreduce: {len(set(joined.hosts))} hosts, {me.world_size} processes, {dist.get_backend()} on "
-        f"{me.device.type}, {options.dtype} sent as {sent_as}, {options.rounds} rounds\n\n"
-        f"{'size':>10}  {'algorithm':<18}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
-        flush=True,
-    )
-    rows: list[Row] = []
-    for size in options.sizes:
-        try:
+    device = "cpu" if options.backend == "gloo" else "auto"
+    settings = DistributedConfig(device, None, options.timeout_s, "env://", None, None)
+    with exits(), process_group(settings) as joined:
+        me = GroupRank(joined.rank, joined.world_size, joined.device)
+        runs = _all_reduces(joined, me, options)
+        say = print if me.rank == 0 else lambda *_, **__: None
+        sent_as = options.wire_dtype if _wire(options) else options.dtype
+        say(
+            f"allreduce: {joined.num_hosts} hosts, {me.world_size} processes, {joined.backend} on "
+            f"{me.device.type}, {options.dtype} sent as {sent_as}, {options.rounds} rounds\n\n"
+            f"{'size':>10}  {'algorithm':<18}{'time':>12}{'algbw GB/s':>12}{'busbw GB/s':>12}{'wrong':>8}",
+            flush=True,
+        )
+        rows: list[Row] = []
+        for size in options.sizes:
             measured = _measure(me, runs, size, options)
-        except PeerError as error:
-            # No clean-up: the peers may be gone.
-            print(
-                f"allreduce: {joined.name(me.rank)}: {joined.name(error.peer)} {error.reason}",
-                file=sys.stderr,
-            )
-            return 1
-        rows += measured
-        say(*measured, sep="\n", flush=True)
-    results = {"hosts": joined.hosts, "rows": [asdict(row) for row in rows]}
-    written = me.rank > 0 or write(options.json, json.dumps(results, indent=1) + "\n")
-    dist.destroy_process_group()
-    return int(not written or any(row.wrong for row in rows))
+            rows += measured
+            say(*measured, sep="\n", flush=True)
+        if joined.is_main and options.json is not None:
+            results = {"hosts": joined.hosts, "rows": [asdict(row) for row in rows]}
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return int(any(row.wrong for row in rows))
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -148,7 +138,7 @@ def _wire(options: argparse.Namespace) -> torch.dtype | None:
     return _DTYPES[options.wire_dtype] if narrow else None
 
 
-def _all_reduces(joined: JoinedRanks, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
+def _all_reduces(joined: Dist, me: GroupRank, options: argparse.Namespace) -> dict[str, AllReduce]:
     """The algorithms, ready to run (a collective of all ranks)."""
     wire = _wire(options)
     on_gpu = me.device.type == "cuda"
@@ -198,11 +188,11 @@ def _measure(
     for round_, times in enumerate(seconds):
         for index, all_reduce in enumerate(runs.values()):
             bucket.copy_(mine)
-            finish(me)
+            me.finish()
             dist.barrier()
             began = time.perf_counter()
             all_reduce(bucket)
-            finish(me)
+            me.finish()
             times[index] = time.perf_counter() - began
             if round_ == 0:
                 wrong[index] = _count_wrong(bucket, total, me.world_size, options)

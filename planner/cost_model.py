@@ -30,7 +30,6 @@ class Machine:
 
     latency_s: float = 0.0  # of a message between hosts, one way
     link_bytes_per_s: float = math.inf  # of each host's link, in each direction, shared by its processes
-    crowded: float = 1.0  # the fraction left when a host sends to several and receives from several
     rails: int = 1  # links of each host, each for one of its processes
     hosts_per_switch: int = 1 << 62  # hosts on one switch, numbered consecutively (all)
     oversubscription: float = 1.0  # bandwidth of the links of a switch's hosts : that of its trunk
@@ -53,27 +52,30 @@ def measured(results: Fields) -> dict[str, Any]:
     """
     if results.values.get("passed") is not True:
         raise ValueError("it is not the output of a preflight that passed, so its results cannot be used")
-    costs = results.mapping("costs")
-    found = {name: number(costs, name) for name in ("add_s_per_byte", "network_s_per_byte", "message_s")}
-    found["parallelism"] = number(costs, "parallelism", positive=True)
-    # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.
-    on_cpu = results.text("backend").endswith("cpu")
+    costs, on_cpu = results.mapping("costs"), results.text("device") == "cpu"
+    found = {
+        "add_s_per_byte": number(costs, "add_s_per_byte"),
+        "parallelism": number(costs, "parallelism", positive=True),
+    }
+    rows: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
+    for link in results.mappings("links"):
+        row = (
+            number(link, "latency_us") * 1e-6,
+            number(link, "gbit_s", positive=True) / 8e-9,
+            number(link, "message_us") * 1e-6,
+            number(link, "processor_s_per_byte"),
+        )
+        rows[link.count("source") == link.count("target")].append(row)
+    if rows[True]:
+        found["local_latency_s"], local, found["message_s"], _ = np.median(rows[True], axis=0).tolist()
+        # On CPUs the processes of a host share memory and copy; on GPUs NCCL moves data over a link.
+        if not on_cpu:
+            found["local_bytes_per_s"] = local
     if on_cpu:
         found["local_copy_s_per_byte"] = number(costs, "copy_s_per_byte")
-    measures: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for link in results.mappings("links"):
-        of = number(link, "gbit_s", positive=True) / 8e-9, number(link, "latency_us") * 1e-6
-        measures[link.count("source") == link.count("target")].append(of)
-    for prefix, same_host in (("local_", True), ("", False)):
-        if measures[same_host]:
-            bytes_per_s, latency_s = np.median(measures[same_host], axis=0).tolist()
-            found[f"{prefix}latency_s"] = latency_s
-            found["local_bytes_per_s" if same_host else "link_bytes_per_s"] = bytes_per_s
-    crowded = number(costs, "crowded_bytes_per_s") if costs.has("crowded_bytes_per_s") else 0.0
-    if crowded and "link_bytes_per_s" in found:
-        found["crowded"] = min(1.0, crowded / found["link_bytes_per_s"])
-    if on_cpu:
-        found.pop("local_bytes_per_s", None)  # that of gloo's sockets, which are not used within a host
+    if rows[False]:
+        names = ("latency_s", "link_bytes_per_s", "message_s", "network_s_per_byte")
+        found |= zip(names, np.median(rows[False], axis=0).tolist(), strict=True)
     return found
 
 
@@ -159,7 +161,7 @@ class _Loads:
         self._work_s = np.zeros(block)  # of each rank's thread
         # Bytes that each rank sends and receives inside its host, between hosts, and between switches.
         self._local, self._across, self._beyond = np.zeros((3, 2, block))
-        self._links = np.zeros((2, int(self._rails.max()) + 1))  # of each link; a crowded link counts more
+        self._links = np.zeros((2, int(self._rails.max()) + 1))  # of each link
 
     def loads(self) -> dict[str, float]:
         """Seconds that the busiest resource of each kind is busy with one segment."""
@@ -206,7 +208,7 @@ class _Loads:
 
         inside, across, past = both_ends(local), both_ends(~local), both_ends(beyond)
         each = np.arange(block)
-        on_links = _sums(self._rails, across) / self._shares(source, target, round_, local)
+        on_links = _sums(self._rails, across)
         links = transfer_s(machine.latency_s, on_links, self._rails, machine.link_bytes_per_s)
         trunks = transfer_s(
             machine.latency_s, _sums(self._switches, past), self._switches, self._trunk_bytes_per_s
@@ -237,21 +239,6 @@ class _Loads:
                 clocks[who] = np.maximum(clocks[who], arrival[messages]) + duration
 
         self._repeat(one, round_.repeat)
-
-    def _shares(self, source: np.ndarray, target: np.ndarray, round_: Round, local: np.ndarray) -> np.ndarray:
-        """By link, the fraction left in a round in which it serves several hosts in both directions."""
-        if self._machine.crowded == 1.0:
-            return np.ones(self._links.shape[1])
-        to, from_ = self._host_of[round_.target], self._host_of[round_.source]
-        if len(self._host_of) > len(
-            self._hosts
-        ):  # a sender to another block stands for the one into this block
-            from_ = from_ - to + self._hosts[target]
-        several = []
-        for end, other in ((source, to), (target, from_)):
-            pairs = np.unique(np.stack([self._rails[end], other])[:, ~local], axis=1)
-            several.append(np.bincount(pairs[0], minlength=self._links.shape[1]) > 1)
-        return np.where(several[0] & several[1], self._machine.crowded, 1.0)
 
     def _repeat(self, one: Callable[[np.ndarray], None], repeat: int) -> None:
         """Play `one` for `repeat` rounds.

@@ -42,6 +42,9 @@ FLOORS: tuple[dict[str, str], ...] = (
         "distributed": "config errors faults files launch local_shard",
     },
     {
+        "comm": "config distributed errors files launch local_shard single_tensor",
+    },
+    {
         "checks": "errors fingerprint nested optim",
         "checkpoint": "comm config distributed errors faults files local_shard optim",
         "exact": "comm distributed errors files fingerprint gradient_norm local_shard optim turns",

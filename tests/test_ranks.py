@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.hosts import hosts
 from tests.ranks import RankFailure, run_ranks
 from trainer.checkpoint import store
-from trainer.comm.network.checks import CHECKS
+from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.faults import processes
 
 
@@ -103,7 +103,7 @@ def _leave(what: str) -> int:
         case "a method of torch's":
             torch.Tensor.add_ = lambda self, other: self  # type: ignore[method-assign, assignment]
         case "an entry":
-            CHECKS["broadcast"] = lambda me: None  # type: ignore[assignment, return-value]
+            ALGORITHMS["ring"] = lambda rank, hosts: None  # type: ignore[assignment, return-value]
         case "a constant":
             store.MANIFEST = "other.json"  # type: ignore[misc]
         case "a module":
@@ -130,7 +130,7 @@ def _state() -> tuple[int, Any]:
     drawn = torch.rand(1).item(), torch.zeros(1).add_(1).item(), torch.get_default_dtype()
     doubles = (
         "lambda"
-        in f"{store.Store.commit}{time.time}{CHECKS['broadcast']}{logging.getLogger('trainer').warning}"
+        in f"{store.Store.commit}{time.time}{ALGORITHMS['ring']}{logging.getLogger('trainer').warning}"
     )
     return os.getpid(), (drawn, doubles, time.time() > 1e9, store.MANIFEST, Path.cwd(), os.environ["RANK"])
 

@@ -120,9 +120,7 @@ def test_a_chunk_for_two_receivers_is_put_in_place_once() -> None:
     assert predict(schedules, [0, 0, 0], machine, 1000).seconds == pytest.approx(2e-6)
 
 
-_BUSY = replace(
-    _NETWORK, crowded=0.7, add_s_per_byte=1e-10, network_s_per_byte=3e-10, message_s=1e-6, parallelism=3.0
-)
+_BUSY = replace(_NETWORK, add_s_per_byte=1e-10, network_s_per_byte=3e-10, message_s=1e-6, parallelism=3.0)
 _LAYOUTS = [
     (6, 4, 1, 1.0),
     (8, 2, 2, 3.0),
@@ -222,19 +220,14 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 
 def _results(**changes: Any) -> dict[str, Any]:
     def link(source: int, target: int, latency_us: float, gbit_s: float) -> dict[str, float]:
-        return {"source": source, "target": target, "latency_us": latency_us, "gbit_s": gbit_s}
+        of = {"source": source, "target": target, "latency_us": latency_us, "gbit_s": gbit_s}
+        return of | {"message_us": 10, "processor_s_per_byte": 3e-10}
 
     return {
         "passed": True,
-        "backend": "gloo on cpu",
+        "device": "cpu",
         "links": [link(0, 0, 5, 20), link(0, 1, 40, 1), link(1, 0, 60, 1)],
-        "costs": {
-            "copy_s_per_byte": 1e-10,
-            "add_s_per_byte": 2e-10,
-            "network_s_per_byte": 3e-10,
-            "message_s": 1e-5,
-            "parallelism": 2.0,
-        },
+        "costs": {"copy_s_per_byte": 1e-10, "add_s_per_byte": 2e-10, "parallelism": 2.0},
         **changes,
     }
 
@@ -245,7 +238,8 @@ def test_a_preflight_makes_a_machine() -> None:
     assert on_cpu.link_bytes_per_s == pytest.approx(125e6)
     assert on_cpu.local_bytes_per_s == math.inf  # shared memory, at the price of copies
     assert on_cpu.local_copy_s_per_byte == 1e-10
-    on_gpu = Machine(**measured(Fields("results", _results(backend="nccl on cuda"))))
+    assert (on_cpu.message_s, on_cpu.network_s_per_byte) == pytest.approx((1e-5, 3e-10))
+    on_gpu = Machine(**measured(Fields("results", _results(device="cuda"))))
     assert on_gpu.local_bytes_per_s == pytest.approx(2.5e9)
     assert on_gpu.local_copy_s_per_byte == 0
 
@@ -296,26 +290,11 @@ def test_mistakes_are_told(command: str, message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-_LINK = {"source": 0, "target": 1, "latency_us": 40.0, "gbit_s": 1.0}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"passed": False}, "it is not the output of a preflight that passed"),
-        ({"passed": None}, "it is not the output of a preflight that passed"),
         ({"costs": None}, "costs is None, but must be a mapping"),
-        ({"costs": []}, "costs is a list, but must be a mapping"),
-        (
-            {"costs": {"add_s_per_byte": math.nan}},
-            "costs: add_s_per_byte is nan, but must be a number from 0",
-        ),
-        ({"backend": None}, "backend is None, but must be a text"),
-        ({"backend": 3}, "backend is 3, but must be a text"),
-        ({"links": [3]}, "links is a list, but must be a list of dict"),
-        ({"links": [_LINK | {"gbit_s": 0}]}, "links[0]: gbit_s is 0, but must be a number above 0"),
-        ({"links": [_LINK | {"latency_us": -1}]}, "links[0]: latency_us is -1, but must be a number from 0"),
-        ({"parallelism": "many"}, "costs: parallelism is 'many', but must be a number"),
         ({"parallelism": 0}, "costs: parallelism is 0, but must be a number above 0"),
     ],
 )
@@ -360,17 +339,6 @@ def test_where_all_serve_each_sends_what_a_ring_sends() -> None:
     push, pull = exchange(range(4), range(4))
     sent = [predict(way, range(4), _NETWORK, _N).traffic.sent for way in (push, pull)]
     assert sent == [[3 * _N // 4] * 4] * 2
-
-
-def test_a_link_is_crowded_where_several_come_and_go() -> None:
-    hosts, crowded = list(range(8)), replace(_NETWORK, crowded=0.5)
-    for way in exchange(range(8), range(8)):  # to and from each of the others
-        assert predict(way, hosts, crowded, _N).seconds == pytest.approx(
-            2 * predict(way, hosts, _NETWORK, _N).seconds, rel=0.02
-        )
-    for way in exchange(range(2), range(2, 8)):  # servers only receive, and then only send
-        assert predict(way, hosts, crowded, _N).seconds == predict(way, hosts, _NETWORK, _N).seconds
-    assert _predict("ring", hosts, crowded).seconds == _predict("ring", hosts).seconds
 
 
 def test_formulas_are_what_the_schedules_count() -> None:
@@ -458,11 +426,8 @@ def test_a_run_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "result.json is damaged: it holds no JSON object"),
         ("null", "result.json is damaged: it holds no JSON object"),
-        ('"x"', "result.json is damaged: it holds no JSON object"),
         ("{", "result.json is damaged: it is not JSON (Expecting"),
-        ("[" * 100_000, "result.json is damaged: it is not JSON ("),
     ],
 )
 def test_a_result_that_is_none_is_told(
@@ -478,27 +443,9 @@ def test_a_result_that_is_none_is_told(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ms_per_step": None}, "ms_per_step is None, but must be a number"),
         ({"ms_per_step": math.nan}, "ms_per_step is nan, but must be a number above 0"),
-        ({"ms_per_step": 0}, "ms_per_step is 0, but must be a number above 0"),
-        ({"ms_per_step": -1}, "ms_per_step is -1, but must be a number above 0"),
-        ({"ms_per_step": True}, "ms_per_step is True, but must be a number"),
-        ({"ms_per_step": 10**400}, "ms_per_step is an int of many digits, but must be a number above 0"),
         ({"ms_per_step": 4}, "a step took 4 ms, but its communication alone would take 5 ms"),
-        ({"comm": ["ring"]}, "comm is a list, but must be a text"),
-        ({"hosts": []}, "timeline.hosts is [], but must be each rank's host"),
-        ({"hosts": None}, "timeline: hosts is None, but must be a list"),
-        ({"hosts": ["a", "b"]}, "timeline: hosts is a list, but must be a list of int"),
         ({"hosts": [0, 2]}, "timeline.hosts is [0, 2], but must be each rank's host, from 0 without gaps"),
-        ({"buckets": []}, "timeline: buckets is a list, but must be a list of at least one bucket"),
-        (
-            {"buckets": [{"bytes": -4}]},
-            "timeline: buckets[0]: bytes is -4, but must be a whole number, 0 or more",
-        ),
-        (
-            {"buckets": [{"bytes": 4.5}]},
-            "buckets[0]: bytes is 4.5, but must be a whole number",
-        ),
         ({"wire_dtype": "int8"}, "timeline: wire_dtype is 'int8', but must be one of fp32, bf16, fp16"),
     ],
 )

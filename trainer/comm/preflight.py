@@ -1,58 +1,64 @@
 """Checks the network before a long job: `torchrun ... -m trainer.comm.preflight`.
 
-Runs every operation that training needs on values with a known result, measures the links between hosts,
-and prints one table on rank 0. Exits with 1, and names rank, host and operation, if anything is wrong;
-it never waits longer than `--timeout-s` for any one answer.
-
-The verdict does not use the network under test but torchrun's store, and every operation has its own
-deadline, so that a rank that hangs is noticed by itself and by the others.
+The ranks meet and watch each other as in training. They run every operation that training needs on values
+with a known result, measure the links between hosts, and print one table on rank 0. Exits with 1 if a result
+is wrong. A rank that does not come, fails or keeps the others waiting for `--timeout-s` is named, and the
+exit code is that of a run which ends so.
 """
 
 import argparse
+import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from trainer.comm.network import interface
-from trainer.comm.network.checks import CHECKS, NEED_TWO, OF_ALL, GroupRank, wrong
-from trainer.comm.network.costs import measure_costs
-from trainer.comm.network.join import JoinedRanks, JoinError, connect, deadline, find_ranks, write
-from trainer.comm.network.link_speeds import measure_links
-from trainer.comm.network.preflight_report import PreflightReport, RankReport
+from trainer.comm.preflight_checks import OPERATIONS, GroupRank, check, measure_costs, measure_links
+from trainer.config import DistributedConfig
+from trainer.distributed.agreement import gather_objects
+from trainer.distributed.process_group import Dist, process_group
+from trainer.errors import UserError, first_line
+from trainer.launch.exits import exits
 
-_GRACE_S = 2.0  # between the times at which two ranks notice a failure
+_MOST_LINES = 12  # of one kind: a thousand hosts would hide what matters
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank found."""
+
+    host_name: str
+    address: str  # where gloo listens
+    operations: dict[str, tuple[str, float]]  # the fault or "", and ms
+    links: list[dict[str, float]]  # those that start at this rank
+    costs: dict[str, float]
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
-    try:
-        with deadline(3 * options.timeout_s, lambda: _leave("the store of rank 0 does not answer")):
-            joined = find_ranks(options.timeout_s)
-    except JoinError as error:
-        print(f"preflight: {error}", file=sys.stderr, flush=True)
-        return 1
-    report = RankReport()
-
-    def give_up(operation: str) -> None:
-        report.stopped_in, report.error = operation, f"no answer for {options.timeout_s + _GRACE_S:g} s"
-        os._exit(_conclude(joined, report, options))
-
-    try:
-        _examine(joined, report, options, give_up)
-    except Exception as error:  # the backends raise many types; each means that this operation failed here
-        report.error = str(error).strip() or repr(error)
-    code = _conclude(joined, report, options)
-    if code == 0:
-        dist.destroy_process_group()
-    return code
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # before anything can fail
+        interfaces = ", ".join(name for _, name in socket.if_nameindex())
+        where = f"gloo listens at {_address()}; the interfaces are {interfaces}"
+        print(f"preflight: {socket.gethostname()}: {where}", file=sys.stderr, flush=True)
+    with exits(), process_group(_settings(options)) as dist:
+        reports = gather_objects(_report(dist))
+        faults = [
+            f"{dist.describe(rank)} on {report.host_name}: {operation}: {fault}"
+            for rank, report in enumerate(reports)
+            for operation, (fault, _) in report.operations.items()
+            if fault
+        ]
+        if dist.is_main:
+            links = [link for report in reports for link in report.links]
+            print(_table(dist, reports, links, faults), flush=True)
+            if options.json is not None:
+                _write(options.json, dist, links, reports[0].costs, passed=not faults)
+    return int(bool(faults))
 
 
 def _options(argv: list[str] | None) -> argparse.Namespace:
@@ -66,130 +72,79 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _examine(
-    joined: JoinedRanks, report: RankReport, options: argparse.Namespace, give_up: Callable[[str], None]
-) -> None:
-    """Run everything; `report.stopped_in` always names the current operation."""
-
-    @contextmanager
-    def trying(operation: str, steps: int = 1) -> Iterator[None]:
-        report.stopped_in = operation
-        limit_s = steps * options.timeout_s + _GRACE_S  # gloo's own message is better: let it come first
-        with deadline(limit_s, lambda: give_up(operation)):
-            yield
-        report.stopped_in = ""
-
-    timeout = timedelta(seconds=options.timeout_s)
-    report.interfaces = interface.interfaces()
-    report.named = {
-        name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ
-    }
-    with trying("connect"):
-        me = connect(joined, options.backend, options.timeout_s)
-    report.backend = f"{dist.get_backend()} on {me.device.type}"
-    with trying("monitored_barrier"):
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(control, dist.ProcessGroup)
-        dist.monitored_barrier(control, timeout, wait_all_ranks=True)
-    with trying("sub groups"):
-        group = _sub_group(me)
-    _check_operations(me, group, trying, report, "")
-    if "nccl" in report.backend:  # the trainer uses gloo beside it
-        on_host = replace(me, device=torch.device("cpu"), group=control)
-        _check_operations(on_host, None, trying, report, " (gloo)")
-    with trying("links between hosts", steps=len(set(joined.hosts)) + 1):
-        report.links = measure_links(me, joined.ranks_by_host)
-    with trying("costs of the processors", steps=2):
-        report.costs = measure_costs(me, joined.ranks_by_host)
-    if used := interface.in_use(without_port=int(joined.master.rpartition(":")[2] or 0)):
-        report.interface, report.address = used
-    with trying("monitored_barrier at the end"):
-        dist.monitored_barrier(control, timeout, wait_all_ranks=True)
+def _settings(options: argparse.Namespace) -> DistributedConfig:
+    if options.backend == "nccl" and not torch.cuda.is_available():
+        raise UserError("--backend nccl needs a GPU, but torch sees none here; use --backend gloo")
+    device = "cpu" if options.backend == "gloo" else "auto"
+    return DistributedConfig(device, None, options.timeout_s, "env://", None, None)
 
 
-def _sub_group(me: GroupRank) -> GroupRank:
-    """This rank among the even ones, or the odd."""
-    found = me
-    for parity in (0, 1):
-        ranks = tuple(range(parity, me.world_size, 2))
-        group = dist.new_group(ranks) if ranks else None
-        if me.rank in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            found = GroupRank(ranks.index(me.rank), len(ranks), me.device, group, ranks)
-    return found
-
-
-def _check_operations(
-    me: GroupRank,
-    sub_group: GroupRank | None,
-    trying: Callable[[str], AbstractContextManager[None]],
-    report: RankReport,
-    suffix: str,
-) -> None:
-    """Run each operation on all ranks, then in `sub_group`, both halves of the ranks at once."""
-    for name, check in CHECKS.items():
-        if name in OF_ALL and sub_group is None:
-            continue
-        if name in NEED_TWO and me.world_size < 2:
-            report.skipped[name + suffix] = "needs two ranks"
-            continue
-        with trying(name):
+def _report(dist: Dist) -> RankReport:
+    """Run everything (a collective)."""
+    me, operations = GroupRank(dist.rank, dist.world_size, dist.device), {}
+    ranks_by_host = [[r for r, h in enumerate(dist.hosts) if h == host] for host in sorted({*dist.hosts})]
+    for device in dict.fromkeys((dist.device, torch.device("cpu"))):  # beside NCCL the trainer uses gloo
+        group = GroupRank(dist.rank, dist.world_size, device)
+        for name in OPERATIONS if dist.world_size > 1 else OPERATIONS[1:]:  # the first needs a peer
+            dist.heartbeat.enter("set_up")  # so that a rank that hangs in an operation is behind the others
             try:
-                fault = wrong(check(me))
-            except (NotImplementedError, RuntimeError) as error:
-                if "not support" not in str(error):
-                    raise
-                report.skipped[name + suffix] = "not supported by this backend"
-                continue
-            started = time.perf_counter()
-            wrong(check(me))
-            report.operations[name + suffix] = (fault or "", (time.perf_counter() - started) * 1e3)
-            if sub_group is not None and name not in OF_ALL | (
-                NEED_TWO if sub_group.world_size < 2 else set()
-            ):
-                report.in_sub_groups[name + suffix] = wrong(check(sub_group)) or ""
+                fault = check(name, group)
+                began = time.perf_counter()
+                check(name, group)
+            except RuntimeError as error:
+                raise RuntimeError(f"{name}: {first_line(error)}") from error
+            operations[f"{name} ({device.type})"] = fault, (time.perf_counter() - began) * 1e3
+    dist.heartbeat.enter("set_up")
+    links = measure_links(me, ranks_by_host)
+    return RankReport(socket.gethostname(), _address(), operations, links, measure_costs(me))
 
 
-def _conclude(joined: JoinedRanks, report: RankReport, options: argparse.Namespace) -> int:
-    """Send all reports to rank 0, which prints and decides; return the exit code of this process."""
-    store, rank = joined.control, joined.rank
-    # Rank 0 may notice a failure one deadline later than this rank, and then waits one more for the others.
-    limit_s = 2 * options.timeout_s + 4 * _GRACE_S
-    alone = (
-        f"{joined.name(rank)} failed in {report.stopped_in or 'the end'}: {report.error}; "
-        f"the store of rank 0 at {joined.master} does not answer either"
+def _address() -> str:
+    """Where gloo listens on this host: at an interface of the environment's, or by the host's name."""
+    try:
+        return os.environ.get("GLOO_SOCKET_IFNAME") or socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "-"
+
+
+def _table(dist: Dist, reports: list[RankReport], links: list[dict[str, float]], faults: list[str]) -> str:
+    hosts = [
+        f"{host:<6}{dist.hosts.count(host):<8}{reports[dist.hosts.index(host)].address:<20}"
+        f"{reports[dist.hosts.index(host)].host_name}"
+        for host in sorted({*dist.hosts})
+    ]
+    operations = []
+    for name in reports[0].operations:
+        faulty = [rank for rank, report in enumerate(reports) if report.operations[name][0]]
+        slowest_ms = max(report.operations[name][1] for report in reports)
+        operations.append(f"{name:<24}{slowest_ms:>9.2f}  {f'FAIL on ranks {faulty}' if faulty else 'pass'}")
+    rows = []
+    for link in sorted(links, key=lambda link: link["gbit_s"]):
+        ends = f"{link['source']} -> {link['target']}"
+        rows.append(f"{ends:<16}{link['latency_us']:>12.0f}{link['gbit_s']:>10.3g}")
+    return "\n".join(
+        [
+            f"preflight: {dist.num_hosts} hosts, {dist.world_size} processes, {dist.backend} on "
+            f"{dist.device.type}, torch {torch.__version__}\n",
+            *(f"{'host':<6}{'ranks':<8}{'gloo listens at':<20}name", *_few(hosts)),
+            *(f"\n{'operation':<24}{'ms':>9}  result", *operations),
+            *(f"\n{'link (hosts)':<16}{'latency us':>12}{'Gbit/s':>10}  (slowest first)", *_few(rows)),
+            *("", *(["FAILED", *_few(faults)] if faults else ["all passed"])),
+        ]
     )
-    with deadline(limit_s + _GRACE_S, lambda: _leave(alone)):
-        try:
-            store.set(f"report/{rank}", report.dumps())
-            if rank == 0:
-                verdict = PreflightReport(joined, _reports(joined, options.timeout_s + 2 * _GRACE_S))
-                print(verdict, flush=True)
-                written = write(options.json, verdict.json())
-                store.set("verdict", str(int(not (verdict.passed and written))))
-            store.wait(["verdict"], timedelta(seconds=limit_s))
-            return int(store.get("verdict"))
-        except RuntimeError:
-            print(f"preflight: {alone}", file=sys.stderr, flush=True)
-            return 1
 
 
-def _leave(message: str) -> None:
-    # A store whose network is dead never returns from its own timeout: it waits for a confirmation.
-    print(f"preflight: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
+def _few(lines: list[str]) -> list[str]:
+    more = len(lines) - _MOST_LINES
+    return lines if more <= 0 else [*lines[:_MOST_LINES], f"... and {more} more"]
 
 
-def _reports(joined: JoinedRanks, timeout_s: float) -> list[RankReport | None]:
-    """All ranks' reports; None for a rank without one."""
-    deadline = time.monotonic() + timeout_s
-    reports: list[RankReport | None] = []
-    for rank in range(joined.world_size):
-        key = f"report/{rank}"
-        with suppress(RuntimeError):
-            joined.control.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-        reports.append(RankReport.loads(joined.control.get(key)) if joined.control.check([key]) else None)
-    return reports
+def _write(file: Path, dist: Dist, links: Any, costs: dict[str, float], passed: bool) -> None:
+    results = {"passed": passed, "device": dist.device.type, "links": links, "costs": costs}
+    try:
+        file.write_text(json.dumps(results, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"--json {file} cannot be written: {error}") from error
 
 
 if __name__ == "__main__":

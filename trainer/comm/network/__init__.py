@@ -1,1 +1,0 @@
-"""Checks and measurements of the network by the preflight, and predictions from them at other sizes."""

@@ -1,0 +1,191 @@
+"""What the preflight does on all ranks: operations with known results; links and processors, measured."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.single_tensor import all_gather_single, reduce_scatter_single
+
+_LENGTH = 1031  # elements: more than one packet; a prime number
+_BLOCK_BYTES = 1 << 20  # of a message of a stream
+_TURN_S = 0.1
+_TURNS = 3
+_SHORT = 100  # messages of 8 bytes
+# Segments, and fp32 elements of one: more than a cache holds. On a GPU a launch takes as long as 1 MiB.
+_SEGMENTS = {"cpu": (64, 1 << 18), "cuda": (16, 1 << 24)}
+
+
+@dataclass(frozen=True)
+class GroupRank:
+    """One of all ranks, the device of its tensors, and the group that it uses (None: the default one)."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+
+    def data(self, rank: int) -> Tensor:
+        """What `rank` contributes, (1031,) float64: sums stay exact at any world size.
+
+        Signs alternate, so the maximum comes from the last rank in one element, from rank 0 in the next.
+        """
+        index = torch.arange(1, _LENGTH + 1, dtype=torch.float64, device=self.device)
+        return (rank + 1) * torch.where(index % 2 == 0, index, -index)
+
+    def blank(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=torch.float64, device=self.device)
+
+    def finish(self) -> None:
+        """Wait for queued work on a GPU; a CPU queues none."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+OPERATIONS = (
+    *("isend, irecv", "broadcast", "reduce", "scatter", "gather"),
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+)
+
+
+def check(operation: str, me: GroupRank) -> str:
+    """The first difference between what this rank received and should have; "" if there is none."""
+    got, wanted = _made(operation, me)
+    differs = (got != wanted).flatten().cpu()  # waits for a GPU
+    if not differs.any():
+        return ""
+    index = int(differs.nonzero()[0])
+    found, known = got.flatten()[index].item(), wanted.flatten()[index].item()
+    return f"element {index} is {found:g}, but should be {known:g}"
+
+
+def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
+    """What this rank has after the operation, and what it should have; the last rank is the root."""
+    mine, everyones = me.data(me.rank), torch.stack([me.data(rank) for rank in range(me.world_size)])
+    left, right, root = (me.rank - 1) % me.world_size, (me.rank + 1) % me.world_size, me.world_size - 1
+    is_root, group, got, nothing = me.rank == root, me.group, me.blank(_LENGTH), (mine[:0], mine[:0])
+    # Part p of rank r is data(r) + p, so a part on the wrong rank is detected.
+    parts = torch.stack([mine + part for part in range(me.world_size)])
+    match operation:
+        case "isend, irecv":  # both directions at once; of two ranks, left and right are told apart by order
+            both = me.blank(2, _LENGTH)
+            transfers = [
+                dist.P2POp(dist.isend, mine, right, group),
+                dist.P2POp(dist.isend, mine + 0.5, left, group),
+                dist.P2POp(dist.irecv, both[0], left, group),
+                dist.P2POp(dist.irecv, both[1], right, group),
+            ]
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+            return both, torch.stack([me.data(left), me.data(right) + 0.5])
+        case "broadcast":
+            dist.broadcast(mine, root, group)
+            return mine, everyones[root]
+        case "reduce":
+            dist.reduce(mine, root, group=group)
+            return (mine, everyones.sum(0)) if is_root else nothing
+        case "scatter":
+            dist.scatter(got, list(everyones) if is_root else None, root, group)
+            return got, mine
+        case "gather":
+            rows = me.blank(me.world_size, _LENGTH)
+            dist.gather(mine, list(rows) if is_root else None, root, group)
+            return (rows, everyones) if is_root else nothing
+        case "all_reduce":
+            sums, most = mine.clone(), mine.clone()
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group)
+            return torch.stack([sums, most]), torch.stack([everyones.sum(0), everyones.amax(0)])
+        case "all_gather":
+            rows = me.blank(me.world_size, _LENGTH)
+            all_gather_single(rows.view(-1), mine, group)
+            return rows, everyones
+        case "reduce_scatter":
+            reduce_scatter_single(got, parts.flatten(), group)
+            return got, everyones.sum(0) + me.rank * me.world_size
+        case "all_to_all":
+            rows = me.blank(me.world_size, _LENGTH)
+            dist.all_to_all_single(rows, parts, group=group)
+            return rows, everyones + me.rank
+    raise AssertionError(operation)
+
+
+def measure_links(me: GroupRank, ranks_by_host: Sequence[Sequence[int]]) -> list[dict[str, float]]:
+    """Measure each host to the next and back, first rank to first rank, and one pair within each host.
+
+    A collective over all ranks. Pairs of one round run at the same time; no host is in two of them. The
+    result has the links that start at this rank.
+    """
+    last = len(ranks_by_host) - 1
+    within = [(host, host) for host, ranks in enumerate(ranks_by_host) if len(ranks) > 1]
+    across = ([(host, host + 1) for host in range(first, last, 2)] for first in (0, 1))
+    found: list[dict[str, float]] = []
+    for pairs in (within, *across):
+        for pair in pairs:
+            for source, target in dict.fromkeys((pair, pair[::-1])):
+                start, end = ranks_by_host[source][0], ranks_by_host[target][int(source == target)]
+                if me.rank == start:
+                    found.append({"source": source, "target": target, **_link(me, end, leads=True)})
+                elif me.rank == end:
+                    _link(me, start, leads=False)
+        dist.barrier()
+    return found
+
+
+def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
+    token, block = me.blank(1), torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device=me.device)
+
+    def move(message: Tensor, sends: bool) -> None:
+        (dist.send if sends else dist.recv)(message, peer)
+
+    def stream_s(message: Tensor, count: int) -> float:
+        """Time until `count` messages have arrived, and the leader knows it."""
+        began = time.perf_counter()
+        for _ in range(count):
+            move(message, leads)
+        move(token, not leads)
+        me.finish()
+        return time.perf_counter() - began
+
+    # A process that waits for a GPU spins: there the processor time of a transfer is not known.
+    on_gpu, began = me.device.type == "cuda", time.process_time()
+    round_trips = sorted(stream_s(token, 1) for _ in range(_SHORT))
+    message_s = stream_s(token, _SHORT) / _SHORT if on_gpu else (time.process_time() - began) / (2 * _SHORT)
+    count = torch.tensor([min(256, max(1, round(_TURN_S / stream_s(block, 1))))], device=me.device)
+    move(count, leads)  # the two sides measure different times, but must agree on the count
+    num_bytes = int(count.item()) * _BLOCK_BYTES
+    began = time.process_time()
+    fastest_s = min(stream_s(block, num_bytes // _BLOCK_BYTES) for _ in range(_TURNS))
+    busy_s = 0.0 if on_gpu else time.process_time() - began
+    return {
+        "latency_us": round_trips[_SHORT // 4] / 2 * 1e6,  # one way
+        "gbit_s": num_bytes / fastest_s * 8e-9,
+        "processor_s_per_byte": busy_s / (_TURNS * num_bytes),
+        "message_us": message_s * 1e6,
+    }
+
+
+def measure_costs(me: GroupRank) -> dict[str, float]:
+    """What a byte costs one processor while all ranks work, and how many processors the host has.
+
+    On a CPU the clock is processor time, which other programs hardly change; on a GPU it is wall time.
+    """
+    clock = time.perf_counter if me.device.type == "cuda" else time.thread_time
+    segments = torch.ones(_SEGMENTS[me.device.type], device=me.device)
+    slot, costs = torch.zeros_like(segments[0]), {"parallelism": float(len(os.sched_getaffinity(0)))}
+    work: dict[str, Callable[[Tensor], object]] = {"copy": slot.copy_, "add": lambda part: part.add_(slot)}
+    for name, one in work.items():
+        dist.barrier()
+        times = []
+        for _ in range(_TURNS):
+            started = clock()
+            for segment in segments:
+                one(segment)
+            me.finish()
+            times.append(clock() - started)
+        costs[f"{name}_s_per_byte"] = min(times) / segments.nbytes
+    return costs
