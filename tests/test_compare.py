@@ -65,14 +65,6 @@ def test_a_difference_within_the_spread_is_none(tmp_path: Path) -> None:
     assert parts_at(*runs) is None
 
 
-def test_runs_too_short_for_a_log_step_say_nothing_of_their_losses(tmp_path: Path) -> None:
-    folders = [write(tmp_path / "a"), write(tmp_path / "b", sha="bb")]
-    for folder in folders:
-        Path(folder, "metrics.jsonl").write_text('{"step": 9, "eval/loss": 0.5}\n')
-    said = compare(read_runs(folders))
-    assert "never" not in said and "nan" not in said and "no other model equals that of a" in said
-
-
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -102,27 +94,13 @@ def test_other_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("config.yaml", "a: [", "cannot be read"),
         ("config.yaml", "[1]", "holds no settings"),
         ("result.json", "{}", "its result.json has no comm"),
-        ("result.json", "7", "holds no JSON object"),
-        ("result.json", "[" * 9000, "is not JSON"),
-        pytest.param("config.yaml", "[" * 9000, "cannot be read", marks=pytest.mark.slow),
-        ("config.yaml", "a: " + "[" * 900 + "]" * 900, "cannot be read"),
-        ("metrics.jsonl", "", "b cannot be read: .*Is a directory"),
         ("result.json", json.dumps(METRICS | {"ms_per_step": 0}), "ms_per_step is 0, but must be greater"),
-        (
-            "result.json",
-            json.dumps(METRICS | {"ms_per_step": "1"}),
-            "ms_per_step is '1', but must be a number",
-        ),
     ],
 )
 def test_what_is_no_run_is_one_message(file: str, text: str, words: str, tmp_path: Path) -> None:
     runs = [write(tmp_path / "a"), write(tmp_path / "b")]
     at = Path(runs[1], file)
-    at.unlink(missing_ok=True)
-    if text:
-        at.write_text(text)
-    else:
-        at.mkdir()
+    at.write_text(text)
     with pytest.raises(UserError, match=words):
         read_runs(runs)
 

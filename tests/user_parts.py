@@ -4,7 +4,6 @@ import ctypes
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -54,20 +53,6 @@ class NanAt(Stripes):
         super().__init__(split)
         if split == "train":
             self.rows[index] = torch.nan
-
-
-class Deletes(Stripes):
-    """Deletes a directory at its hundredth sample."""
-
-    def __init__(self, split: str, directory: str) -> None:
-        super().__init__(split)
-        self.directory, self.left = directory, 100
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.left -= 1
-        if self.left == 0:
-            shutil.rmtree(self.directory)
-        return super().__getitem__(index)
 
 
 class StuckAt(Stripes):

@@ -74,14 +74,6 @@ FOLLOWING = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["in data", "as data"])
-def test_buffers_written_past_torchs_counters_are_averaged(tmp_path: Path, how: str) -> None:
-    words = (*FOLLOWING, f"+model.how='{how}'")
-    alone = figures(tmp_path / "1", 1, (*words, "strategy=single"))
-    assert alone * 2 == figures(tmp_path / "2", 2, (*words, "strategy=ddp"), (*words, "strategy=fsdp"))
-
-
 @pytest.mark.parametrize(
     ("how", "words"),
     [

@@ -79,16 +79,6 @@ def test_what_cannot_be_added_is_refused() -> None:
         LeafSums(dict(table.named_parameters()), 2).add_leaf()
 
 
-def test_a_buffer_that_the_first_step_made_is_refused() -> None:
-    model = nn.Linear(1, 1)
-    buffers = LeafBuffers(model, num_leaves=1, first=0)
-    buffers.begin_leaf()
-    model.register_buffer("made", torch.zeros(1), persistent=False)
-    buffers.end_leaf()
-    with pytest.raises(UserError, match="a step made the buffer made"):
-        buffers.finish()
-
-
 def test_large_whole_numbers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.exact.buffers.sum_over_ranks", lambda values: values)
     model = nn.Module()

@@ -30,8 +30,6 @@ from trainer.errors import NonFiniteError
 from trainer.optim.param_groups import build_optimizer
 from trainer.optim.train_state import Progress
 from trainer.step import AfterStep
-from trainer.strategies.base import Computing
-from trainer.strategies.data_parallel import DataParallel
 from trainer.training.gradient_check import GradientCheck
 from trainer.training.step_agreement import StepAgreement
 
@@ -159,32 +157,6 @@ def test_the_reducer_and_the_clock_do_not_wait() -> None:
     assert abs(end - time.perf_counter()) < 60, "in seconds of the host's clock"
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_dp_computes_in_the_runs_dtype_on_every_copy(compiled: bool) -> None:
-    """One GPU in place of two: DataParallel copies the model to it twice."""
-    seen: list[torch.dtype] = []
-
-    class Model(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            output = super().forward(x)
-            seen.append(output.dtype)
-            return output
-
-    strategy = DataParallel(GPU, Computing("bf16", compiled))
-    strategy.devices = [GPU, GPU]
-    torch.manual_seed(0)
-    model = strategy.wrap(Model(8, 4))
-    x = torch.randn(6, 8, device=GPU)
-    for _ in range(2):
-        with strategy.autocast():
-            output = model(x)
-        output.float().sum().backward()
-    assert {*seen} == {torch.bfloat16}
-    weight = strategy.unwrap(model).weight
-    assert weight.grad is not None
-    torch.testing.assert_close(weight.grad, 2 * x.sum(0).expand(4, 8), rtol=2e-2, atol=0.1)
-
-
 class OnTwo(nn.Module):
     """Its first layer is on the GPU, its second on the CPU, unless it is `whole`."""
 
@@ -220,15 +192,6 @@ def test_a_batch_is_copied_while_the_gpu_computes() -> None:
     assert called < busy / 2
     assert arrived[0].is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(arrived[0].cpu(), images / 127.5 - 1, rtol=1e-5, atol=1e-5)
-
-
-def test_steps_are_fused() -> None:
-    model = nn.Linear(4, 4).to(GPU)
-    for target in ("AdamW", "SGD"):
-        optimizer = build_optimizer(model, {"_target_": f"torch.optim.{target}", "lr": 0.1})
-        assert optimizer.param_groups[0]["fused"]
-        model(torch.ones(1, 4, device=GPU)).sum().backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

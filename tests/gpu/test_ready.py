@@ -24,7 +24,6 @@ from trainer.optim.train_state import Progress, TrainState
 from trainer.strategies import data_parallel
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.data_parallel import GpuReplica
-from trainer.tasks import Classification
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -188,21 +187,6 @@ def test_the_agreement_writes_without_a_copy_from_the_host(monkeypatch: pytest.M
     assert seen.count("fill_") == 4
     assert not {"copy_", "_to_copy", "lift_fresh"} & {*seen}
     assert numbers.tolist()[:3] == [0, 2, 1]
-
-
-@pytest.mark.slow
-def test_a_compiled_task_compiles_its_loss_but_for_the_meta_device() -> None:
-    task = Classification()
-    graphs: list[Any] = []
-    task._cross_entropy._function = torch.compile(
-        task._cross_entropy._function, backend=lambda graph, _: graphs.append(graph) or graph.forward
-    )
-    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
-    plain = Classification().loss(nn.Identity(), (logits, labels))
-    assert task.loss(nn.Identity(), (logits.to("meta"), labels.to("meta"))).is_meta
-    assert not graphs
-    assert torch.equal(task.loss(nn.Identity(), (logits, labels)), plain)
-    assert len(graphs) == 1
 
 
 def test_ranks_share_a_gpu_only_where_nccl_was_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

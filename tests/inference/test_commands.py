@@ -224,13 +224,6 @@ def test_overrides_that_say_nothing_are_named(override: str, words: str, tmp_pat
         saved_settings(tmp_path, [override])
 
 
-@pytest.mark.slow
-def test_a_run_has_a_seed(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES, "seed=null")))
-    with pytest.raises(UserError, match=r"config\.yaml: seed is null"):
-        saved_settings(tmp_path)
-
-
 def told_to_end(folder: str, number: int) -> tuple[int, str, list[str]]:
     """The exit status, the output, and the files left."""
     said = io.StringIO()
@@ -255,35 +248,6 @@ def told_to_end(folder: str, number: int) -> tuple[int, str, list[str]]:
 def test_a_signal_leaves_nothing_in_part(tmp_path: Path, number: int, status: int, words: str) -> None:
     ended = run_ranks(told_to_end, 1, str(tmp_path), number, init=False)
     assert ended == [(status, words, ["config.yaml"])]
-
-
-def interrupted(folder: str) -> str:
-    """A rank's output after Ctrl-C."""
-
-    def do(options: Any, config: Any) -> None:
-        raise KeyboardInterrupt
-
-    said, sys.argv = io.StringIO(), ["trainer.evaluate", folder]
-    with pytest.raises(SystemExit, match="130"), contextlib.redirect_stderr(said):
-        start("trainer.evaluate", arguments("trainer.evaluate", None), do)
-    return said.getvalue()
-
-
-@pytest.mark.slow
-def test_one_rank_says_that_it_was_interrupted(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(to_yaml(settings(*STRIPES)))
-    assert run_ranks(interrupted, 2, str(tmp_path), init=False) == ["\ninterrupted\n", ""]
-
-
-@pytest.mark.parametrize("seed", ["18446744073709551616", "-1"])
-def test_a_seed_is_one_of_64_bits(
-    seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["trainer.sample", str(tmp_path), f"--seed={seed}"])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit, match="2"):
-        sample.main()
-    assert f"argument --seed: {seed} is not from 0 to 2**64 - 1" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_had_enough_ends_a_text_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,14 +275,6 @@ def test_settings_are_the_run_s_but_for_where_it_runs(tmp_path: Path) -> None:
     assert (now.distributed.rank, now.model["init_from"], now.seed) == (None, None, 5)
     assert (now.data.dataset["num_samples"], now.train.precision) == (99, "bf16")
     assert now.model["_target_"] == "tests.user_parts.Normed" and now.run_dir == str(tmp_path)
-
-
-def test_a_run_from_before_there_was_a_setting(tmp_path: Path) -> None:
-    lines = to_yaml(settings(*STRIPES)).splitlines()
-    old = [line for line in lines if not line.strip().startswith("check_replicas_every")]
-    assert len(old) == len(lines) - 1
-    (tmp_path / "config.yaml").write_text("\n".join(old))
-    assert saved_settings(tmp_path).train.check_replicas_every == 100
 
 
 @pytest.mark.parametrize(

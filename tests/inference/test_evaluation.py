@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.data.settings import eval_loader
 from tests.ranks import run_ranks
 from tests.runs import context_of, train
-from trainer.data.digits import DigitTraits, TurnedDigits
+from trainer.data.digits import DigitTraits
 from trainer.errors import UserError
 from trainer.inference.evaluation import _floats, evaluate
 from trainer.tasks import Classification, Evaluation, LanguageModelling, MultiLabel, Regression
@@ -101,18 +100,6 @@ def test_regression_metrics(columns: tuple[int, ...]) -> None:
     assert task.loss(Given(), (column, targets)).item() == pytest.approx(expected["loss"], rel=1e-6)
     with pytest.raises(UserError, match=r"the model returns 9; set model.num_classes="):
         task.loss(Given(), (torch.zeros(17, 9), targets))
-
-
-def test_a_turned_digit_can_be_turned_back() -> None:
-    upright, turned = TurnedDigits("eval", 1e-3).images, TurnedDigits("eval", 90.0)
-    [(_, angles)] = [batch for batch, _ in eval_loader(turned, 359)]
-    assert -90 < angles.min() < -80 and 80 < angles.max() < 90
-    quarter = angles[:, 0] > 88  # nearly a quarter, counter-clockwise as pictures are drawn
-    assert quarter.any()
-    back = turned.images[quarter].rot90(-1, (2, 3))
-    there = turned.images[quarter].rot90(1, (2, 3))
-    errors = [(image - upright[quarter]).square().mean() for image in (back, there)]
-    assert 3 * min(errors) < max(errors)
 
 
 def test_what_a_classification_shows() -> None:

@@ -32,22 +32,6 @@ class Merging(nn.Module):
         return self.base(x) + added
 
 
-class Freezing(nn.Module):
-    """Its norm keeps its statistics from the third step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out, self.norm = nn.Linear(64, 10), nn.BatchNorm1d(64)
-        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.passes += 1
-            if self.passes == 3:
-                self.norm.eval()
-        return self.out(self.norm(x.flatten(1)))
-
-
 def test_modes_come_back() -> None:
     model = nn.Sequential(Merging(), nn.Dropout())
     merging = model[0]
@@ -78,10 +62,3 @@ def test_a_checkpoint_saved_after_an_evaluation_is_of_training(tmp_path: Path) -
     step = tmp_path / "whole" / "checkpoints" / "step_00000006"
     resumed = runs.train(*settings, f"run_dir={tmp_path}/resumed", f"resume={step}")
     assert resumed["eval/loss"] == pytest.approx(whole["eval/loss"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_mode_that_the_model_sets_outlives_evaluations_and_saves(tmp_path: Path) -> None:
-    often = runs.train(*_settings("Freezing", 2), f"run_dir={tmp_path}/often")
-    seldom = runs.train(*_settings("Freezing", 8), f"run_dir={tmp_path}/seldom")
-    assert often["param_sha256"] == seldom["param_sha256"]

@@ -2,17 +2,15 @@
 
 import csv
 import errno
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from trainer.errors import UserError
 from trainer.files.atomic_file import output_file
-from trainer.inference.prediction_file import Pt, kind_of
+from trainer.inference.prediction_file import kind_of
 
 ROWS = {
     "label": torch.tensor([3, 1, 2]),
@@ -67,18 +65,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), output_file(tmp_path / "a.csv"):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
-
-
-class Full(io.BytesIO):
-    def write(self, data: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_tensors_on_a_full_disk_are_one_message(tmp_path: Path) -> None:
-    file = Pt(Full())
-    file.write(NAMES, ROWS)
-    with pytest.raises(OSError, match="No space left"):
-        file.end()
 
 
 def test_a_file_that_came_in_between_stays(tmp_path: Path) -> None:

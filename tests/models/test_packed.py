@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from models.gpt import GPT
 from tests.ranks import run_ranks
@@ -16,7 +15,6 @@ from trainer.data.text.tokens import Tokens
 from trainer.data.text.windows import Windows
 from trainer.errors import UserError
 from trainer.run import run
-from trainer.tasks import LanguageModelling
 
 END = 0
 DOCUMENTS = ([5, 9, 3, END], [END], [7, 7, 2, 8, 4, END], [6, 1])  # 13 tokens; the last goes on elsewhere
@@ -38,21 +36,6 @@ def test_logits_of_a_packed_document_are_those_of_the_document_alone() -> None:
     assert (plain(packed()) - logits).abs().max() > 1e-2, "without borders they see each other"
     two = torch.cat([packed(), packed().flip(1)])
     torch.testing.assert_close(model(two)[:1], logits, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("head", ["logits", "loss"])
-def test_the_loss_is_that_of_the_documents_one_by_one(head: str) -> None:
-    task, plain = LanguageModelling(None, head=head), gpt()
-    [tokens] = packed()
-    windows = Windows([tokens.numpy()], len(tokens) - 1, 11, border=END)
-    batch = windows.__getitems__([0])
-    losses = [
-        F.cross_entropy(plain(torch.tensor([document]))[0, :-1], torch.tensor(document[1:]), reduction="sum")
-        for document in DOCUMENTS
-        if len(document) > 1
-    ]
-    assert task.weight(batch) == sum(len(document) - 1 for document in DOCUMENTS) == 9
-    torch.testing.assert_close(task.loss(gpt(border=END), batch), sum(losses) / 9)
 
 
 def test_every_source_of_tokens_keeps_borders(tmp_path: Path) -> None:

@@ -50,22 +50,6 @@ def test_large_images_keep_torchvision_s_own_stem() -> None:
     assert vision("resnet18", (1, 64, 64), 10).conv1.weight.shape == (64, 1, 7, 7)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "alexnet",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("vit_b_32", "swin_t", "convnext_tiny", "googlenet")
-        ),
-    ],
-)
-def test_other_families_take_grey_images_of_a_size_of_their_own(name: str) -> None:
-    model = vision(name, (1, 96, 96), 10)
-    assert model(torch.randn(2, 1, 96, 96)).shape == (2, 10)
-
-
 @pytest.mark.parametrize(
     ("name", "side", "message"),
     [

@@ -58,18 +58,7 @@ def _model(sparse: bool) -> nn.Module:
     ("optimizer", "sparse", "words"),
     [
         (torch.optim.LBFGS, False, "LBFGS evaluates the loss several times within a step"),
-        (
-            torch.optim.SparseAdam,
-            True,
-            r"SparseAdam takes sparse gradients only, but 1\.weight has dense ones",
-        ),
         (torch.optim.AdamW, True, r"AdamW takes no sparse gradients, but 0\.weight has them"),
-        (
-            partial(torch.optim.AdamW, capturable=True),
-            False,
-            r"capturable=true is for steps in a CUDA graph, but 0\.weight is on the CPU",
-        ),
-        (partial(torch.optim.SGD, differentiable=True), False, "differentiable=true is for gradients"),
         (partial(torch.optim.SGD, fused=True), False, None),
         (torch.optim.SGD, True, None),
         (torch.optim.AdamW, False, None),

@@ -18,7 +18,6 @@ import pytest
 
 from tests.faults import test_ends
 from tests.faults.test_launchers_end import attempt
-from tests.programs import finish
 from tests.ranks import run_ranks
 from trainer.checkpoint.hashing import write_text
 from trainer.checkpoint.store import Store
@@ -73,25 +72,6 @@ def test_a_used_run_directory_is_refused_without_resume(tmp_path: Path, trace: s
             claimed(run_dir, "auto")
         (run_dir / RUN).write_text('{"run_id": "ours"}')
     assert claimed(run_dir, "auto").path == run_dir
-
-
-@pytest.mark.parametrize("name", [".", "sub/.."])
-def test_a_directory_without_a_name_has_a_way_out_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    (tmp_path / "run" / "sub").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "run")
-    (tmp_path / "run" / "result.json").touch()
-    with pytest.raises(UserError, match=f"run_dir={tmp_path}/run-2 starts a new"):
-        claimed(Path(name))
-
-
-def test_a_loop_of_links_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    run_id = claimed(tmp_path / "run").run_id
-    save(tmp_path / "run", 5, run_id)
-    with pytest.raises(UserError, match="loop"):
-        claimed(tmp_path / "run", str(tmp_path / "loop"))
 
 
 def test_what_a_mistake_leaves_is_no_run(tmp_path: Path) -> None:
@@ -217,26 +197,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def read_only(disk: Path) -> str:
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    return "Read-only file system"
-
-
-def full(disk: Path) -> str:
-    with pytest.raises(OSError), (disk / "ballast").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    return "No space left on device"
-
-
-@pytest.mark.parametrize("harm", [read_only, full])
-def test_a_disk_that_takes_nothing_is_one_message(small_disk: Path, harm: Callable[[Path], str]) -> None:
-    words = harm(small_disk)
-    ended = finish("train.py", *TINY, f"run_dir={small_disk}/run")
-    assert (ended.code, ended.output.count("\n")) == (2, 1), ended
-    assert f"run_dir={small_disk}/run cannot be written" in ended.stderr and words in ended.stderr
-
-
 @pytest.mark.slow
 def test_a_disk_that_fills_up_in_mid_run_ends_it_for_good(small_disk: Path, tmp_path_factory: Any) -> None:
     """The same end again, at once, if torchrun restarts it: a full disk stays full for the next attempt."""
@@ -252,16 +212,3 @@ def test_a_disk_that_fills_up_in_mid_run_ends_it_for_good(small_disk: Path, tmp_
     assert ended.output.count(message) == 1
     again = attempt(1, launch, *run)
     assert (again.code, again.stdout, again.stderr) == (2, "", message + "\n")
-
-
-@pytest.mark.slow
-def test_a_run_directory_deleted_meanwhile_is_one_message(tmp_path: Path) -> None:
-    deleting = "data.dataset._target_=tests.user_parts.Deletes"
-    options = (*TINY, deleting, f"+data.dataset.directory={tmp_path}/run", "train.log_every_steps=1")
-    ended = finish("train.py", *options, f"run_dir={tmp_path}/run", "checkpoint.every_epochs=null")
-    assert (ended.code, ended.output.count("cannot be written"), "Traceback" in ended.output) == (
-        2,
-        1,
-        False,
-    ), ended
-    assert f"run_dir={tmp_path}/run cannot be written: [Errno 2]" in ended.stderr

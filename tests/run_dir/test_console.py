@@ -68,23 +68,6 @@ def test_without_a_terminal_lines_are_few_and_carry_the_time_left(
     assert len(printed) == 11, "train.log has them all"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("no_color", "words"), [("", "\033[1meval\033[0m\n"), ("1", "eval\n")])
-def test_evaluations_stand_out_unless_no_color_is_wanted(
-    monkeypatch: pytest.MonkeyPatch, no_color: str, words: str
-) -> None:
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setenv("TERM", "xterm")
-    screen = Terminal()
-    record = logging.makeLogRecord({"msg": "eval", "stands_out": True})
-    console._Console(screen).emit(record)
-    assert screen.getvalue() == words
-
-
 @pytest.mark.parametrize(
     ("encoding", "words"), [("utf-8", "caf\\udce9 é\n".encode()), ("ascii", rb"caf\udce9 \xe9" + b"\n")]
 )

@@ -36,8 +36,6 @@ if act == "wait":
     open(run_dir + "/ready", "w").close()
     time.sleep(100)
 if act == "done":
-    while not os.path.exists(os.environ.get("WAITS_FOR", "/")):
-        time.sleep(0.02)
     with open(run_dir + "/metrics.jsonl", "w") as file:
         for step in range(1, 4):
             file.write(json.dumps({"step": step, "eval/loss": lr}) + chr(10))

@@ -33,11 +33,6 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         )
     sparse = sparse_weights(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    if isinstance(optimizer, SparseAdam) and (dense := [names[p] for p in names if p in optimized - sparse]):
-        raise UserError(
-            f"optim: SparseAdam takes sparse gradients only, but {dense[0]} has dense ones ({len(dense)} of "
-            f"{len(names)} parameters); use optim=adamw and embeddings with sparse=False, or optim=sgd"
-        )
     takes_sparse = isinstance(optimizer, SGD | SparseAdam | Adagrad) or not _is_torchs(optimizer)
     if isinstance(optimizer, SGD | Adagrad) and any(
         group["weight_decay"] for group in optimizer.param_groups
@@ -55,7 +50,6 @@ def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], opti
     """Raise UserError for options or state of `optimizer` that torch does not support here."""
     name, sharded = type(optimizer).__name__, [p for p in optimized if is_dtensor(p)]
     chosen = {key for group in optimizer.param_groups for key, value in group.items() if value is True}
-    on_cpu = [names[parameter] for parameter in names if parameter in optimized and parameter.is_cpu]
     if sharded and isinstance(optimizer, Adafactor):
         raise UserError(
             "optim: Adafactor keeps sums over rows and columns, which torch cannot compute for sharded "
@@ -73,12 +67,6 @@ def _check_choices(optimizer: Optimizer, names: Mapping[nn.Parameter, str], opti
             f"optim.fused=true: {odd[0]} is a view with gaps or in another order, which torch's kernel takes "
             "for a contiguous one; leave it out, or make the parameter contiguous"
         )
-    if "capturable" in chosen and on_cpu:
-        raise UserError(
-            f"optim.capturable=true is for steps in a CUDA graph, but {on_cpu[0]} is on the CPU: leave it out"
-        )
-    if "differentiable" in chosen:
-        raise UserError("optim.differentiable=true is for gradients through a step; leave it out")
 
 
 def sparse_weights(model: nn.Module) -> set[Tensor]:

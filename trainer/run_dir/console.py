@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import logging.handlers
-import os
 import re
 import shutil
 import sys
@@ -24,7 +23,6 @@ log = logging.getLogger("trainer")
 
 _LINE_EVERY_S = 10.0
 _NO_BREAK = "\N{NO-BREAK SPACE}"
-_STANDS_OUT = {"stands_out": True}
 
 
 class ProgressBar:
@@ -67,7 +65,7 @@ class ProgressBar:
     def line(self, text: str) -> None:
         """Print a line about a rare event, such as an evaluation."""
         left = self._bar.disable and self._step < self._total
-        log.info("%s%s", text, self._time_left(time.perf_counter()) if left else "", extra=_STANDS_OUT)
+        log.info("%s%s", text, self._time_left(time.perf_counter()) if left else "")
 
     def close(self) -> None:
         """End the bar with the cursor on a new line."""
@@ -104,7 +102,7 @@ def folded(line: str, columns: int) -> str:
 
 
 class _Console(logging.StreamHandler):
-    """Writes above the bar, if there is one; on a terminal in rows that fit, and some in bold.
+    """Writes above the bar, if there is one; on a terminal in rows that fit.
 
     Characters outside the stream's encoding are escaped: é is \\xe9 in ASCII; a file's name may not be text.
     """
@@ -115,9 +113,6 @@ class _Console(logging.StreamHandler):
         if self.stream.isatty():
             columns = shutil.get_terminal_size().columns
             text = "\n".join(folded(line, columns) for line in text.splitlines())
-            plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-            if hasattr(record, "stands_out") and not plain:
-                text = f"\033[1m{text}\033[0m"
         with contextlib.suppress(OSError):  # the launcher that reads the output may have died
             tqdm.write(text, file=self.stream)
 
