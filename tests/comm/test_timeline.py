@@ -56,6 +56,7 @@ def sleep_before_backward(algorithm: str, hosts: list[int], sleeper: int) -> dic
     return {
         "before": found[:3],
         "late": found[3],
+        "typical": hook.timeline.typical_pass()["buckets"],
         "summary": text,
         "labels": labels,
         "pass_ms": pass_ms,
@@ -79,6 +80,10 @@ def test_a_rank_that_sleeps_before_its_backward_is_named(
             min(before["comm/arrival_skew_ms"] for before in found["before"]) < late["comm/arrival_skew_ms"]
         )
         assert late["comm/hidden_ms"] + late["comm/exposed_ms"] == pytest.approx(late["comm/total_ms"])
+        early = [bucket["early_ms"] for bucket in found["typical"]]
+        assert early == sorted(early, reverse=True) and early[0] > early[-1] == 0
+        num_bytes = sum(bucket["bytes"] for bucket in found["typical"])
+        assert num_bytes / 1e6 == pytest.approx(late["comm/megabytes"])
         if rank != sleeper:  # duration would blame everybody else: their all-reduce looks long
             assert late["comm/total_ms"] > 100
         assert any(f"(rank {sleeper}, " in label for label in found["labels"])
