@@ -1,7 +1,6 @@
 """What the attributes of an object hold: numbers, text, tensors, random generators, by their places."""
 
 import itertools
-import math
 import random
 import sys
 import zlib
@@ -27,7 +26,7 @@ _MAX_ELEMENTS = 1_000  # of one container
 _MAX_HASHED = 2**20  # elements of a tensor; of a larger one at least half as many, evenly spread
 
 
-def fingerprint(value: Any, known: Collection[int] = (), largest: float = math.inf) -> dict[str, Any]:
+def fingerprint(value: Any, known: Collection[int] = ()) -> dict[str, Any]:
     """The values within `value` that can be compared, by their places, such as ".layers[0].scale".
 
     A number or text is its repr; a tensor or array its shape and the crc32 of its elements, for a DTensor
@@ -37,13 +36,8 @@ def fingerprint(value: Any, known: Collection[int] = (), largest: float = math.i
 
     Args:
         known: ids of objects to leave out, with all that they hold.
-        largest: tensors and arrays of more elements are left out.
     """
-    return {
-        place: _value_if_any(leaf)
-        for place, leaf in _walk(value, known)
-        if not isinstance(leaf, Tensor | np.ndarray) or math.prod(leaf.shape) <= largest
-    }
+    return {place: _value_if_any(leaf) for place, leaf in _walk(value, known)}
 
 
 def is_other_value(before: Any, now: Any) -> bool:

@@ -62,6 +62,16 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path, monkeypatch:
     assert windows() == [text[i : i + 5] for text in texts for i in range(0, len(text) - 4, 4)]
 
 
+def test_a_large_file_is_mapped_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.bin"
+    with path.open("wb") as file:
+        file.seek(2**40 - 10)  # a terabyte of holes
+        file.write(bytes(range(11)))
+    text = Text("eval", str(path), block_size=2**10)
+    assert len(text) > 10**8
+    assert text[len(text) - 1][1][-5:].tolist() == [6, 7, 8, 9, 10]
+
+
 def test_the_default_corpus_is_python_s_own_reference() -> None:
     text = Text("train")
     assert len(text) > 2000
