@@ -80,16 +80,11 @@ class DryRun:
         self.sample = self.batch(1)
         self._seed = config.seed
         model = self._model(config).module
-        self._kinds = {type(module) for module in model.modules()}
         self.num_parameters = parameter_count(model.parameters())
 
     def batch(self, size: int) -> Any:
         """The first `size` samples of an epoch."""
         return self._loader(size).epoch(0).ahead()[0]
-
-    def has(self, kind: type[nn.Module]) -> bool:
-        """Whether a module of the model is of this class, or of one derived from it."""
-        return any(issubclass(each, kind) for each in self._kinds)
 
     def _model(self, config: Config) -> InitialModel:
         draft, _ = on_meta(self._build, self._seed)
@@ -116,7 +111,7 @@ class DryRun:
             fakes = FakeTensorMode(allow_non_fake_inputs=True)
             # for outputs that are views; more are with fake tensors
             quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
-            with quiet, fakes, FusedAttention(), MemoryLedger(staged_sends=True) as ledger:
+            with quiet, fakes, FusedAttention(), MemoryLedger() as ledger:
                 module = wrap_model(config, numberless, placed.strategy)
                 yield Stage(config, self, placed, to_device, module, ledger)
 
@@ -171,15 +166,11 @@ class Stage:
             UserError: the model reads the data of tensors, which have none.
         """
         batch = mapped(self._dry_run.sample, lambda value: repeated(value, micro_batch_size))
-        self.steps(batch, accumulation)
-        return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
-
-    def steps(self, batch: Any, accumulation: int) -> None:
-        """Make a step of micro-batches that are all `batch`; the first time, two."""
         for _ in range(1 if self._has_state else 2):
             self._ledger.forget_peaks()
             self._step(batch, min(accumulation, 2))
             self._has_state = True
+        return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
     def _integers(self, device: torch.device, accumulation: int) -> int:
         """The bytes of train.exact: sums of leaves, where a rank has several, and messages."""

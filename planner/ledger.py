@@ -71,11 +71,9 @@ class MemoryLedger(TorchDispatchMode):
         accounts: by device.
     """
 
-    def __init__(self, staged_sends: bool = False) -> None:
-        """`staged_sends`: gradients are copied before a reduce-scatter, as with gloo."""
+    def __init__(self) -> None:
         super().__init__()
         self.accounts: defaultdict[torch.device, Account] = defaultdict(Account)
-        self._staged_sends = staged_sends
         self._records: dict[int, _Record] = {}  # by the address of the storage
         # Present storages that FSDP frees by resize_, which is not an operation, and fills by an operation.
         self._resized: dict[int, _Record] = {}
@@ -144,7 +142,8 @@ class MemoryLedger(TorchDispatchMode):
                 self._resized[id(tensor.untyped_storage())] = record
         if name.startswith("chunk_cat"):  # whole gradients before the reduce-scatter
             self.name("gradients", _tensors(args))
-        if self._staged_sends and name == "_reduce_scatter_base_":
+        # Gradients are copied before a reduce-scatter, as gloo does.
+        if name == "_reduce_scatter_base_":
             staged = _Record(args[1])
             staged.kind = _COMMUNICATION
             self._change(staged, args[1].nbytes)

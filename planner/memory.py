@@ -5,9 +5,7 @@ data, as one rank of a simulated world, and every byte that they would take is c
 `strategy=` in OVERRIDES all strategies are compared, hybrid (fsdp with strategy.shard_group=host) among them,
 and `strategy.NAME=VALUE` applies to those that have it.
 
-A parameter server and a worker have one
-each; dp has one for the first GPU of a host and one for each other. What nn.DataParallel does on several
-GPUs is derived from torch's code; all else runs the strategy's own code.
+A parameter server and a worker have a line each. nn.DataParallel on several GPUs is not predicted.
 
 Not counted, but covered by `--reserve-gb`: the CUDA context, NCCL's buffers, workspaces of kernels, and
 fragmentation of the allocator; also the messages of comm=ring and the like. The model is not compiled, even
@@ -38,7 +36,6 @@ from trainer.launch.fresh import extend_path
 Row = dict[str, object]
 STRATEGIES = {
     "single": ("strategy=single",),
-    "dp": ("strategy=dp",),
     "ddp": ("strategy=ddp",),
     "fsdp": ("strategy=fsdp",),
     "hybrid": ("strategy=fsdp", "strategy.shard_group=host"),
@@ -65,7 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("overrides", nargs="*", metavar="OVERRIDES", help="as for train.py: model=gpt model.size=gpt2 ...")
     add("--world", type=int, default=8, help="ranks (8)")
-    add("--per-host", type=int, default=8, help="ranks on each host (8); for dp its GPUs")
+    add("--per-host", type=int, default=8, help="ranks on each host (8)")
     add("--rank", type=int, help="the rank to simulate (0: its shards are the largest; and the first worker)")
     add(
         "--gpu-gb",
@@ -162,11 +159,10 @@ def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSp
     """The run's micro-batch on all ranks, even if one process is simulated."""
     size, replicas = config.train.global_batch_size, stage.num_replicas
     among = options.world if _is_one_process(config) else replicas
-    gpus = options.per_host if config.strategy.name == "dp" else 1
     if config.train.exact is not None:
         leaves = config.train.exact
         return BatchSplit(size, replicas, max(1, size // leaves), -(-leaves // replicas))
-    micro = config.train.known_micro_batch_size or max(1, size // among) * gpus
+    micro = config.train.known_micro_batch_size or max(1, size // among)
     return BatchSplit(size, replicas, micro, max(1, size // replicas // micro))
 
 

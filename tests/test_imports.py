@@ -30,7 +30,6 @@ FLOORS: tuple[dict[str, str], ...] = (
         "gradient_norm": "local_shard",
     },
     {
-        "comm": "errors files local_shard single_tensor",
         "launch": "config errors files",
         "optim": "config errors local_shard nested",
     },

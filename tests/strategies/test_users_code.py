@@ -16,6 +16,7 @@ from tests.runs import job_as, settings, train, trained
 from tests.strategies.test_ddp import QUICK
 from trainer.errors import UserError
 from trainer.loop import fit
+from trainer.strategies.data_parallel import to_gather
 from trainer.strategies.whole_scalars import whole_scalars
 
 OWN = (*QUICK, f"model._target_={__name__}.Late", "train.max_steps=4", "checkpoint.every_steps=2")
@@ -238,3 +239,9 @@ def test_numbers_are_of_whole_tensors_and_buffers_of_their_names(tmp_path: Path)
                 assert value.sub(found[f"numbers {strategy}"][name]).abs().max() < 1e-6, (strategy, name)
             assert found[f"order {strategy}"]["up"].allclose(torch.tensor(0.1)), strategy
             assert found[f"order {strategy}"]["down"].allclose(torch.tensor(0.2)), strategy
+
+
+def test_dp_cannot_gather_a_loss_without_dimensions() -> None:
+    assert to_gather({"logits": torch.zeros(2, 3), "loss": None})
+    with pytest.raises(UserError, match="returns a tensor without dimensions"):
+        to_gather({"logits": torch.zeros(2, 3), "loss": torch.zeros(())})
