@@ -13,11 +13,9 @@ from tests.checkpoint import tiny
 from tests.faults.test_ends import TINY
 from tests.programs import finish
 from tests.ranks import run_ranks
-from trainer.checkpoint import open_checkpoint
 from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.manifest import read_manifest
-from trainer.checkpoint.tree import take_apart
-from trainer.errors import NonFiniteError, UserError
+from trainer.errors import NonFiniteError
 from trainer.local_shard import to_local
 from trainer.optim.train_state import TrainState
 
@@ -103,36 +101,6 @@ def test_what_is_not_finite_is_not_saved(tmp_path: Path, format: str, sharded: b
             f"{what} holds {kind} after step 2 on rank {on} (host 0); nothing of that"
         ), message
         assert [path.name for path in (tmp_path / what / "checkpoints").glob("step*")] == ["step_00000001"]
-
-
-def _of_an_older_version(run_dir: Path, format: str) -> dict[str, list[str]]:
-    """Saved without the check: a good checkpoint, and two bad ones."""
-    state = _state(sharded=True, masked=False)
-    older = tiny.checkpointer(run_dir, format=format, keep_last=9, state=state)
-    older._parts.refuse_not_finite = lambda *_: None  # type: ignore[method-assign]
-    for poison in (None, "first.weight", "ema.weights.first.weight"):
-        tiny.train(state, 1)
-        if poison:
-            _poison(state, poison, NAN)
-        older.save(state)
-    told: list[str] = []
-    open_checkpoint.log.warning = lambda text, *args: told.append(text % args)  # type: ignore[method-assign]
-    other = _state(sharded=True, seed=3, masked=False)
-    newer = tiny.checkpointer(run_dir, format=format)
-    assert tiny.restore(newer, other, "auto") and other.progress.step == 1
-    assert not not_finite(take_apart(other.state_dict())[0])
-    with pytest.raises(UserError, match=r"step_00000003: .*first.weight holds NaN"):
-        tiny.restore(newer, other, str(run_dir / "checkpoints" / "step_00000003"))
-    return {"told": told}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["full", "sharded"])
-def test_resume_passes_over_what_an_older_version_saved(tmp_path: Path, format: str) -> None:
-    told = run_ranks(_of_an_older_version, 2, tmp_path, format)[0]["told"]
-    assert len(told) == 2, told
-    for step, said in zip((3, 2), told, strict=True):
-        assert f"passing over step_0000000{step}" in said and "first.weight holds NaN" in said
 
 
 class Overflows(torch.optim.SGD):

@@ -1,10 +1,8 @@
 """The manifest of a checkpoint: the size of each of its files and the sha256 of their blocks."""
 
-import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -139,21 +137,14 @@ def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile
     return file
 
 
-Look = Callable[[str, int, memoryview], None]
-"""Gets what was read: the name of the file, the offset in it, and the bytes."""
-
-
-def verify(
-    directory: Location, reader: int = 0, num_readers: int = 1, look: Look = lambda name, offset, block: None
-) -> Manifest:
+def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manifest:
     """Compare the files with the manifest: all blocks, or every ``num_readers``-th from ``reader`` on.
 
-    ``look`` gets what is read of these blocks. The files are read once; four threads hash. This compares
-    bytes only: `open_checkpoint.verified` also checks that every file that a checkpoint needs is listed, and
-    that the contents agree.
+    Four threads hash. This compares bytes only: `open_checkpoint.verified` also checks that every file that a
+    checkpoint needs is listed, and that the contents agree.
 
     Raises:
-        UserError: naming the first file that differs; or as from ``look``.
+        UserError: naming the first file that differs.
     """
     manifest = read_manifest(directory)
     for name in sorted(manifest.files):  # the fast check first
@@ -164,7 +155,7 @@ def verify(
         first = (first - len(digest.sha256)) % num_readers
         if blocks:
             with open_listed(directory, manifest, name) as file:
-                check_blocks(file, digest, blocks, functools.partial(look, name))
+                check_blocks(file, digest, blocks)
     return manifest
 
 

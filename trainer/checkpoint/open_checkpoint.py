@@ -1,18 +1,15 @@
 """A checkpoint opened for reading: its facts and its tensors."""
 
-import bisect
-import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.expected import not_finite
 from trainer.checkpoint.layout import Index, index_from_json
 from trainer.checkpoint.manifest import Manifest, open_listed, read_manifest, verify
 from trainer.checkpoint.matching import Shapes, is_extra_state
@@ -29,10 +26,8 @@ from trainer.optim.train_state import Progress
 
 log = logging.getLogger(__name__)
 
-_OF_TRAINED = ("model.", "ema.weights.")
 _NUM_THREADS = 4
 _BUFFER_BYTES = 1 << 25
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -82,33 +77,6 @@ class OpenCheckpoint:
     def progress(self) -> Progress:
         """The run's progress, in a new object."""
         return Progress(**self.facts["state"]["progress"])
-
-    def check(self, reader: int, num_readers: int) -> None:
-        """Verify what ``reader`` of ``num_readers`` has to read. UserError if it is damaged or not finite."""
-        numbers = self._finite_numbers()
-
-        def look(file: str, offset: int, block: memoryview) -> None:
-            for name, part in _numbers_in(block, offset, numbers[file]):
-                if kinds := not_finite({name: part}):
-                    held = " and ".join(sorted(kinds[name]))
-                    raise UserError(f"{printable(self.directory)}: {printable(name)} holds {held}")
-
-        verify(self.directory, reader, num_readers, look)
-
-    def _finite_numbers(self) -> dict[str, list["_Numbers"]]:
-        """By file, in their order, those that must be finite: what is trained, and was so at the start."""
-        groups = self.facts["state"]["optimizer"]["param_groups"]
-        trained = {f"{of}{name}" for group in groups for name in group["params"] for of in _OF_TRAINED}
-        begun = set(self.facts.get("not_finite", ()))
-        found: dict[str, list[_Numbers]] = {name: [] for name in self.manifest.files}
-        for name, entry in self.index.items():
-            dtype = _REAL.get(entry.dtype, entry.dtype)
-            must_be = (name in trained or name.startswith("optimizer.")) and name not in begun
-            if must_be and dtype.is_floating_point:
-                for chunk in entry.chunks:
-                    stored = self._stored[chunk.file, chunk.key]
-                    found[chunk.file].append(_Numbers(stored.begin, stored.end, dtype, name))
-        return {file: sorted(numbers, key=lambda each: each.begin) for file, numbers in found.items()}
 
     def data_states(self) -> list[dict[str, Any]]:
         """Where the data of each rank stands, from its loader."""
@@ -198,28 +166,6 @@ def read_state_file(directory: Location) -> tuple[Manifest, dict[str, Any], Fiel
     return manifest, facts, tensors
 
 
-class _Numbers(NamedTuple):
-    """A tensor's bytes [begin, end) in a file."""
-
-    begin: int
-    end: int
-    dtype: torch.dtype
-    name: str
-
-
-def _numbers_in(block: memoryview, offset: int, numbers: Sequence[_Numbers]) -> Iterator[tuple[str, Tensor]]:
-    """By name, those of a file's ``numbers`` that are whole in ``block``, which begins at ``offset``."""
-    first = bisect.bisect_right(numbers, offset, key=lambda each: each.end)
-    for begin, end, dtype, name in itertools.islice(numbers, first, None):
-        if begin >= offset + len(block):
-            return
-        size = dtype.itemsize
-        begin += max(0, -(-(offset - begin) // size)) * size
-        count = (min(end, offset + len(block)) - begin) // size
-        if count > 0:
-            yield name, torch.frombuffer(block, dtype=dtype, count=count, offset=begin - offset)
-
-
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
     """Read the bytes of `rows` from `offset` on: into its memory, or through a buffer."""
     if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype:
@@ -234,7 +180,7 @@ def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> Non
 
 
 def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> OpenCheckpoint:
-    """The checkpoint in ``directory``, found to be complete, undamaged and sound.
+    """The checkpoint in ``directory``, found to be complete and undamaged.
 
     With ``num_readers``, each of them checks other blocks of the files.
 
@@ -246,7 +192,7 @@ def verified(directory: Location, reader: int = 0, num_readers: int = 1) -> Open
     except UserError:
         verify(directory)  # if it is damaged, this says so
         raise
-    source.check(reader, num_readers)
+    verify(directory, reader, num_readers)
     return source
 
 

@@ -41,9 +41,7 @@ def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any],
     for index, group in enumerate(optimizer.sequence("param_groups")):
         Fields(f"{path}: param_groups.{index}", group).sequence("params", of=str)
     saved = state.mapping("progress")
-    # Older checkpoints count no skipped steps.
-    counts = [name for name in asdict(Progress()) if saved.has(name) or not name.startswith("skipped_")]
-    progress = Progress(**{name: saved.count(name) for name in counts})
+    progress = Progress(**{name: saved.count(name) for name in asdict(Progress())})
     if state.has("early_end"):
         state.mapping("early_end")
     if facts.has("num_samples"):  # without: a stream
@@ -53,8 +51,6 @@ def read_facts(directory: Location, manifest: Manifest) -> tuple[dict[str, Any],
     if facts.has("exact"):
         exact = facts.mapping("exact")
         exact.count("leaves"), exact.count("since"), exact.mapping("ground")
-    if facts.has("not_finite"):
-        facts.sequence("not_finite", of=str)
     if facts.count("world_size") < 1:
         raise UserError(f"{printable(path)} has world_size 0")
     if len(data_states) != facts.values["world_size"]:

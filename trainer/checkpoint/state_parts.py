@@ -25,8 +25,7 @@ class StateParts:
     def __init__(self, expected: Expected, facts: Mapping[str, Any]) -> None:
         """``facts`` are those that do not follow from ``expected``."""
         self.expected = expected
-        of_model = {"not_finite": sorted(expected.not_finite), MODEL_CONFIG: expected.model_config}
-        self.facts: dict[str, Any] = {**facts, **of_model}
+        self.facts: dict[str, Any] = {**facts, MODEL_CONFIG: expected.model_config}
 
     def of(
         self,
