@@ -27,13 +27,11 @@ from tests.hosts import hosts as network
 from tests.ranks import run_ranks
 from trainer.comm import preflight
 from trainer.comm.algorithms.all_reduce import build
-from trainer.comm.parameter_server.client import Client
-from trainer.comm.parameter_server.layout import lay_out
-from trainer.comm.parameter_server.links import Link, Loopback, PeerLink
-from trainer.comm.parameter_server.server import Server
+from trainer.comm.parameter_server import Exchange
 from trainer.comm.transport.executor import CpuExecutor
 from trainer.comm.transport.gloo import GlooLinks
-from trainer.strategies.parameter_server.roles import roles
+from trainer.distributed.process_group import gloo_group
+from trainer.strategies.parameter_server import roles
 
 _TIMEOUT_S = 60.0
 
@@ -41,45 +39,16 @@ _TIMEOUT_S = 60.0
 def time_exchange(servers: str, num_bytes: int, repeat: int) -> tuple[float, float]:
     """Median seconds of (push, pull), on the slowest rank."""
     serve, work = roles(servers, dist.get_world_size())
-    rank = dist.get_rank()
-    group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-    itself = Loopback(rank, _TIMEOUT_S)
-
-    def link(peer: int) -> Link:
-        return itself if peer == rank else PeerLink(group, peer, _TIMEOUT_S)
-
-    parameters = {f"p{i}": torch.nn.Parameter(torch.zeros(num_bytes // 4096 // 25, 1024)) for i in range(25)}
-    buckets = lay_out(parameters, len(serve), int(BUCKET_MB * 2**20))
-    server = client = None
-    if rank in serve:
-        index = serve.index(rank)
-        values = [torch.zeros(bucket.numels[index]) for bucket in buckets]
-        server = Server(index, {worker: link(worker) for worker in work}, buckets, values)
-    if rank in work:
-        client = Client([link(peer) for peer in serve], buckets, parameters)
-        for parameter in parameters.values():
-            parameter.grad = torch.ones_like(parameter)
-
-    def pull() -> None:
-        if server is not None:
-            server.start(server.send)
-        if client is not None:
-            client.ask()
-            client.settle_all()
-        if server is not None:
-            server.finish()
+    parameters = [torch.nn.Parameter(torch.zeros(num_bytes // 4096 // 24, 1024)) for _ in range(24)]
+    asked = (dist.get_rank(), gloo_group(_TIMEOUT_S), int(BUCKET_MB * 2**20))
+    ours = Exchange(parameters, serve, work, *asked)
 
     def push() -> None:
-        if server is not None:
-            server.start(lambda worker: server.receive(worker, 0))
-        if client is not None:
-            for bucket in reversed(buckets):
-                client.push(bucket.index)
-            client.commit()
-        if server is not None:
-            server.finish()
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        ours.push()
 
-    times = [(timed(push), timed(pull)) for _ in range(repeat + 1)][1:]
+    times = [(timed(push), timed(ours.pull)) for _ in range(repeat + 1)][1:]
     return statistics.median(t[0] for t in times), statistics.median(t[1] for t in times)
 
 

@@ -52,7 +52,7 @@ class Footprint:
         start: the peak while the model is built, filled and sharded.
         peak: the peak of a step, on the device.
         parts: the bytes at the peak, by kind.
-        host: the peak in host memory beside it, for strategy.cpu_offload or a parameter server.
+        host: the peak in host memory beside it, for strategy.cpu_offload.
     """
 
     start: int
@@ -130,15 +130,14 @@ class Stage:
     ) -> None:
         self._config, self._dry_run, self._ledger = config, dry_run, ledger
         self._strategy, self._devices = placed.strategy, placed.devices
-        self._host = placed.host
         self._module, self._to_device = module, to_device
-        self._owned = self._strategy.owned(module)
-        ledger.name("parameters", [*module.parameters(), *module.buffers(), *self._owned.parameters()])
+        self._plain = self._strategy.unwrap(module)
+        ledger.name("parameters", [*module.parameters(), *module.buffers()])
         self._buckets = _ddp_buckets(config, module)
         ledger.name("gradients", self._buckets.values())
-        optimizer = build_optimizer(self._owned, config.optim)
+        optimizer = build_optimizer(self._plain, config.optim)
         scaler = self._strategy.grad_scaler()
-        self._state = TrainState(self._owned, optimizer, constant(optimizer), scaler, Progress())
+        self._state = TrainState(self._plain, optimizer, constant(optimizer), scaler, Progress())
         if config.ema.decay is not None:
             self._state.keep_average(config.ema.decay, config.ema.warmup)
             assert self._state.average is not None
@@ -153,7 +152,7 @@ class Stage:
 
     @property
     def trains(self) -> bool:
-        return self._strategy.trains
+        return self._strategy.replica < self._strategy.num_replicas
 
     def footprint(self, micro_batch_size: int, accumulation: int) -> Footprint:
         """The footprint of the fullest of the rank's devices."""
@@ -194,8 +193,6 @@ class Stage:
         if self._offloads:
             host = state
             parts |= dict.fromkeys(STATE, 0)
-        elif self._host is not None:
-            host = self._ledger.accounts[self._host].peak_bytes
         return Footprint(self._starts[name], sum(parts.values()), parts, host)
 
     def _step(self, batch: Any, accumulation: int) -> None:
@@ -207,7 +204,7 @@ class Stage:
                 parameter.grad = bucket
         module.train()
         try:
-            for micro_step in range(accumulation if strategy.trains else 0):
+            for micro_step in range(accumulation if self.trains else 0):
                 on_device = self._to_device(batch)
                 with strategy.gradient_sync(module, enabled=micro_step == accumulation - 1):
                     with strategy.autocast():
@@ -219,7 +216,7 @@ class Stage:
             raise UserError(f"the model cannot be measured without its numbers: {reason}") from error
         self._name_gradients(module)
         strategy.aggregate(module)
-        self._name_gradients(self._owned)
+        self._name_gradients(self._plain)
         if self._config.train.clip_grad_norm is not None:
             strategy.grad_norm(module)
         state.optimizer.step()

@@ -99,7 +99,9 @@ def table(hosts: Sequence[int], num_bytes: int, servers: Sequence[int]) -> str:
             f"{max(up.received) / 1e6:>9.1f}{_columns(sent)}  each server, received from W = {workers}"
         )
     if servers:
-        remarks.append("servers: each also sends as much; a server computes no gradients")
+        remarks.append(
+            "servers: each sends as much to workers, and to other servers; a server computes no gradients"
+        )
     lines += ["", "rank, root: the most that any rank, and rank 0, sends; total: what all ranks send."]
     return "\n".join([*lines, *remarks])
 

@@ -11,26 +11,28 @@ from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 
 
 def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
-    """The schedules of all ranks, (push, pull). A rank may be both, and sends itself nothing."""
-    push, pull = [], []
-    for rank in sorted({*servers, *workers}):
-        up: list[Op] = []
-        down: list[Op] = []
-        if rank in workers:
-            for part in _from(servers, rank):
-                if servers[part] != rank:
-                    up.append(Op(Kind.SEND, servers[part], part, part + 1))
-                    down.append(Op(Kind.COPY, servers[part], part, part + 1))
+    """The schedules of all ranks, (push, pull). A rank may be both, and sends itself nothing.
+
+    Servers pull from each other, too: each rank evaluates the model.
+    """
+    push, pull, everybody = [], [], sorted({*servers, *workers})
+    for rank in everybody:
+        from_others = [part for part in _from(servers, rank) if servers[part] != rank]
+        up = [Op(Kind.SEND, servers[part], part, part + 1) for part in from_others if rank in workers]
+        down = [Op(Kind.COPY, servers[part], part, part + 1) for part in from_others]
         owned = (0, 0)
         if rank in servers:
             part = servers.index(rank)
             owned = (part, part + 1)
-            others = [workers[number] for number in _from(workers, rank) if workers[number] != rank]
-            up += [Op(Kind.ADD, worker, *owned) for worker in others]
-            down += [Op(Kind.SEND, worker, *owned) for worker in others]
+            up += [Op(Kind.ADD, worker, *owned) for worker in _others(workers, rank)]
+            down += [Op(Kind.SEND, other, *owned) for other in _others(everybody, rank)]
         push.append(Schedule(len(servers), (Phase(tuple(up)),), owned, ()))
         pull.append(Schedule(len(servers), (), owned, (Phase(tuple(down)),)))
     return push, pull
+
+
+def _others(members: Sequence[int], rank: int) -> list[int]:
+    return [members[number] for number in _from(members, rank) if members[number] != rank]
 
 
 def _from(members: Sequence[int], rank: int) -> list[int]:

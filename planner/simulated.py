@@ -1,40 +1,28 @@
-"""The strategies of a run on simulated devices, without other ranks.
-
-cpu:0, cpu:1 and so on represent the devices of a process, and cpu its host's memory, if a strategy keeps
-tensors there; otherwise cpu represents its only device.
-"""
+"""The strategies of a run on a simulated device, the CPU, without other ranks."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trainer.comm.parameter_server.client import Client
-from trainer.comm.parameter_server.server import Mean, Server
+from trainer.comm.parameter_server import Exchange
 from trainer.config import Config, FsdpConfig, ParameterServerConfig
 from trainer.distributed.process_group import Dist
 from trainer.errors import UserError
 from trainer.strategies import Strategy, build_strategy
 from trainer.strategies.base import Computing
-from trainer.strategies.parameter_server.synchronous import ParameterServer
+from trainer.strategies.parameter_server import ParameterServer
 
 CPU = torch.device("cpu")
-FIRST = torch.device("cpu", 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedStrategy:
-    """A strategy and the devices on which it keeps tensors, by names for people; the first is its own.
-
-    `host` is where it keeps tensors off the devices, if it does.
-    """
+    """A strategy and the devices on which it keeps tensors, by names for people; the first is its own."""
 
     strategy: Strategy
     devices: Mapping[str, torch.device]
-    host: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
@@ -52,9 +40,8 @@ def simulated_strategy(config: Config, dist: Dist, gpus: int) -> PlacedStrategy:
         settings = dataclasses.replace(settings, cpu_offload=False)
         return PlacedStrategy(build_strategy(dataclasses.replace(config, strategy=settings), dist), {"": CPU})
     if isinstance(settings, ParameterServerConfig):
-        dist = dataclasses.replace(dist, device=FIRST)
-        server = Unconnected(settings, dist, computing, config.distributed.timeout_s)
-        return PlacedStrategy(server, {"": FIRST}, host=CPU)
+        server = _Unconnected(settings, dist, computing, config.distributed.timeout_s)
+        return PlacedStrategy(server, {"": CPU})
     if settings.name == "dp" and gpus > 1:
         raise UserError(
             f"strategy=dp on {gpus} GPUs is not predicted; use strategy=ddp, or --per-host 1 for one GPU"
@@ -71,29 +58,21 @@ class _Whole(Strategy):
         return model
 
 
-class Unconnected(ParameterServer):
-    """The memory of one rank of a parameter server: messages, shards, pushed gradients."""
+class _Unconnected(ParameterServer):
+    """One rank of a parameter server: its model, and what it sends and receives, as if it were there."""
 
     def move_to_devices(self, model: nn.Module) -> nn.Module:
         return model
 
-    def _connect(self, model: nn.Module) -> None:
-        nobody: Any = None
-        if self.serves:
-            links = dict.fromkeys(self.workers, nobody)
-            index = self.servers.index(self.dist.rank)
-            self._server = Server(index, links, self.buckets, self._shards.values, self._shards.pack)
-            self._mean = Mean(self._server)
-        if self.trains:
-            self._client = Client([nobody] * len(self.servers), self.buckets, self._parameters)
-
-    @contextmanager
-    def gradient_sync(self, model: nn.Module, enabled: bool) -> Iterator[None]:
-        yield
+    def _connect(self, trained: list[nn.Parameter]) -> Exchange:
+        bucket_bytes = int(self.settings.bucket_mb * 2**20)
+        return _WithoutValues(trained, self.servers, self.workers, self.dist.rank, None, bucket_bytes)
 
     def aggregate(self, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-        if self._server is not None:
-            for name, gradient in self._shards.of(self._mean.gradients).items():
-                self._shards.parameters[name].grad = gradient
+        self._exchange.push()
+        self._exchange.pull()  # as much as after the update
+
+
+class _WithoutValues(Exchange):
+    def _are_set(self, flags: Tensor) -> list[bool]:
+        return [True] * len(flags)

@@ -38,7 +38,7 @@ with contextlib.suppress(Exception):  # the test that needs the broken module sa
     import trainer.run
     import trainer.strategies.ddp
     import trainer.strategies.fsdp
-    import trainer.strategies.parameter_server.synchronous
+    import trainer.strategies.parameter_server
     import trainer.tasks.pictures
 
     PIL.Image.preinit()

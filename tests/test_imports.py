@@ -234,14 +234,10 @@ def test_no_strategy_imports_a_sibling() -> None:
         "units",
         "used_parameters",
         "whole_scalars",
-        "parameter_server",
     }
     for file in sorted((HOUSE / "strategies").rglob("*.py")):
         used = {name.split(".")[2] for name in imports_of(file) if name.startswith("trainer.strategies.")}
-        within = file.parent.name == "parameter_server"
-        assert file.name == "__init__.py" or used <= shared - (set() if within else {"parameter_server"}), (
-            file
-        )
+        assert file.name == "__init__.py" or used <= shared, file
 
 
 def test_a_class_name_means_one_thing() -> None:

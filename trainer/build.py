@@ -47,7 +47,8 @@ def split(train: TrainConfig, strategy: Strategy) -> BatchSplit:
     """
     size, micro, replicas = train.global_batch_size, train.known_micro_batch_size, strategy.num_replicas
     if train.exact is None:
-        return split_batch(size, micro, replicas)
+        share = split_batch(size, micro, replicas)
+        return share if strategy.replica < replicas else dataclasses.replace(share, accumulation=0)
     return split_leaves(size, micro, train.exact, replicas, train.own_leaves(replicas, strategy.replica))
 
 
@@ -64,8 +65,8 @@ def wrap_model(config: Config, model: InitialModel, strategy: Strategy) -> nn.Mo
 def load_data(config: Config, batch: BatchSplit, strategy: Strategy, dist: Dist) -> Data:
     """Build the datasets and loaders that `config` asks for."""
     train_set = build_dataset(config.data, "train")
-    replica = strategy.replica if strategy.trains else 0  # a server reads nothing
-    share, order = _share(config, dist, replica), _callable("data.order", config.data.order, shuffled)
+    share = _share(config, dist, strategy.replica)
+    order = _callable("data.order", config.data.order, shuffled)
     to_train = train_loader(train_set, config.data, batch, share, order)
     if not config.train.evaluates:
         return Data(train_set, to_train, None)
@@ -77,9 +78,8 @@ def load_held_out(
 ) -> tuple[Any, EvalLoader]:
     """The held-out data, and the loader of this process's part of it."""
     eval_set = build_dataset(config.data, "eval")
-    num_shares, share = strategy.eval_share(dist.rank)
-    eval_batch = dataclasses.replace(batch, num_replicas=num_shares)
-    return eval_set, eval_loader(eval_set, config.data, eval_batch, _share(config, dist, share))
+    every_rank = dataclasses.replace(batch, num_replicas=dist.world_size)  # also one without a training share
+    return eval_set, eval_loader(eval_set, config.data, every_rank, _share(config, dist, dist.rank))
 
 
 def _share(config: Config, dist: Dist, replica: int) -> Share:

@@ -73,11 +73,10 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     rows = num_rows(tensor.shape)
     if not is_dtensor(tensor):
         return 0, rows
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # the mesh has only other ranks, such as parameter servers
-        return 0, 0
     if not is_sharded(tensor):
         return 0, rows
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
     return rows_of_shard(rows, coordinate[-1], tensor.device_mesh.size(-1))
 
 

@@ -55,7 +55,6 @@ def fit(context: TrainingContext) -> dict[str, float]:
     context.profile.close()
     context.dist.heartbeat.enter("end")
     context.strategy.finish_checks()
-    context.strategy.collect(context.model)
     train_loss = meter.mean_loss(epoch_begin)
     ms_per_step = meter.ms_per_step(steady)["step"]
     return {
@@ -143,9 +142,9 @@ def save(context: TrainingContext) -> None:
     context.checks.unsaved.look_at_save()
     context.checks.replicas.check(context.state)
     context.strategy.finish_checks()
-    context.strategy.collect(context.model)
     evaluation = context.checkpointer.evaluation_of(context.state.progress.step)
-    context.checkpointer.save(context.state, evaluation, context.train_loader.state_dict())
+    with context.strategy.gathered(context.state):
+        context.checkpointer.save(context.state, evaluation, context.train_loader.state_dict())
 
 
 def evaluation_due(context: TrainingContext) -> bool:

@@ -210,7 +210,7 @@ def _state(
     config: Config, strategy: Strategy, wrapped: nn.Module, total_steps: int, steps_per_epoch: int | None
 ) -> TrainState:
     """The state that training changes, before the first step."""
-    model = strategy.owned(wrapped)
+    model = strategy.unwrap(wrapped)
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
     optimizer = build_optimizer(model, config.optim, fused_on_cpu)
     schedule = build_schedule(config.schedule, optimizer, ScheduleFacts(total_steps, steps_per_epoch))
@@ -245,7 +245,7 @@ def _checks(
             may_skip=train.skip_nonfinite,
             model=state.model,
         ),
-        unsaved=UnsavedState(model, task, state.optimizer, strategy.trains and strategy.replica == 0),
+        unsaved=UnsavedState(model, task, state.optimizer, strategy.replica == 0),
         frozen=Frozen(model),
     )
 

@@ -50,27 +50,18 @@ def train_step(context: "TrainingContext", batches: "Batches") -> StepResult:
     state, strategy, heartbeat = context.state, context.strategy, context.dist.heartbeat
     step = heartbeat.step = state.progress.step + 1
     if not context.agreement.knows_label_counts:
-        label_counts = label_counts_ahead(context, batches) if strategy.trains else ()
-        context.agreement.agree_on_label_counts(label_counts)
+        context.agreement.agree_on_label_counts(label_counts_ahead(context, batches))
     divisors = context.agreement.divisors(
         context.batch.num_micro_batches, strategy.num_replicas, strategy.order
     )
     strategy.begin_step()
     context.checks.gradients.begin_step()
-    if strategy.trains:
-        losses = compute_gradients(context, batches, divisors, step)
-        heartbeat.skip(("data", "forward", "backward"), context.batch.fewer)
-    else:
-        losses = torch.zeros((), device=context.dist.device)
-        heartbeat.skip(("data", "forward", "backward"), context.batch.accumulation)
-        seed_micro_batch(
-            context.seed, step, context.batch.num_micro_batches + context.dist.rank, strategy.devices
-        )
-        context.agreement.start(losses, context.asked(), batches.data_left)
+    losses = compute_gradients(context, batches, divisors, step)
+    heartbeat.skip(("data", "forward", "backward"), context.batch.fewer)
     heartbeat.enter("optimizer")
     agreed = context.agreement.finish(f"step {step}")
     strategy.aggregate(context.model)
-    if strategy.trains and step == context.steps_before + 1:
+    if divisors and step == context.steps_before + 1:
         strategy.refuse_no_gradients(context.model)
 
     max_norm, log_now = context.settings.clip_grad_norm, context.settings.logs(step)
@@ -125,6 +116,10 @@ def compute_gradients(
     own_losses: list[Tensor] = []
     is_first_step = step == context.steps_before + 1
     watched = strategy.watched(context.model, step - 1 - context.steps_before)
+    if not divisors:  # a parameter server's share of the batch has no micro-batches
+        no_loss = torch.zeros((), device=context.dist.device)
+        context.agreement.start(no_loss, context.asked(), batches.data_left)
+        return no_loss
     for micro_step, divisor in enumerate(divisors, start=1):
         heartbeat.enter("data")
         data_begin = time.perf_counter()

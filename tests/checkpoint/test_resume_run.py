@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests import runs
 from tests.checkpoint.whole_runs import DDP, FP16, FSDP, LAST_STEP, PS, SINGLE, differences, run
 from tests.ranks import run_ranks
-from trainer import step
+from trainer import loop
 from trainer.distributed.process_group import process_group
 from trainer.errors import StoppedBySignal
 from trainer.strategies.ddp import Ddp
@@ -95,20 +95,20 @@ def _stop_and_finish(
     """A run that a signal stops and another finishes: what TensorBoard shows, and result.json."""
     torch.set_num_threads(1)
     settings = (*SINGLE, f"run_dir={root}", "checkpoint.every_steps=null", "train.log_every_steps=1")
-    train_step = step.train_step
+    train_step = loop.train_step
 
     def told_to_stop(context: Any, *args: Any, **kwargs: Any) -> Any:
         if context.state.progress.step == stop_after - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return train_step(context, *args, **kwargs)
 
-    step.train_step = told_to_stop
+    loop.train_step = told_to_stop
     if stop_after:
         with pytest.raises(StoppedBySignal):
             runs.train(*settings)
         if torch_dist.is_initialized():
             torch_dist.destroy_process_group()
-    step.train_step = train_step
+    loop.train_step = train_step
     result = runs.train(*settings, "resume=auto")
     events = EventAccumulator(str(root / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()

@@ -13,7 +13,7 @@ from tests import runs
 from tests.checkpoint.whole_runs import DDP, FSDP, LAST_STEP, SINGLE, differences, run
 from tests.data.streams import numbers_of
 from tests.ranks import run_ranks
-from trainer import step
+from trainer import loop
 from trainer.distributed.process_group import Dist, process_group
 from trainer.errors import UserError
 
@@ -92,11 +92,11 @@ def _ids(dist: Dist, run_dir: Path, last_step: int, overrides: tuple[str, ...]) 
         finally:
             context.task.loss = loss
 
-    train_step, step.train_step = step.train_step, recorded
+    train_step, loop.train_step = loop.train_step, recorded
     try:
         run(dist, run_dir, *overrides, f"train.max_steps={last_step}", resume="auto", save_at=())
     finally:
-        step.train_step = train_step
+        loop.train_step = train_step
     return seen
 
 

@@ -73,20 +73,22 @@ def run(
     with StopRequest() as stop_request:
         context = assemble(config, "tests", dist, stop_request)
         context.run_log.open()
-        begin = _everything(context.state)
+        begin = _everything(context)
         recorder = Recorder(context.task)
         if save_at is not None:  # at each step, saving would be half of such a run
             context.checkpointer.due = lambda progress, end_of_epoch: progress.step in save_at  # type: ignore[method-assign]
         loop.fit(dataclasses.replace(context, task=recorder))
     context.checkpointer.finish_saving()
+    end = _everything(context)
     context.strategy.close()
     context.run_log.close()
-    return {"begin": begin, "end": _everything(context.state), "samples": recorder.samples}
+    return {"begin": begin, "end": end, "samples": recorder.samples}
 
 
-def _everything(state: Any) -> dict[str, Any]:
-    tensors, plain = take_apart(state.state_dict())
-    return {"tensors": tiny.whole(tensors), "plain": plain}
+def _everything(context: Any) -> dict[str, Any]:
+    with context.strategy.gathered(context.state):
+        tensors, plain = take_apart(context.state.state_dict())
+        return {"tensors": tiny.whole(tensors), "plain": plain}
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

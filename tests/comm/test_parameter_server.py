@@ -1,87 +1,72 @@
-"""Pull and push: which rows go where; ranks with another layout are refused."""
+"""A parameter server's exchange: owners get the mean of all workers' gradients, all ranks the owners' values."""
 
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import nn
 
 from tests.ranks import run_ranks
-from trainer.comm.parameter_server.client import Client
-from trainer.comm.parameter_server.layout import bytes_by_server, lay_out, unpack
-from trainer.comm.parameter_server.links import Loopback, PeerLink
-from trainer.comm.parameter_server.server import LayoutError, Server
-from trainer.comm.transport.blame import PeerError
+from trainer.comm.parameter_server import Exchange, owners
+from trainer.distributed.process_group import gloo_group
+
+SHAPES = {"a": (7, 5), "b": (2,), "c": (4, 3), "scale": (), "half": (3,)}
 
 
-def shapes() -> dict[str, torch.nn.Parameter]:
-    return {
-        "a": torch.nn.Parameter(torch.arange(35.0).view(7, 5)),
-        "b": torch.nn.Parameter(torch.arange(2.0)),
-        "c": torch.nn.Parameter(torch.arange(12.0).view(4, 3), requires_grad=False),
-    }
+def parameters(start: float = 0.0) -> dict[str, nn.Parameter]:
+    made = {name: torch.full(shape, start + number) for number, (name, shape) in enumerate(SHAPES.items())}
+    made["half"] = made["half"].half()
+    return {name: nn.Parameter(value) for name, value in made.items()}
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3, 8])
-def test_all_rows_come_from_somewhere_once(servers: int) -> None:
-    parameters = shapes()
-    buckets = lay_out(parameters, servers, bucket_bytes=1 << 20)
-    assert [bucket.names for bucket in buckets] == [("a", "b"), ("c",)]  # frozen ones apart
-    assert sum(bytes_by_server(buckets)) == sum(p.nbytes for p in parameters.values())
-    pulled = {name: torch.full_like(value, torch.nan) for name, value in parameters.items()}
-    for bucket in buckets:
-        for server in range(servers):
-            rows = [parameters[p.name][p.begin : p.end].reshape(-1) for p in bucket.row_ranges[server]]
-            unpack(bucket, server, torch.cat(rows).detach(), pulled)
-    assert all(torch.equal(pulled[name], value) for name, value in parameters.items())
+@pytest.mark.parametrize("servers", [1, 2, 8])
+def test_the_largest_go_to_whoever_holds_least(servers: int) -> None:
+    named = parameters()
+    owner = owners(list(named.values()), range(servers))
+    held = [sum(p.nbytes for p, server in owner.items() if server == number) for number in range(servers)]
+    assert sum(held) == sum(p.nbytes for p in named.values())
+    assert max(held) == (sum(held) if servers == 1 else named["a"].nbytes), "which is more than the others"
 
 
-def test_a_parameter_without_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="scale cannot be split into rows"):
-        lay_out({"scale": torch.tensor(1.0)}, 2, 1024)
+def exchanged(servers: list[int], workers: list[int], bucket_bytes: int) -> dict[str, Any]:
+    """A step in which `b` has no gradient, `c` one on the last worker alone, and an owner adds 100."""
+    rank = torch.distributed.get_rank()
+    named = parameters(rank * 1000.0)
+    exchange = Exchange(list(named.values()), servers, workers, rank, gloo_group(30.0), bucket_bytes)
+    if rank in workers:
+        for name, parameter in named.items():
+            if name != "b" and (name != "c" or rank == workers[-1]):
+                parameter.grad = torch.full_like(parameter, float(rank + 1))
+    exchange.push()
+    gradients = {n: float(p.grad.float().mean()) for n, p in named.items() if p.grad is not None}
+    with torch.no_grad():
+        for own in exchange.owned.get(rank, ()):
+            own += 100
+    exchange.pull()
+    values = {name: parameter.float().unique().tolist() for name, parameter in named.items()}
+    formula = exchange.bytes_of(rank) if rank in servers else 0
+    return {"gradients": gradients, "values": values, "moved": exchange.moved, "formula": formula}
 
 
-def greet(bucket_bytes: list[int]) -> str:
-    rank = dist.get_rank()
-    link = PeerLink(cast(dist.ProcessGroup, dist.new_group(backend="gloo")), 1 - rank, 10.0)
-    parameters = shapes()
-    buckets = lay_out(parameters, 1, bucket_bytes[rank])
-    if rank == 1:
-        Client([link], buckets, parameters).greet()
-        return ""
-    server = Server(0, {1: link}, buckets, [torch.zeros(b.numels[0]) for b in buckets])
-    server.start(server.welcome)
-    try:
-        server.finish()
-    except LayoutError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_would_cut_otherwise_are_refused() -> None:
-    assert run_ranks(greet, 2, [1024, 1024])[0] == ""
-    assert "rank 1 would send other parameters" in run_ranks(greet, 2, [1024, 16])[0]
-
-
-def test_what_a_worker_pulls_is_copied_to_where_its_last_push_was() -> None:
-    buckets = lay_out(shapes(), 1, bucket_bytes=1 << 20)
-    values = [torch.ones(bucket.numels[0]) for bucket in buckets]
-    server = Server(0, {1: Loopback(0, 1.0), 2: Loopback(0, 1.0)}, buckets, values)
-    first = server.copy_for(1)
-    values[0].fill_(2.0)
-    second = server.copy_for(2)
-    assert first[0].unique().tolist() == [1] and second[0].unique().tolist() == [2]
-    assert all(first[index] is pushed for index, pushed in server.pushed[1].items()), "no more memory"
-
-
-def test_messages_to_oneself_move_in_whatever_order_they_are_waited_for() -> None:
-    link = Loopback(0, timeout_s=0.2)
-    got = torch.zeros(2), torch.zeros(2)
-    early = link.receive(got[0], tag=1)
-    sent = [link.send(torch.full((2,), float(tag)), tag) for tag in (2, 1)]
-    late = link.receive(got[1], tag=2)
-    for transfer in (late, early, *sent):
-        transfer.wait()
-    assert [value.tolist() for value in got] == [[1, 1], [2, 2]]
-    with pytest.raises(PeerError, match="to send a message"):
-        link.receive(got[0], tag=3).wait()
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(("servers", "workers"), [([0], [1, 2]), ([0, 1], [2]), ([0, 1, 2], [0, 1, 2])])
+def test_a_step_and_its_traffic(servers: list[int], workers: list[int], bucket_bytes: int) -> None:
+    ranks = run_ranks(exchanged, 3, servers, workers, bucket_bytes)
+    named = parameters()
+    owner = owners(list(named.values()), servers)
+    by_name = {name: owner[parameter] for name, parameter in named.items()}
+    mean = sum(worker + 1 for worker in workers) / len(workers)
+    expected = {"a": mean, "scale": mean, "half": mean, "c": (workers[-1] + 1) / len(workers)}
+    for rank, found in enumerate(ranks):
+        own = {name: value for name, value in expected.items() if by_name[name] == rank}
+        assert found["gradients"] == pytest.approx(own), rank
+        wanted = {n: [by_name[n] * 1000.0 + i + 100] for i, n in enumerate(SHAPES)}
+        assert found["values"] == wanted, rank
+    sizes = {name: parameter.nbytes for name, parameter in named.items()}
+    for server in servers:
+        own_bytes = sum(sizes[name] for name in SHAPES if by_name[name] == server)
+        flags = sum(named[name].itemsize for name in SHAPES if by_name[name] == server)
+        others = sum(worker != server for worker in workers)
+        assert (
+            ranks[server]["moved"] == ranks[server]["formula"] == others * (own_bytes + flags) + 2 * own_bytes
+        )

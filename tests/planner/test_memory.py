@@ -113,16 +113,11 @@ def test_a_server_and_a_worker_take_their_own() -> None:
             return stage.footprint(8, 1)
 
     num_bytes = 4 * NUM_PARAMETERS
-    server, worker = rank(0), rank(1)
-    assert server.peak == server.parts["parameters"] == num_bytes, "for evaluations; it computes no gradients"
-    assert worker.parts["gradients"] == worker.parts["parameters"] == num_bytes
-    assert worker.parts["optimizer"] == 0 and worker.peak > 2 * num_bytes
-    # Its shard, as messages, too, two of AdamW, and a push of each of three workers.
-    assert server.host == pytest.approx(7 * num_bytes, rel=0.02)
-    assert worker.host == pytest.approx(2 * num_bytes, rel=0.05), "what it pulls, and what it pushes"
-    of_two, every = rank(0, "strategy.servers=2"), rank(0, "strategy.servers=all")
-    assert of_two.host == pytest.approx(6 / 2 * num_bytes, rel=0.05)
-    assert every.host == pytest.approx((2 + 8 / 4) * num_bytes, rel=0.05) and every.peak == worker.peak
+    server, worker, every = rank(0), rank(1), rank(0, "strategy.servers=all")
+    for found, state in ((server, 2.0), (worker, 0.0), (every, 2 / 4)):
+        assert found.parts["parameters"] == num_bytes
+        assert found.parts["optimizer"] == pytest.approx(state * num_bytes, rel=0.5), "of what it owns"
+    assert worker.peak == pytest.approx(3 * num_bytes, rel=0.05), "with what it pushes, and what it pulls"
 
 
 def test_several_gpus_of_dp_are_refused_in_a_line_and_one_is_as_single() -> None:
@@ -206,7 +201,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ddp"]["largest_micro_batch"] > 100
     with pytest.raises(SystemExit) as end:
         main([*MLP, "strategy=parameter_server", "--world", "1"])
-    assert end.value.code == 2 and "there is one rank" in capsys.readouterr().err
+    assert end.value.code == 2 and "start 2 or more" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
         main([*MLP, "--gpu-gb", "inf"])
     assert end.value.code == 2 and "both must be from 0 to 1e6" in capsys.readouterr().err
@@ -225,13 +220,10 @@ def test_all_strategies_are_compared_and_one_that_refuses_the_run_says_why(
     names += ("parameter_server, server", "parameter_server, worker")
     lines = text.splitlines()
     assert [line.split("  ")[0] for line in lines[2:]] == list(names)
-    assert "not compiled" in lines[0] and "on the host" in lines[1]
+    assert "not compiled" in lines[0]
     assert [line.split()[-1] for line in lines[-2:]] == ["-", "21"], "a server computes no batch"
     two = {name: STRATEGIES[name] for name in ("parameter_server", "ddp")}
     monkeypatch.setattr("planner.memory.STRATEGIES", two)
-    main([*MLP, "train.precision=fp16", "--world", "2", "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert "fp16" in found["refused"]["parameter_server"] and found["ddp"]["peak"]
     with pytest.raises(SystemExit) as end:  # the first one's words, where all refuse
         main([*MLP, "optim.lr=-1", "--world", "2"])
     said = capsys.readouterr().err

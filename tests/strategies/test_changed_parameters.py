@@ -127,14 +127,6 @@ def told(strategy: tuple[str, ...], cases: list[tuple[str, int]], root: Path) ->
             ("strategy=fsdp",), 2, KINDS, "changes {} in a gathered copy", id="fsdp", marks=pytest.mark.slow
         ),
         pytest.param(("strategy=fsdp",), 1, list(CASES), "changes {} in a gathered copy", id="one rank"),
-        pytest.param(
-            ("strategy=parameter_server", "strategy.servers=all", "strategy.bucket_mb=0.0001"),
-            2,
-            list(CASES),
-            "makes or changes {}: no server",
-            id="servers",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_what_would_be_lost_is_refused(

@@ -7,7 +7,6 @@ from trainer.config.choices import (
     FsdpConfig,
     HookCommConfig,
     NativeCommConfig,
-    ParameterServerConfig,
     ScheduleCommConfig,
     StrategyConfig,
     UnitsConfig,
@@ -61,8 +60,6 @@ def check_contradictions(config: Config) -> None:
                     f"strategy.{setting} is {value}, which has no effect without recomputation: "
                     "set strategy.activation_checkpointing=true, too"
                 )
-    if isinstance(strategy, ParameterServerConfig):
-        _check_parameter_server(config, strategy)
     if train.exact is not None:
         _check_exact(config)
 
@@ -137,11 +134,3 @@ def _check_exact(config: Config) -> None:
     for setting, (is_refused, way_out) in refused.items():
         if is_refused:
             raise UserError(f"train.exact={train.exact} does not go with {setting}, {way_out}")
-
-
-def _check_parameter_server(config: Config, strategy: ParameterServerConfig) -> None:
-    if config.train.precision == "fp16":
-        raise UserError(
-            "train.precision=fp16 scales the loss by the size of all gradients, but with "
-            "strategy=parameter_server no process has them all; use train.precision=bf16"
-        )

@@ -69,10 +69,9 @@ def _evaluate(context: ModelContext, loader: EvalLoader, model: nn.Module) -> Ev
     table: Tensor | None = None
     gathered: list[tuple[list[int], Rows]] = []
     first: Any = None
-    num_shares, share = context.strategy.eval_share(context.dist.rank)
     for number, (host_batch, indices) in enumerate(loader):
         context.dist.heartbeat.enter("evaluate")
-        part = order.held_out_part(number, num_shares, share)
+        part = order.held_out_part(number, context.dist.world_size, context.dist.rank)
         seed_micro_batch(context.seed, -1, part, context.strategy.devices)
         batch = context.to_device(host_batch)
         first = batch if first is None else first

@@ -55,7 +55,7 @@ class RestoredRun(ModelContext):
 
     def take_averages(self) -> None:
         """Replace the weights by their moving averages (a collective)."""
-        read_averages(self.strategy.owned(self.model), self.checkpoint, self.agreement)
+        read_averages(self.strategy.unwrap(self.model), self.checkpoint, self.agreement)
         self.strategy.weights_changed(self.model)
 
 
@@ -87,7 +87,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
         model = initial_model(_builder(config, train_set), config.seed, sharded_over)
         freeze(model.module, config.model)  # how strategies shard depends on it
         wrapped = strategy.wrap(model.module, model.fill)
-        source = _read(strategy.owned(wrapped), config, checkpoint, agreement, strategy.device)
+        source = _read(strategy.unwrap(wrapped), config, checkpoint, agreement, strategy.device)
         strategy.weights_changed(wrapped)
         where = f"{config.strategy.name} on {dist.world_size} x {dist.device.type}"
         log.info("%s, %s", source.directory, where)

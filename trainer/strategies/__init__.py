@@ -65,7 +65,7 @@ def _named(config: Config, dist: Dist) -> Strategy:
 
             return Fsdp(settings, dist, computing, timeout_s)
         case ParameterServerConfig():
-            from trainer.strategies.parameter_server.synchronous import ParameterServer
+            from trainer.strategies.parameter_server import ParameterServer
 
             return ParameterServer(settings, dist, computing, timeout_s)
     if dist.world_size > 1:

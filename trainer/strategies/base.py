@@ -43,8 +43,7 @@ class Strategy:
 
     Attributes:
         num_replicas: how many processes share the global batch.
-        replica: the index of this process's share.
-        trains: whether this process computes gradients; if not, it still takes part in all else.
+        replica: the index of this process's share; from `num_replicas` on, it has none.
         devices: the devices that this process uses; batches go to the first.
         gradients_differ: whether ranks update different parameters, or different parts of them.
         algorithm: the choice of `comm` in force; known after `wrap`.
@@ -63,7 +62,6 @@ class Strategy:
         "from the model's outputs by differentiable operations"
     )
     not_whole: str | None = None
-    trains = True
     gradients_differ = False
     fills_by_unit = False
     order: SumOrder = AS_THEY_COME
@@ -113,16 +111,8 @@ class Strategy:
         """Return the user's module within `model`: no prefix in its parameter names, no collective."""
         return model
 
-    def owned(self, model: nn.Module) -> nn.Module:
-        """The module whose parameters the optimizer updates and checkpoints hold, by the user's names."""
-        return self.unwrap(model)
-
     def prepare(self, state: TrainState) -> None:
         """Called before the first step, with the complete state that training changes."""
-
-    def eval_share(self, rank: int) -> tuple[int, int]:
-        """Into how many shares the held-out data is divided, and the index of the share of `rank`."""
-        return self.num_replicas, self.replica
 
     def autocast(self) -> AbstractContextManager:
         """The context of the forward pass that gives `train.precision`."""
@@ -135,7 +125,7 @@ class Strategy:
         return torch.amp.GradScaler(self.device.type, enabled=self.computing.precision == "fp16")
 
     def begin_step(self) -> None:
-        """Called when a step begins: next come the gradients of this process, if it `trains`."""
+        """Called when a step begins: next come the gradients of this process."""
         self.order.begin_step()
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
@@ -211,14 +201,12 @@ class Strategy:
             UserError: on every rank alike: one of them failed.
         """
 
-    def collect(self, model: nn.Module) -> None:
-        """Send rank 0 the state of the model that only other ranks have (a collective).
-
-        Called before a save and at the end of the run.
-        """
+    def gathered(self, state: TrainState) -> AbstractContextManager:
+        """The context of a save: rank 0 has the state that only other ranks had (a collective)."""
+        return nullcontext()
 
     def weights_changed(self, model: nn.Module) -> None:
-        """Called when the values of `owned` were changed other than by a step (a collective)."""
+        """Called when the values of parameters were changed other than by a step (a collective)."""
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         """Groups of ranks that hold the same bits of what `replicated` yields; [] if there are none."""

@@ -8,12 +8,7 @@ from torch import Tensor, nn
 
 def has_gradient_hook(tensor: Tensor) -> bool:
     """Whether register_hook or register_post_accumulate_grad_hook was called; torch has no public check."""
-    return any(num_gradient_hooks(tensor))
-
-
-def num_gradient_hooks(tensor: Tensor) -> tuple[int, int]:
-    """How often register_hook and register_post_accumulate_grad_hook were called."""
-    return len(tensor._backward_hooks or ()), len(tensor._post_accumulate_grad_hooks or ())
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def hooked_parameters(module: nn.Module) -> set[str]:

@@ -158,7 +158,7 @@ class GradientCheck:
         bad = [names[parameter] for parameter, gradient in held if not _is_finite(gradient)]
         own = bad, self._is_to_blame()
         everyones = gather_objects(own) if self._differ else [own]
-        found = list(dict.fromkeys(name for names, _ in everyones for name in names))
+        found = [name for name in names.values() if any(name in theirs for theirs, _ in everyones)]
         if not found and norm is None:
             return None
         blamed = tuple(rank for rank, (_, is_to_blame) in enumerate(everyones) if found and is_to_blame)
@@ -192,7 +192,8 @@ def _is_read_by(optimizer: Any, flag: bool | Tensor, gradients: Sequence[Tensor]
     """Whether a fused step of `optimizer` reads the flag on the device; torch has no public check."""
     if not isinstance(flag, Tensor) or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return bool(gradients) and all(gradient.device == flag.device for gradient in gradients)
+    # Also without gradients: all ranks look at the same time, a parameter server's workers, too.
+    return all(gradient.device == flag.device for gradient in gradients)
 
 
 def _is_finite(gradient: Tensor) -> bool:

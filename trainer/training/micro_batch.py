@@ -115,7 +115,7 @@ def _make_steps(config: Config, strategy: Strategy, dist: Dist, size: int, num_m
     model = initial_model(partial(build_model, config.model, train_set), config.seed, sharded_over)
     freeze(model.module, config.model)
     module = wrap_model(config, model, strategy)
-    owned, scaler = strategy.owned(module), strategy.grad_scaler()
+    owned, scaler = strategy.unwrap(module), strategy.grad_scaler()
     optimizer = build_optimizer(owned, config.optim)
     # The buckets of DDP, unless gradients lie in them, and the moving average.
     buckets = isinstance(config.strategy, DdpConfig) and not config.strategy.gradient_as_bucket_view

@@ -101,6 +101,7 @@ def histograms(named: Iterable[tuple[str, Tensor | None]], device: torch.device)
         edges.append(torch.linspace(low - margin, high + margin, _BINS + 1, dtype=torch.float64))
         counts[index, :_BINS] = torch.histc(values, _BINS, low - margin, high + margin)
         counts[index, _BINS] = held[index]
-    counts = sum_over_ranks(counts).cpu()
-    share = torch.tensor(sizes, dtype=torch.float64) / counts[:, _BINS].clamp(min=1)
+    counts, whole = sum_over_ranks(counts).cpu(), torch.tensor(sizes, dtype=torch.float64, device=device)
+    dist.all_reduce(whole, dist.ReduceOp.MAX)  # only one rank may have a tensor
+    share = whole.cpu() / counts[:, _BINS].clamp(min=1)
     return {name: (counts[index, :_BINS] * share[index], edges[index]) for index, name in enumerate(names)}

@@ -9,27 +9,34 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """global_batch_size = num_replicas x micro_batch_size x accumulation; sizes in samples."""
+    """global_batch_size = num_replicas x micro_batch_size x accumulation; sizes in samples.
+
+    A rank that has no share of the batch, such as a parameter server, has an `accumulation` of 0.
+    """
 
     global_batch_size: int
     num_replicas: int
     micro_batch_size: int
-    accumulation: int  # micro-batches whose gradients each replica sums in a step
+    accumulation: int  # micro-batches whose gradients this process sums in a step
 
     @property
     def local_size(self) -> int:
-        """Samples of a global batch that each replica takes."""
-        return self.micro_batch_size * self.accumulation
+        """Samples of a global batch that a replica takes, or the most."""
+        return self.micro_batch_size * self._most
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of a step, over all replicas."""
-        return self.num_replicas * self.accumulation
+        return self.global_batch_size // self.micro_batch_size
 
     @property
     def fewer(self) -> int:
         """By how many micro-batches of a step this process has fewer than the one with the most."""
-        return 0
+        return self._most - self.accumulation
+
+    @property
+    def _most(self) -> int:
+        return -(-self.num_micro_batches // self.num_replicas)
 
     def first_micro_batch(self, replica: int) -> int:
         """The number within the step of the first micro-batch of `replica`."""
@@ -53,7 +60,7 @@ class BatchSplit:
         return self.micro_batches(0, replica)
 
     def __str__(self) -> str:
-        parts = f"{self.num_replicas} replicas x {self.micro_batch_size} x {self.accumulation} accumulated"
+        parts = f"{self.num_replicas} replicas x {self.micro_batch_size} x {self._most} accumulated"
         return f"{self.global_batch_size} = {parts}"
 
 
@@ -66,18 +73,6 @@ class LeafSplit(BatchSplit):
 
     num_leaves: int = 1
     first_leaf: int = 0
-
-    @property
-    def num_micro_batches(self) -> int:
-        return self.num_leaves
-
-    @property
-    def fewer(self) -> int:
-        return self._most - self.accumulation
-
-    @property
-    def _most(self) -> int:
-        return -(-self.num_leaves // self.num_replicas)
 
     def first_micro_batch(self, replica: int) -> int:
         return self.first_leaf

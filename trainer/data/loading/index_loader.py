@@ -115,7 +115,7 @@ class _Counted(Batches):
 
     @property
     def data_left(self) -> bool:  # type: ignore[override]
-        return self._left > 0
+        return self._left > 0 or not self._accumulation  # one that reads nothing leaves the end to others
 
     def ahead(self) -> list[Any]:
         if not self._ahead:

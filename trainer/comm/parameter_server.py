@@ -1,0 +1,167 @@
+"""A parameter server's exchange: workers push gradients to the owners of parameters, who send values back.
+
+Each trained parameter belongs, whole, to one server. Buckets go from rank to rank by gloo, through host
+memory; values also to other servers, since all ranks evaluate and average. Source: Li et al., "Scaling
+distributed machine learning with the parameter server", OSDI 2014.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one dtype, which travel as one flat tensor.
+
+    A push has one number more for each parameter: whether a worker has a gradient of it.
+    """
+
+    owner: int
+    parameters: tuple[nn.Parameter, ...]
+    dtype: torch.dtype
+    numel: int
+
+    def values(self) -> Tensor:
+        return torch.cat([parameter.reshape(-1) for parameter in self.parameters]).cpu()
+
+    def gradients(self) -> Tensor:
+        given = [(parameter, parameter.grad) for parameter in self.parameters]
+        parts = [(torch.zeros_like(p) if g is None else g.to_dense()).reshape(-1) for p, g in given]
+        return torch.cat([*parts, parts[0].new_tensor([g is not None for _, g in given])]).cpu()
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with its part of `flat`, on its device."""
+        parts = flat.to(self.parameters[0]).split([p.numel() for p in self.parameters])
+        return ((p, part.view(p.shape)) for p, part in zip(self.parameters, parts, strict=True))
+
+
+class Exchange:
+    """One rank's part in it. A rank may be a server, a worker or both, and sends itself nothing.
+
+    Args:
+        parameters: those trained, the same on each rank.
+        servers, workers: their ranks, together all of `group`.
+        bucket_bytes: the most in a bucket, unless a single parameter is larger.
+
+    Attributes:
+        pushed: this worker's gradients of the last step, by bucket.
+        moved, waited_s, steps: bytes that this server received and sent, and seconds spent, in all steps.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        servers: Sequence[int],
+        workers: Sequence[int],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        bucket_bytes: int,
+    ) -> None:
+        self._rank, self._group, self._workers = rank, group, workers
+        self._others = sorted({*servers, *workers} - {rank})
+        owner = owners(parameters, servers)
+        self.owned = {server: [p for p in parameters if owner[p] == server] for server in servers}
+        self.buckets = [
+            bucket for server, own in self.owned.items() for bucket in _buckets(server, own, bucket_bytes)
+        ]
+        self.pushed: list[Tensor] = []
+        self.moved, self.waited_s, self.steps = 0, 0.0, 0
+
+    def bytes_of(self, server: int) -> int:
+        """What a server of N bytes receives and sends in a step: W N and (P - 1) N, of W workers, P ranks.
+
+        W are those beside it, and each also sends one number for each parameter.
+        """
+        num_workers, num_others = sum(worker != server for worker in self._workers), len(self._others)
+        own = [bucket for bucket in self.buckets if bucket.owner == server]
+        received = sum((m.numel + len(m.parameters)) * m.dtype.itemsize for m in own)
+        return num_workers * received + num_others * sum(m.numel * m.dtype.itemsize for m in own)
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Give what each server owns the mean of all workers' gradients; all else has none afterwards."""
+        began, works = time.perf_counter(), []
+        self.pushed.clear()
+        for number, bucket in enumerate(self.buckets):
+            if self._rank in self._workers:
+                self.pushed.append(bucket.gradients())
+                if bucket.owner != self._rank:
+                    works.append(dist.isend(self.pushed[-1], bucket.owner, self._group, number))
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        for number, bucket in enumerate(self.buckets):
+            if bucket.owner == self._rank:
+                mean, flags = self._mean(number, bucket).split([bucket.numel, len(bucket.parameters)])
+                for (parameter, part), is_set in zip(bucket.parts(mean), self._are_set(flags), strict=True):
+                    parameter.grad = part if is_set else None
+        _wait(works)
+        self.steps += 1
+        self.waited_s += time.perf_counter() - began
+
+    def _mean(self, number: int, bucket: Bucket) -> Tensor:
+        """Of all workers' buckets of this number, added in the order of their ranks, at least in fp32."""
+        size = bucket.numel + len(bucket.parameters)
+        parts = [
+            self.pushed[number] if worker == self._rank else torch.empty(size, dtype=bucket.dtype)
+            for worker in self._workers
+        ]
+        pairs = [(w, part) for w, part in zip(self._workers, parts, strict=True) if w != self._rank]
+        _wait([dist.irecv(part, worker, self._group, number) for worker, part in pairs])
+        self.moved += sum(part.nbytes for _, part in pairs)
+        total = torch.zeros(size, dtype=torch.promote_types(bucket.dtype, torch.float32))
+        for part in parts:
+            total += part
+        return total.div_(len(parts))
+
+    def _are_set(self, flags: Tensor) -> list[bool]:
+        return (flags != 0).tolist()
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Give every rank the owners' values."""
+        began, works, arriving = time.perf_counter(), [], []
+        for number, bucket in enumerate(self.buckets):
+            if bucket.owner == self._rank:
+                values = bucket.values()
+                works += [dist.isend(values, other, self._group, number) for other in self._others]
+                self.moved += values.nbytes * len(self._others)
+            else:
+                arriving.append((bucket, torch.empty(bucket.numel, dtype=bucket.dtype)))
+                works.append(dist.irecv(arriving[-1][1], bucket.owner, self._group, number))
+        _wait(works)
+        for bucket, values in arriving:
+            for parameter, part in bucket.parts(values):
+                parameter.copy_(part)
+        self.waited_s += time.perf_counter() - began
+
+
+def owners(parameters: Sequence[nn.Parameter], servers: Sequence[int]) -> dict[nn.Parameter, int]:
+    """The server of each parameter: the largest first, each to the one that holds the fewest bytes."""
+    held, found = dict.fromkeys(servers, 0), {}
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.nbytes):
+        found[parameter] = min(servers, key=held.__getitem__)
+        held[found[parameter]] += parameter.nbytes
+    return found
+
+
+def _buckets(owner: int, parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[Bucket]:
+    groups, size = list[list[nn.Parameter]](), 0
+    for parameter in parameters:
+        size += parameter.nbytes
+        if not groups or size > bucket_bytes or parameter.dtype != groups[-1][0].dtype:
+            groups.append([])
+            size = parameter.nbytes
+        groups[-1].append(parameter)
+    for group in groups:
+        yield Bucket(owner, tuple(group), group[0].dtype, sum(p.numel() for p in group))
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,183 @@
+"""A parameter server: workers compute gradients; servers own parameters, add gradients, update and send."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from trainer.comm.parameter_server import Exchange
+from trainer.config import ParameterServerConfig
+from trainer.distributed.agreement import gather_objects
+from trainer.distributed.process_group import Dist, broadcast_buffers, broadcast_tensors, gloo_group
+from trainer.errors import UserError, first_few
+from trainer.local_shard import same_bits
+from trainer.nested import mapped
+from trainer.optim.combined import has_user_part
+from trainer.optim.plain_names import parameter_names
+from trainer.optim.train_state import TrainState
+from trainer.strategies.base import Computing, Fill, Strategy
+from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note
+from trainer.strategies.shardable import refuse_max_norm
+
+
+class ParameterServer(Strategy):
+    """Synchronous: each step, all workers push their gradients, and all ranks get the updated values.
+
+    Every rank has the whole model. The optimizer lists all parameters everywhere, so that groups, rates and
+    names are those of any strategy, but gets gradients only of what its rank owns, and so has state of that
+    alone. A rank that only serves is one whose share of the batch has no micro-batches.
+    """
+
+    gradients_differ = True
+    not_whole = "each server holds the optimizer's state of its own parameters"
+
+    def __init__(
+        self, settings: ParameterServerConfig, dist_: Dist, computing: Computing, timeout_s: float
+    ) -> None:
+        super().__init__(dist_.device, computing)
+        self.settings, self.dist, self.timeout_s = settings, dist_, timeout_s
+        self.servers, self.workers = roles(settings.servers, dist_.world_size)
+        self.num_replicas = len(self.workers)
+        # The servers' numbers come after the workers': no share of the batch, and other random numbers.
+        self.replica = [*self.workers, *self.servers].index(dist_.rank)
+        self._before_first: dict[str, Tensor] = {}  # copies of all parameters, during the first step
+        self._counted = (0, 0, 0.0)  # steps, bytes and seconds of the exchange, at the last call of `metrics`
+
+    def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        refuse_max_norm(model, "strategy=parameter_server", "on each rank by its own data")
+        if (hooked := hooked_parameters(model)) and self.num_replicas > 1:
+            self.notes.append(hooks_per_rank_note(hooked, "parameter_server"))
+        model = super().wrap(model, fill)
+        broadcast_tensors([*model.parameters(), *model.buffers()], src=0)
+        self._exchange = self._connect([p for p in model.parameters() if p.requires_grad])
+        busiest = max(map(self._exchange.bytes_of, self.servers))
+        self.notes.append(
+            f"parameter_server: {len(self.servers)} servers, {self.num_replicas} workers"
+            + ("; every rank is both" if self.settings.servers == "all" else "")
+            + f"; a server receives and sends up to {busiest / 1e6:.3g} MB a step"
+        )
+        return model
+
+    def _connect(self, trained: list[nn.Parameter]) -> Exchange:
+        self._group = gloo_group(self.timeout_s)  # NCCL takes no tensors on the host
+        bucket_bytes = int(self.settings.bucket_mb * 2**20)
+        return Exchange(trained, self.servers, self.workers, self.dist.rank, self._group, bucket_bytes)
+
+    def prepare(self, state: TrainState) -> None:
+        """Drop others' state of the optimizer, which a checkpoint gave to every rank."""
+        own = set(self._exchange.owned.get(self.dist.rank, ()))
+        for parameter in [p for p in state.optimizer.state if isinstance(p, Tensor) and p not in own]:
+            del state.optimizer.state[parameter]
+        self._before_first = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+        if len(self.servers) > 1 and has_user_part(state.optimizer):
+            self.notes.append("parameter_server: each server's optimizer sees the gradients of its own alone")
+        # Right after the update: averages follow it, on all ranks.
+        state.optimizer.register_step_post_hook(lambda *_: self._exchange.pull())
+
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        # Sharded: an overflow in what one server owns must skip the step on all.
+        scaler = ShardedGradScaler(self.device.type, enabled=self.computing.precision == "fp16")
+        scaler.scale(torch.zeros((), device=self.device))  # torch makes its scale at the first loss
+        return scaler
+
+    def aggregate(self, model: nn.Module) -> None:
+        if self._before_first:
+            self._check_first_passes(model)
+        broadcast_buffers(model, self.workers[0])  # a rank that only serves computes none itself
+        self._exchange.push()
+
+    def _check_first_passes(self, model: nn.Module) -> None:
+        """Refuse what only workers would have (a collective)."""
+        named, before, self._before_first = model.named_parameters(), self._before_first, {}
+        own = [name for name, p in named if name not in before or not same_bits(p.detach(), before[name])]
+        buffers = {(name, str(b.dtype), tuple(b.shape)) for name, b in model.named_buffers()}
+        everyones = gather_objects((own, buffers))
+        made = {name for _, theirs in everyones for name, *_ in theirs ^ everyones[0][1]}
+        if names := sorted(made.union(*(changed for changed, _ in everyones))):
+            raise UserError(
+                "strategy=parameter_server: a forward or backward pass or the loss makes or changes "
+                f"{first_few(names)}: no server would hold that, nor a checkpoint. Make it in __init__, in "
+                "its final size, and change no parameter; or use strategy=ddp"
+            )
+
+    def _has_gradient(self, parameter: Tensor) -> bool:
+        # Whether any has one on this worker: only owners still have them.
+        pairs = zip(self._exchange.buckets, self._exchange.pushed, strict=True)
+        return any(bool(flat[bucket.numel :].any()) for bucket, flat in pairs)
+
+    def grad_norm(self, model: nn.Module) -> Tensor:
+        square = super().grad_norm(model).to(self.device, torch.float32) ** 2
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def is_to_blame(self) -> bool:
+        return not all(bool(flat.isfinite().all()) for flat in self._exchange.pushed)
+
+    @contextmanager
+    def gathered(self, state: TrainState) -> Iterator[None]:
+        """Rank 0 has, meanwhile, each server's state of the optimizer, and the first worker's extra state."""
+        of_optimizer, borrowed = state.optimizer.state, list[Tensor]()
+        for server, parameters in self._exchange.owned.items():
+            theirs = self._to_main(server, [of_optimizer.get(parameter) for parameter in parameters])
+            for parameter, own in zip(parameters, theirs, strict=False):
+                if own is not None:
+                    of_optimizer[parameter] = own
+                    borrowed.append(parameter)
+        modules, none = state.model.modules(), nn.Module.get_extra_state
+        keepers = [module for module in modules if type(module).get_extra_state is not none]
+        states = self._to_main(self.workers[0], [keeper.get_extra_state() for keeper in keepers])
+        for keeper, extra in zip(keepers, states, strict=False):
+            keeper.set_extra_state(extra)
+        yield
+        for key in borrowed:
+            del of_optimizer[key]
+
+    def _to_main(self, src: int, values: list[Any]) -> list[Any]:
+        """The `values` of rank `src` on rank 0, unless that is `src`; otherwise []. All pass as many."""
+        box: list[Any] = [[]]
+        if values and self.dist.rank == src != 0:
+            on_host = mapped(values, lambda value: value.cpu() if isinstance(value, Tensor) else value)
+            dist.send_object_list([on_host], 0, self._group)
+        elif values and self.dist.is_main and src != 0:
+            dist.recv_object_list(box, src, self._group)
+        return box[0]
+
+    def replica_groups(self) -> list[tuple[int, ...]]:
+        return [tuple(range(self.dist.world_size))]
+
+    def replicated(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
+        return parameter_names(state.model)  # the optimizer's state is each server's own
+
+    def metrics(self) -> dict[str, float]:
+        """Means a step since the last call (a collective): MB of each server, ms in which a worker waited."""
+        exchange, before = self._exchange, self._counted
+        self._counted = (exchange.steps, exchange.moved, exchange.waited_s)
+        own = [now - then for now, then in zip(self._counted, before, strict=True)]
+        means = [(moved / max(1, n), waited_s / max(1, n)) for n, moved, waited_s in gather_objects(own)]
+        moved = {f"ps/megabytes/server_{server}": means[server][0] / 1e6 for server in self.servers}
+        return moved | {f"ps/waited_ms/worker_{worker}": 1e3 * means[worker][1] for worker in self.workers}
+
+    def summary(self) -> str:
+        """The means of the whole run (a collective)."""
+        self._counted = (0, 0, 0.0)
+        return "\n".join(f"{name}  {value:.4g} a step" for name, value in self.metrics().items())
+
+
+def roles(servers: str, world_size: int) -> tuple[list[int], list[int]]:
+    """The ranks of servers and of workers: the first `servers` and all others, or with "all" all in both.
+
+    Raises:
+        UserError: too few ranks for the number of servers.
+    """
+    ranks, count = list(range(world_size)), 1 if servers == "all" else int(servers)
+    if count >= world_size:
+        raise UserError(
+            f"strategy.servers={servers} needs a worker, too, but {world_size} ranks were started; start "
+            f"{count + 1} or more (torchrun --nproc_per_node={count + 1}), set fewer servers, or use "
+            "strategy=single"
+        )
+    return (ranks, ranks) if servers == "all" else (ranks[:count], ranks[count:])
