@@ -75,6 +75,8 @@ def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smal
     """
     strategy, is_sharded, fits = build_strategy(config, dist), config.strategy.name == "fsdp", True
     groups = strategy.mesh.get_all_groups() if is_sharded else []  # type: ignore[attr-defined]
+    # A group of its own, made before: no collective of the model waits in it.
+    agreement = Agreement(dist, _PATIENCE * config.distributed.timeout_s) if is_sharded else None
     if not is_sharded and dist.world_size > 1:
         strategy = Strategy(dist.device, strategy.computing)  # the whole model, without the other ranks
     try:
@@ -88,8 +90,7 @@ def _first_without_memory(config: Config, dist: Dist, size: int, most: int, smal
         torch.cuda.empty_cache()
     mine = fits, [group._get_sequence_number_for_group() for group in groups]
     try:
-        patience_s = _PATIENCE * config.distributed.timeout_s
-        found = Agreement(dist, patience_s).gather(mine) if is_sharded else gather_objects(mine)
+        found = agreement.gather(mine) if agreement is not None else gather_objects(mine)
     except RuntimeError:
         if fits:
             raise
