@@ -47,16 +47,10 @@ class Worker:
         if bucket.is_last() and (self._newest is None or self._newest.done()):
             self._move(bucket, record, future)
         else:
-            future = self.put(bucket, record)
+            self._newest = future
+            self._tasks.put((bucket, record, future))
         # DDP, which waits in C++, sees an error only if a callback raises it.
         return future.then(lambda done: done.value())
-
-    def put(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
-        """The same for callers that wait in Python, where the Future raises the original error."""
-        future: Future[torch.Tensor] = Future()
-        self._newest = future
-        self._tasks.put((bucket, record, future))
-        return future
 
     def close(self) -> None:
         """End the thread, after the buckets already queued."""
