@@ -97,23 +97,6 @@ def test_less_than_one_global_batch_is_refused_with_its_numbers(num_samples: int
         sampler(num_samples, 8, replicas, 0)
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "replicas", "batch"),
-    [(10, 1, 4), (10, 3, 2), (3, 8, 2), (1, 2, 5), (16, 4, 4), (17, 4, 4)],
-)
-def test_evaluation_takes_every_sample_once_and_as_many_batches_on_each_rank(
-    num_samples: int, replicas: int, batch: int
-) -> None:
-    split = split_batch(batch * replicas, None, replicas)
-    samplers = [EvalSampler(range(num_samples), split, replica=replica) for replica in range(replicas)]
-    ranks = [list(sampler) for sampler in samplers]
-    assert {len(batches) for batches in ranks} == {len(sampler) for sampler in samplers}
-    assert len({len(batches) for batches in ranks}) == 1
-    seen = [index for batches in ranks for indices in batches for index in indices]
-    assert sorted(seen) == list(range(num_samples))
-    assert all(len(indices) <= batch for batches in ranks for indices in batches)
-
-
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 def test_leaves_are_the_same_consecutive_samples_at_any_world_size(replicas: int) -> None:
     own = [range(rank * 8 // replicas, (rank + 1) * 8 // replicas) for rank in range(replicas)]

@@ -114,14 +114,6 @@ def test_data_that_is_not_there_is_named_with_the_way_to_get_it(tmp_path: Path, 
         build("train", str(tmp_path))
 
 
-def test_a_truncated_file_is_named(tmp_path: Path) -> None:
-    write_mnist(tmp_path, "MNIST")
-    path = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=f"MNIST is missing from {tmp_path}, or damaged"):
-        vision.mnist("train", str(tmp_path))
-
-
 def test_download_is_asked_of_torchvision_only_where_files_lack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
