@@ -71,9 +71,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def own_rows(tensor: Tensor) -> tuple[int, int]:
     """The rows [begin, end) of `tensor` that this process holds: all, or those of its shard."""
     rows = num_rows(tensor.shape)
-    if not is_dtensor(tensor):
-        return 0, rows
-    if not is_sharded(tensor):
+    if not is_dtensor(tensor) or not is_sharded(tensor):
         return 0, rows
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None

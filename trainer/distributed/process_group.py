@@ -164,16 +164,14 @@ def _is_of_communication(error: BaseException) -> bool:
     return False
 
 
-def gloo_group(timeout_s: float, ranks: list[int] | None = None) -> dist.ProcessGroup:
-    """A gloo group of `ranks`, or of all, created by every rank (a collective)."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo"))
+def gloo_group(timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of all ranks, created by every rank (a collective)."""
+    return cast(dist.ProcessGroup, dist.new_group(None, timedelta(seconds=timeout_s), "gloo"))
 
 
 @torch.no_grad()
-def broadcast_tensors(
-    tensors: Iterable[torch.Tensor], src: int, group: dist.ProcessGroup | None = None
-) -> None:
-    """Copy the values of `tensors` from rank `src` to every rank of `group` (a collective).
+def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
+    """Copy the values of `tensors` from rank `src` to every rank (a collective).
 
     Sends bytes, since neither gloo nor NCCL broadcasts int16, uint16 or float8; packs small tensors.
     """
@@ -183,7 +181,7 @@ def broadcast_tensors(
     for _, numbers in groupby(range(len(tensors)), key=places.__getitem__):
         together = [tensors[number] for number in numbers]
         message = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in together])
-        dist.broadcast(message, src, group)
+        dist.broadcast(message, src)
         parts = message.split([tensor.nbytes for tensor in together])
         for tensor, part in zip(together, parts, strict=True):
             tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
@@ -197,10 +195,10 @@ def extremes(values: Sequence[float]) -> tuple[float, float]:
     return max(values, default=-math.inf), -min(values, default=math.inf)
 
 
-def broadcast_buffers(module: nn.Module, src: int, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_buffers(module: nn.Module, src: int) -> None:
     """`broadcast_tensors` by name: ranks whose forward passes make buffers may do so in another order."""
     if buffers := sorted(module.named_buffers(), key=itemgetter(0)):
-        broadcast_tensors((buffer for _, buffer in buffers), src, group)
+        broadcast_tensors((buffer for _, buffer in buffers), src)
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
