@@ -17,7 +17,6 @@ from tests.fault_parts import fault
 from tests.hosts import Host
 from tests.hosts import torchrun as on_host
 from trainer.faults import processes
-from trainer.launch.local_ranks import stands_by
 from trainer.launch.signals import stop_signals_to
 
 PROGRAM = Path(__file__).parents[1] / "train.py"
@@ -262,8 +261,7 @@ def ranks_of(mark: str) -> dict[int, int]:
             with contextlib.suppress(OSError):  # it may end at any moment
                 entries = (folder / "environ").read_bytes().split(b"\0")
                 variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
-                is_marked = variables.get(MARK.encode()) == mark.encode() and b"RANK" in variables
-                if is_marked and not stands_by(int(folder.name)):
+                if variables.get(MARK.encode()) == mark.encode() and b"RANK" in variables:
                     found[int(folder.name)] = int(variables.get(b"TORCHELASTIC_RESTART_COUNT", b"0"))
     return found
 

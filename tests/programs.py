@@ -120,8 +120,7 @@ def started(
         env: added to this process's environment.
         host: a `Host` is the network namespace it runs in.
         output: a file to which both of its streams are appended.
-        forks: what it starts by `trainer.launch.fresh`, ranks of launch=local and trials of a sweep, it forks;
-            but not standbys.
+        forks: what it starts by `trainer.launch.fresh`, ranks of launch=local and trials of a sweep, it forks.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as streams:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
@@ -266,12 +265,7 @@ def _compose_once_in_a_session() -> None:
 def _forked(
     command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int] = (), **popen: Any
 ) -> subprocess.Popen[Any]:
-    """subprocess.Popen of `python ...`, whose child goes on as a copy of this process instead of executing it.
-
-    Not of a standby, which launch=local knows by its command line.
-    """
-    if "trainer.standby" in command:
-        return subprocess.Popen(command, env=env, pass_fds=pass_fds, **popen)
+    """subprocess.Popen of `python ...`, whose child goes on as a copy of this process instead of executing it."""
     argv = [word for word in command[1:] if word != "-P"]
 
     def child() -> None:

@@ -86,7 +86,6 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "api": "cli config errors faults files inference launch run",
-        "standby": "cli launch",
     },
 )
 MAY_USE = {room: set(used.split()) for floor in FLOORS for room, used in floor.items()}

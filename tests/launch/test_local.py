@@ -196,10 +196,3 @@ def test_a_launch_within_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="launch=local inside ranks would start 2 runs"):
         local.launch(settings("launch=local"), [])
-
-
-def test_standbys_without_restarts_are_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"launch.standby=2, but launch.max_restarts=0: .* set launch.max_restarts"
-    ):
-        local.launch(settings("launch=local", "launch.standby=2"), [])

@@ -100,7 +100,6 @@ class LaunchConfig:
 class LocalLaunchConfig(LaunchConfig):
     processes: int | None = at_least(1)
     max_restarts: int = at_least(0)
-    standby: str = like(r"auto|\d+", "auto or a number of processes")
 
 
 @dataclass

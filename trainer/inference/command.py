@@ -69,7 +69,7 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
                     f"python -m {module} {options.run}, after srun under SLURM; or use launch=local"
                 )
             if config.launch.name == "local" and launched_by() is None:
-                sys.exit(local.launch_module(config, module, sys.argv[1:]))
+                sys.exit(local.launch(config, sys.argv[1:], module))
             here = place(config.distributed)
             publish(here)
             if here.rank == 0:  # it writes files: remove partial ones

@@ -20,7 +20,7 @@ def start(
     module: str | None = None,
     devices: Sequence[str] | None = None,
     launcher: str | None = None,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, object] | None = None,
     **popen: Any,
 ) -> subprocess.Popen[Any]:
     """Start a run with this command line; its exit status is the run's own (0, 1, 2, 3, 75: see README).
@@ -38,7 +38,8 @@ def start(
         popen: for subprocess.Popen (stdout, cwd, ...).
     """
     variables = {name: value for name, value in os.environ.items() if not TELLING.match(name)}
-    variables |= {_PARENT: str(os.getpid()), **told_to_ranks(launcher), **(environment or {})}
+    variables |= {_PARENT: str(os.getpid()), **told_to_ranks(launcher)}
+    variables |= {name: str(value) for name, value in (environment or {}).items()}
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     command = program()
@@ -99,3 +100,12 @@ def program() -> list[str]:
     """The command of this program, from its source tree or installed, in any current directory."""
     script = _ROOT / "train.py"
     return [sys.executable, str(script)] if script.exists() else [sys.executable, "-P", "-m", "ringmaster"]
+
+
+def num_gpus() -> int:
+    """How many GPUs torch sees. Asked only if there is a driver, since importing torch takes seconds."""
+    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()

@@ -5,124 +5,43 @@ that has used CUDA can launch too.
 """
 
 import contextlib
-import os
-import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainer.config import Config, LocalLaunchConfig
 from trainer.config.overrides import set_to
 from trainer.errors import NonFiniteError, StoppedBySignal, UserError
 from trainer.files.new_directory import new_run_dir
 from trainer.files.untrusted import load_json, printable
-from trainer.launch.local_ranks import LocalRanks
-from trainer.launch.place import place
+from trainer.launch import fresh
+from trainer.launch.place import LISTENING, place
 from trainer.launch.signals import stop_signals_to
 
-# How long the other ranks may take to report, or to finish a save, after one has failed.
-_GRACE_S = 30.0
-_POLL_S, _LOOK_S = 0.05, 1.0
+_GRACE_S = 30.0  # for the other ranks, after one has failed: to report, or to finish a save
+_POLL_S = 0.05
 _OF_A_FAULT = ("status", "kind", "rank", "phase", "step", "where")
-_MISTAKE, _NOT_FINITE, _STOPPED = (e.exit_code for e in (UserError, NonFiniteError, StoppedBySignal))
+_TOLD = (UserError.exit_code, NonFiniteError.exit_code)  # what rank 0 tells for all
 
 
-def launch(config: Config, argv: Sequence[str]) -> int:
+def launch(config: Config, argv: Sequence[str], module: str | None = None) -> int:
     """Run `argv` in `launch.processes` processes on this host; return the exit status of the run.
 
     After a fault, up to `launch.max_restarts` further attempts start from the newest checkpoint. A UserError,
     a loss that is not finite, a stop, and the same fault at the same step again are final.
 
-    Raises:
-        UserError: this process is one of several itself; or `launch` asks for standbys without restarts.
-    """
-    settings, processes = config.launch, _processes(config)
-    assert isinstance(settings, LocalLaunchConfig)
-    standbys = _standbys(settings, processes)
-    run_dir = config.run_dir or str(new_run_dir())
-    argv = [*argv, set_to("run_dir", run_dir)]
-    seen: list[dict[str, Any]] = []
-    following = LocalRanks(processes)
-    try:
-        for attempt in range(settings.max_restarts + 1):
-            ranks, following = following, LocalRanks(processes)
-            # The given resume holds until the run has saved.
-            is_told = config.resume is not None and not any(Path(run_dir, "checkpoints").glob("step_*"))
-            # resume=auto also before the first save, since the directory is used now.
-            again = ["resume=auto"] if attempt and not is_told else []
-            is_last = attempt == settings.max_restarts
-            starter = _StandbyStarter(following, 0 if is_last else standbys, Path(run_dir, "train.log"))
-            status, stopped = _attempt(ranks, [*argv, *again], starter.look)
-            if status in (0, _MISTAKE, _NOT_FINITE, _STOPPED) or stopped or is_last:
-                break
-            message, fault = _fault(Path(run_dir))
-            if fault and fault in seen:
-                _say(f"no restart: the same fault at the same step again ({message})")
-                break
-            seen.append(fault)
-            with contextlib.suppress(OSError):
-                Path(run_dir, "failure.json").unlink(missing_ok=True)  # a rank that is killed writes none
-            _say(f"restart {attempt + 1} of {settings.max_restarts}, from the newest checkpoint")
-    finally:
-        following.end()
-    return status
-
-
-class _StandbyStarter:
-    """Starts the standbys of the following attempt once this one has logged a step.
-
-    Their imports would delay its own, and they are of no use to a run that never makes a step.
-    """
-
-    def __init__(self, following: LocalRanks, standbys: int, log: Path) -> None:
-        self._following, self._standbys, self._log = following, standbys, log
-        self._begin = log.stat().st_size if log.exists() else 0
-        self._is_done, self._has_logged, self._looked_at = standbys == 0, False, 0.0
-
-    def look(self) -> None:
-        """Start the next standby if it is time; called often, and looks each second."""
-        if self._is_done or time.monotonic() < self._looked_at + _LOOK_S:
-            return
-        self._looked_at = time.monotonic()
-        self._has_logged = self._has_logged or self._logged_a_step()
-        if self._has_logged and self._following.stand_by(self._standbys):
-            self._is_done = True
-
-    def _logged_a_step(self) -> bool:
-        with contextlib.suppress(OSError), self._log.open("rb") as file:
-            file.seek(self._begin)
-            return re.search(rb" step \d+/\d+ ", file.read()) is not None
-        return False
-
-
-def launch_module(config: Config, module: str, argv: Sequence[str]) -> int:
-    """Run `python -m MODULE ARGV` in `launch.processes` processes on this host; return its exit status.
+    Args:
+        module: run this module once in place of train.py, as in python -m trainer.evaluate.
 
     Raises:
         UserError: this process is one of several itself.
     """
-    return _attempt(LocalRanks(_processes(config), module), argv)[0]
-
-
-def _standbys(settings: LocalLaunchConfig, processes: int) -> int:
-    """How many processes stand by for a restart. UserError: some should, but no restart may come."""
-    if settings.standby == "auto":
-        return processes
-    number = int(settings.standby)
-    if number and not settings.max_restarts:
-        raise UserError(
-            f"launch.standby={settings.standby}, but launch.max_restarts=0: they wait for restarts alone; "
-            "set launch.max_restarts to how many there may be, or launch.standby=auto"
-        )
-    return min(processes, number)
-
-
-def _processes(config: Config) -> int:
     assert isinstance(config.launch, LocalLaunchConfig)
     if place().among_ranks:
         raise UserError(
@@ -130,91 +49,102 @@ def _processes(config: Config) -> int:
             "use only one of the two"
         )
     on_gpus = config.distributed.device != "cpu"
-    return config.launch.processes or (num_gpus() if on_gpus else 0) or 1
+    processes = config.launch.processes or (fresh.num_gpus() if on_gpus else 0) or 1
+    if module is not None:
+        return _attempt(processes, argv, module)
+    run_dir = Path(config.run_dir or new_run_dir())
+    argv = [*argv, set_to("run_dir", str(run_dir))]
+    failure, fault = run_dir / "failure.json", dict[str, Any]()
+    max_restarts = config.launch.max_restarts
+    for attempt in range(max_restarts + 1):
+        # The given resume holds until the run has saved; auto also before, since the directory is used now.
+        is_told = config.resume is not None and not any((run_dir / "checkpoints").glob("step_*"))
+        status = _attempt(processes, [*argv, *(["resume=auto"] if attempt and not is_told else [])])
+        if status != 1 or attempt == max_restarts:
+            break
+        with contextlib.suppress(OSError, UserError):
+            former, fault = fault, load_json(failure)
+            if all(fault.get(name) == former.get(name) for name in _OF_A_FAULT):
+                message = printable(fault.get("message"))
+                print(f"no restart: the same fault at the same step again ({message})", file=sys.stderr)
+                break
+            failure.unlink()  # a rank that is killed writes none
+        print(f"restart {attempt + 1} of {max_restarts}, from the newest checkpoint", file=sys.stderr)
+    return status
 
 
-def _attempt(
-    ranks: LocalRanks, argv: Sequence[str], meanwhile: Callable[[], object] = lambda: None
-) -> tuple[int, bool]:
-    """Begin the attempt and wait for its end; return its status, and whether a signal stopped it.
-
-    Args:
-        meanwhile: called often until the end, or the first failure.
-    """
+def _attempt(processes: int, argv: Sequence[str], module: str | None = None) -> int:
+    """Start the ranks and wait for their end; return the exit status."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    printers: list[threading.Thread] = []
     received: list[int] = []
+
+    def pass_on(number: int) -> None:
+        received.append(number)
+        for process in ranks:
+            if process.poll() is None:  # an interpreter that still imports answers SIGINT with a traceback
+                process.send_signal(signal.SIGTERM)
+
     try:
-        with stop_signals_to(partial(_forward_to, ranks.started, received)):
-            if stood_by := ranks.begin(argv):
-                _say(f"{stood_by} of its ranks stood by, with all imported")
-            _wait(ranks.started, meanwhile)
+        # A socket that already listens avoids a race for a free port: rank 0 inherits it.
+        with stop_signals_to(pass_on), socket.create_server(("127.0.0.1", 0)) as server:
+            for rank in range(processes):
+                ranks.append(_start(rank, processes, server, argv, module))
+                for pipe, out in ((ranks[-1].stdout, sys.stdout), (ranks[-1].stderr, sys.stderr)):
+                    if pipe:
+                        printers.append(threading.Thread(target=_print, args=(pipe, out, rank), daemon=True))
+                        printers[-1].start()
+            server.close()
+            codes = _wait(ranks)
     finally:
-        codes = [process.poll() for process in ranks.started]
-        ranks.end()
-    return _status(codes, received), bool(received)
+        for process in ranks:
+            process.kill()
+            process.wait()
+        for printer in printers:
+            printer.join(1)
+    return _status(codes, received)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], meanwhile: Callable[[], object]) -> None:
-    """Return when all have ended, or after the grace period that follows the first failure."""
+def _start(
+    rank: int, processes: int, server: socket.socket, argv: Sequence[str], module: str | None
+) -> subprocess.Popen[bytes]:
+    address, port = server.getsockname()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    told |= {"MASTER_ADDR": address, "MASTER_PORT": port} | ({} if rank else {LISTENING: server.fileno()})
+    pipe = None if rank == 0 and sys.stdout is sys.__stdout__ else subprocess.PIPE  # None not in a notebook
+    streams = {"pass_fds": [] if rank else [server.fileno()], "stdout": pipe, "stderr": pipe}
+    return fresh.start(argv, module=module, launcher="local", environment=told, **streams)
+
+
+def _print(pipe: IO[bytes], out: IO[str], rank: int) -> None:
+    prefix = f"[rank {rank}] " if rank else ""
+    for line in pipe:
+        text = line.decode(errors="replace")
+        out.write(text if text.startswith(prefix) else prefix + text)
+        out.flush()
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Wait for all, or for the grace period after the first failure; return the exit codes, None: it runs."""
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
         if deadline == float("inf") and any(codes):
-            has_told = codes[0] in (_MISTAKE, _NOT_FINITE)  # the others would report the same
-            deadline = time.monotonic() + (0 if has_told else _GRACE_S)
-        if deadline == float("inf"):
-            meanwhile()
+            deadline = time.monotonic() + (0 if codes[0] in _TOLD else _GRACE_S)
         time.sleep(_POLL_S)
+    return codes
 
 
 def _status(codes: Sequence[int | None], received: Sequence[int]) -> int:
-    """The launcher's exit status. Names the ranks that could not report their end themselves.
-
-    Args:
-        codes: those of the ranks; None if one had to be killed.
-    """
+    """The exit status of the run. Names the ranks that could not report their end themselves."""
     for rank, code in enumerate(codes):
-        if code is None and codes[0] not in (_MISTAKE, _NOT_FINITE):
-            _say(f"rank {rank} was still running {_GRACE_S:.0f} s after the others had ended, and was killed")
+        if code is None and codes[0] not in _TOLD:
+            after = f"{_GRACE_S:.0f} s after the others had ended"
+            print(f"rank {rank} was still running {after}, and was killed", file=sys.stderr)
         elif code is not None and code < 0:
             hint = ": out of memory, or kill -9" if code == -signal.SIGKILL else ""
-            _say(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}")
+            print(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}", file=sys.stderr)
     bad = {code for code in codes if code}
-    for final in (_MISTAKE, _NOT_FINITE):
-        if final in bad:
-            return final
-    if not bad or bad == {_STOPPED}:
-        return max(bad, default=0)
-    return 128 + received[0] if received and all(code < 0 for code in bad) else 1
-
-
-def _forward_to(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], number: int) -> None:
-    """Pass a signal on to the ranks, always as SIGTERM, and record it.
-
-    An interpreter that is still importing answers SIGINT with a traceback.
-    """
-    received.append(number)
-    for process in ranks:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-
-
-def _fault(run_dir: Path) -> tuple[str, dict[str, Any]]:
-    """The message of the fault that ended the last attempt, if it was recorded, and the fields by which the
-    same fault is recognized. Messages differ: they contain pids and seconds."""
-    try:
-        found = load_json(run_dir / "failure.json")
-        return printable(found["message"]), {name: found.get(name) for name in _OF_A_FAULT}
-    except (OSError, UserError, KeyError):
-        return "", {}
-
-
-def num_gpus() -> int:
-    """How many GPUs torch sees. Asked only if there is a driver, since importing torch takes seconds."""
-    if not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd"))):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    final = [status for status in _TOLD if status in bad]
+    if final or bad <= {StoppedBySignal.exit_code}:
+        return min(final or bad, default=0)
+    return 128 + received[0] if received else 1

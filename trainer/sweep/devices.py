@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from trainer.config import Config, LocalLaunchConfig
-from trainer.launch.local import num_gpus
+from trainer.launch.fresh import num_gpus
 
 # How many jobs of a sweep are queued at a time, to leave room for others; SLURM queues them anyway.
 _QUEUED_JOBS = 16
