@@ -112,11 +112,7 @@ def _start(
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     told |= {"MASTER_ADDR": address, "MASTER_PORT": port} | ({} if rank else {LISTENING: server.fileno()})
     pipe = None if rank == 0 and sys.stdout is sys.__stdout__ else subprocess.PIPE  # None not in a notebook
-    streams: dict[str, Any] = {
-        "pass_fds": [] if rank else [server.fileno()],
-        "stdout": pipe,
-        "stderr": pipe,
-    }
+    streams: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "pass_fds": [] if rank else [server.fileno()]}
     return fresh.start(argv, module=module, launcher="local", environment=told, **streams)
 
 
