@@ -47,15 +47,7 @@ def _resumed(root: Path, worlds: list[tuple[str, tuple[str, ...]]]) -> dict[str,
 
 
 SEVERAL, WORKERS = "train.micro_batch_size=3", "data.num_workers=2"
-MIXTURE = (
-    "data.dataset._target_=trainer.data.Mixture",
-    "+data.dataset.datasets=[{_target_: tests.data.streams.Stateful, _partial_: true, num_samples: 7},"
-    "{_target_: tests.data.streams.Stateful, _partial_: true, num_samples: 20}]",
-    *("+data.dataset.weights=[1, 2]", f"+data.dataset.num_samples={NUM_SAMPLES}"),
-)
 KINDS = {
-    "mixture": (*MIXTURE, SEVERAL),
-    "mixture-sharded-workers": (*MIXTURE, "data.sharded=true", WORKERS),
     "stateful": (*on("Stateful"), SEVERAL),
     "without-state-workers": (*on("Numbers"), SEVERAL, WORKERS),
     "sharded-workers": (*on("Stateful"), "data.sharded=true", WORKERS),

@@ -193,15 +193,17 @@ def test_muon_beside_adamw_equals_one_process_and_resumes_exactly(
     world_size: int, cases: dict[str, tuple[str, ...]], single: Any, tmp_path: Path
 ) -> None:
     root, alone = single
-    foreign = str(root / "single" / "checkpoints" / "step_00000003")
-    for found in run_ranks(trained, world_size, tmp_path, cases, foreign, init=False):
-        for name in cases:
+    foreign, whole_end = str(root / "single" / "checkpoints" / "step_00000003"), alone["single"]["end"]
+    ranks = run_ranks(trained, world_size, tmp_path, cases, foreign, init=False)
+    for name in cases:
+        kept = set[str]().union(*(found[name]["end"] for found in ranks))
+        assert kept == whole_end.keys(), "of a server's state each rank has its own"
+        assert any("momentum_buffer" in key for key in kept) and any("exp_avg" in key for key in kept)
+        for found in ranks:
             end = found[name]["end"]
-            assert any("momentum_buffer" in key for key in end) and any("exp_avg" in key for key in end)
-            print(f"{name} x{world_size}: {apart(end, alone['single']['end']):.2e} from one process")
             assert apart(end, found[name]["resumed"]) == 0, name
             for other in (end, found[name]["converted"]):
-                assert apart(other, alone["single"]["end"]) < 1e-6, name
+                assert apart(other, {key: whole_end[key] for key in end}) < 1e-6, name
 
 
 @pytest.mark.slow

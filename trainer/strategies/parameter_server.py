@@ -110,7 +110,8 @@ class ParameterServer(Strategy):
         return any(bool(flat[bucket.numel :].any()) for bucket, flat in pairs)
 
     def grad_norm(self, model: nn.Module) -> Tensor:
-        square = super().grad_norm(model).to(self.device, torch.float32) ** 2
+        # A rank that owns nothing has a norm of another dtype; the squares of doubles are added as such.
+        square = super().grad_norm(model).to(self.device, torch.float64) ** 2
         dist.all_reduce(square)
         return square.sqrt()
 
