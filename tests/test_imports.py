@@ -61,7 +61,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     },
     {
         "build": "checkpoint config data distributed errors meta_init nested optim strategies tasks",
-        "compare": "config errors files run_dir sweep",
+        "compare": "errors sweep",
     },
     {
         "inference": "build checkpoint config data distributed errors exact faults files launch loggers "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import style
 
-from trainer.sweep import report
+from trainer.sweep import results
 from trainer.sweep.settings import SweepConfig
 from trainer.sweep.trials import read_trials
 
@@ -25,4 +25,4 @@ if __name__ == "__main__":
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         file = style.HERE / "sweep.svg"
         settings = SweepConfig(metric="eval/loss", mode="min")
-        report.draw(file, read_trials(Path(folder)), settings)
+        results.draw(file, read_trials(Path(folder)), settings)

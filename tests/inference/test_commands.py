@@ -250,6 +250,17 @@ def test_a_signal_leaves_nothing_in_part(tmp_path: Path, number: int, status: in
     assert ended == [(status, words, ["config.yaml"])]
 
 
+@pytest.mark.parametrize("seed", ["18446744073709551616", "-1"])
+def test_a_seed_is_one_of_64_bits(
+    seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainer.sample", str(tmp_path), f"--seed={seed}"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit, match="2"):
+        sample.main()
+    assert f"argument --seed: {seed} is not from 0 to 2**64 - 1" in capsys.readouterr().err
+
+
 def test_a_reader_that_has_had_enough_ends_a_text_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     for reader, code in ((None, 128 + signal.SIGPIPE), ("/dev/full", None)):
         if reader is None:

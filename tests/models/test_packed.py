@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from models.gpt import GPT
 from tests.ranks import run_ranks
@@ -15,6 +16,7 @@ from trainer.data.text.tokens import Tokens
 from trainer.data.text.windows import Windows
 from trainer.errors import UserError
 from trainer.run import run
+from trainer.tasks import LanguageModelling
 
 END = 0
 DOCUMENTS = ([5, 9, 3, END], [END], [7, 7, 2, 8, 4, END], [6, 1])  # 13 tokens; the last goes on elsewhere
@@ -27,6 +29,20 @@ def gpt(**kwargs: int) -> GPT:
 
 def packed() -> torch.Tensor:
     return torch.tensor([[token for document in DOCUMENTS for token in document]])
+
+
+@pytest.mark.parametrize("head", ["logits", "loss"])
+def test_the_loss_is_that_of_the_documents_one_by_one(head: str) -> None:
+    task, plain = LanguageModelling(None, head=head), gpt()
+    [tokens] = packed()
+    batch = Windows([tokens.numpy()], len(tokens) - 1, 11, border=END).__getitems__([0])
+    losses = [
+        F.cross_entropy(plain(torch.tensor([document]))[0, :-1], torch.tensor(document[1:]), reduction="sum")
+        for document in DOCUMENTS
+        if len(document) > 1
+    ]
+    assert task.weight(batch) == sum(len(document) - 1 for document in DOCUMENTS) == 9
+    torch.testing.assert_close(task.loss(gpt(border=END), batch), sum(losses) / 9)
 
 
 def test_logits_of_a_packed_document_are_those_of_the_document_alone() -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import fcntl
-import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,17 +9,15 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from trainer import config
 from trainer.config.overrides import EACH_TRIAL_LAUNCHES
 from trainer.errors import UserError
-from trainer.files.new_directory import new_directory
-from trainer.files.untrusted import printable
 from trainer.launch.exits import refuse_sweep_in_ranks
 from trainer.sweep import settings
 from trainer.sweep.runner import Runner
-from trainer.sweep.search import GridSearch, OptunaSearch, Search, split
+from trainer.sweep.search import Combination, grid, suggestions
 from trainer.sweep.trials import TrialLog
 
 
@@ -52,11 +48,11 @@ def sweep(
             )
         if key == "seed" and wanted.seeds > 1 and override.is_sweep_override():
             raise UserError(f"{line} and hydra.sweeper.seeds={wanted.seeds} both choose seeds; leave one out")
-    common, swept = split(overrides)
-    grid = GridSearch(swept, wanted.trials) if wanted.search == "grid" else None
+    swept = [override for override in overrides if override.is_sweep_override()]
+    common = [str(override.input_line) for override in overrides if override not in swept]
 
-    def compose(overrides: Sequence[str]) -> config.Config:
-        trial = loader.load_sweep_config(composed, list(overrides))
+    def compose(combination: Combination) -> config.Config:
+        trial = loader.load_sweep_config(composed, [*common, *combination])
         with open_dict(trial):
             del trial["hydra"]
         loaded = config.load(trial)
@@ -71,42 +67,33 @@ def sweep(
     of_hydra = list(composed.hydra.overrides.hydra)
     options = [word for word in sys.argv[1:] if word not in (*arguments, *of_hydra, "-m", "--multirun")]
     options += [word for word in of_hydra if word.startswith("hydra.searchpath=")]
-    with _locked_folder(composed.hydra.sweep) as folder:
+    all_of_grid = grid(wanted, swept, compose) if wanted.search == "grid" else None
+    with _locked(Path(composed.hydra.sweep.dir)) as folder:
         log = TrialLog(folder, common, wanted.metric)
-        search: Search = grid or OptunaSearch(wanted, swept, log, composed.seed)
+        search = all_of_grid or suggestions(wanted, swept, log, composed.seed)
         sys.exit(Runner(wanted, search, log, options, compose).run())
 
 
 @contextlib.contextmanager
-def _locked_folder(named: DictConfig) -> Iterator[Path]:
+def _locked(folder: Path) -> Iterator[Path]:
     """Create hydra.sweep.dir, or continue in it, and lock it against a second sweep.
 
-    A folder named by the time of day is always a new one, even if another sweep began in the same second. The
-    kernel frees the lock when this process ends; trials do not inherit it.
+    The kernel frees the lock when this process ends; trials do not inherit it.
 
     Raises:
         UserError: another sweep runs in it, or it cannot be written.
     """
-    unresolved = OmegaConf.to_container(named, resolve=False)
-    assert isinstance(unresolved, dict)
-    folder = Path(named.dir)
     try:
-        if "${now:" in unresolved["dir"]:
-            folder = new_directory(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a+b", buffering=0)
+        lock = (folder / ".lock").open("ab")
     except OSError as error:
         raise UserError(f"hydra.sweep.dir={folder} cannot be written: {error}") from error
     with lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            lock.seek(0)
-            owner = printable(lock.read(4096).decode(errors="replace")) or "not known"
             raise UserError(
-                f"another sweep runs in hydra.sweep.dir={folder}: {owner}; wait for its end, stop it, "
-                "or set another hydra.sweep.dir"
+                f"another sweep runs in hydra.sweep.dir={folder}: wait for its end, stop it, or set another "
+                "hydra.sweep.dir"
             ) from error
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {socket.gethostname()}".encode())
         yield folder

@@ -11,34 +11,23 @@ from trainer.launch.fresh import num_gpus
 _QUEUED_JOBS = 16
 
 
-class Slots:
-    """Room for trials: at most `concurrent`; "auto" gives each trial on a machine with GPUs its own.
+def room(
+    config: Config, concurrent: str, gpus: Sequence[str], taken: Sequence[Sequence[str]]
+) -> list[str] | None:
+    """The GPUs for a trial, [] if it uses none; None if there is no room.
 
-    A given number holds even if trials then share GPUs: the least busy ones.
+    Args:
+        concurrent: how many trials run at most, even if they then share GPUs: the least busy ones. "auto"
+            gives each its own; without GPUs they run one at a time.
+        gpus: the GPUs of this machine.
+        taken: those of each trial that runs.
     """
-
-    def __init__(self, concurrent: str, gpus: Sequence[str]) -> None:
-        self._limit = None if concurrent == "auto" else int(concurrent)
-        self._busy = Counter(dict.fromkeys(gpus, 0))
-        self._num_taken = 0
-
-    def free(self, config: Config) -> list[str] | None:
-        """Room for a trial: its GPUs, [] if it uses none; None if there is no room."""
-        wanted = _gpus_wanted(config, len(self._busy))
-        gpus = sorted(self._busy, key=lambda gpu: self._busy[gpu])[:wanted]  # the least busy ones
-        if self._limit is None and gpus:
-            has_room = not any(self._busy[gpu] for gpu in gpus)
-        else:
-            has_room = self._num_taken < (self._limit or (_QUEUED_JOBS if config.launch.in_cluster else 1))
-        return gpus if has_room else None
-
-    def take(self, gpus: Sequence[str]) -> None:
-        self._busy.update(gpus)
-        self._num_taken += 1
-
-    def give_back(self, gpus: Sequence[str]) -> None:
-        self._busy.subtract(gpus)
-        self._num_taken -= 1
+    busy = Counter(gpu for some in taken for gpu in some)
+    own = sorted(gpus, key=lambda gpu: busy[gpu])[: _num_wanted(config, len(gpus))]
+    if concurrent == "auto" and own:
+        return None if any(busy[gpu] for gpu in own) else own
+    at_most = int(concurrent) if concurrent != "auto" else _QUEUED_JOBS if config.launch.in_cluster else 1
+    return own if len(taken) < at_most else None
 
 
 def visible_gpus() -> list[str]:
@@ -49,7 +38,7 @@ def visible_gpus() -> list[str]:
     return [str(index) for index in range(num_gpus())]
 
 
-def _gpus_wanted(config: Config, num_gpus: int) -> int:
+def _num_wanted(config: Config, num_gpus: int) -> int:
     if config.distributed.device == "cpu" or config.launch.in_cluster:
         return 0
     if config.strategy.name == "dp":

@@ -5,19 +5,18 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import UserError
-from trainer.files.untrusted import load_json, printable
-from trainer.run_dir.metrics_file import read_metrics
+from trainer.files.untrusted import printable
+from trainer.sweep.runs import Run
 
 FILE = "trials.jsonl"
 RUNNING, DONE, FAILED, STOPPED, DIED, MISTAKEN = (
-    "running",  # or the sweep was killed
+    "running",
     "done",
     "failed",  # a loss that was not finite: a restart would end the same
     "stopped",  # and saved
@@ -63,10 +62,9 @@ class TrialLog:
         self.folder, self._common = folder, list(common)
         self.trials = {trial.key: trial for trial in read_trials(folder)}
         for trial in self.trials.values():
-            trial.value = metrics_of(folder / trial.folder).get(metric)
-
-    def overrides(self, swept: Sequence[str]) -> list[str]:
-        return [*self._common, *swept]
+            if trial.state == RUNNING:  # when the sweep was killed, which kills its trials
+                trial.state = STOPPED
+            trial.value = Run(folder / trial.folder).metrics.get(metric)
 
     def trial(self, swept: Sequence[str], seed: int | None, *, repeated: bool = False) -> Trial:
         """The trial with these overrides and seed, which may have run before.
@@ -136,28 +134,13 @@ def read_trials(folder: Path) -> list[Trial]:
     return [last[number] for number in sorted(last)]
 
 
+def values_of(trials: Sequence[Trial]) -> list[float]:
+    """The metric of those that are done."""
+    return [trial.value for trial in trials if trial.state == DONE and trial.value is not None]
+
+
 def mean(trials: Sequence[Trial]) -> float | None:
     """The mean of the metric; None unless all are done, with a number."""
-    values = [trial.value for trial in trials if trial.state == DONE and trial.value is not None]
+    values = values_of(trials)
     told = sum(values) / len(trials) if len(values) == len(trials) else math.nan
     return told if math.isfinite(told) else None
-
-
-def result_of(run_dir: Path) -> Mapping[str, Any]:
-    """result.json; {} without one."""
-    try:
-        return load_json(run_dir / "result.json")
-    except (OSError, UserError):
-        return {}
-
-
-def metrics_of(run_dir: Path) -> dict[str, float]:
-    """The metrics of a run: from result.json, and the last values in metrics.jsonl."""
-    last = {name: values[max(values)] for name, values in read_metrics(run_dir).items()}
-    numbers = {name: value for name, value in result_of(run_dir).items() if type(value) in (int, float)}
-    return last | numbers
-
-
-def swept_keys(trials: Sequence[Trial]) -> list[str]:
-    """The settings that were swept, in the order of the command line."""
-    return list(dict.fromkeys(key for trial in trials for key in trial.swept))
