@@ -1,5 +1,6 @@
 """Evaluation sums equal a direct computation in double precision, however the samples are batched."""
 
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -229,3 +230,20 @@ def test_labels_of_any_integer_dtype_train_alike(dtype):
 def test_a_batch_of_other_parts_is_told(task, batch):
     with pytest.raises(UserError, match=r"a batch (has 3 parts|is a dict), but this task needs two"):
         task.loss(nn.Linear(4, 2), batch)
+
+
+@pytest.mark.slow
+def test_a_compiled_task_compiles_its_loss_but_for_the_meta_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[Any] = []
+    compiled = functools.partial(
+        torch.compile, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    monkeypatch.setattr(torch, "compile", compiled)
+    task = Classification()
+    task._cross_entropy.compile()
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    assert task.loss(nn.Identity(), (logits.to("meta"), labels.to("meta"))).is_meta
+    assert not graphs
+    plain = Classification().loss(nn.Identity(), (logits, labels))
+    assert torch.equal(task.loss(nn.Identity(), (logits, labels)), plain)
+    assert len(graphs) == 1
