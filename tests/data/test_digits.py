@@ -29,16 +29,6 @@ def test_every_fifth_sample_is_held_out() -> None:
     assert train.num_classes == 10
 
 
-def test_one_step_fetch_equals_sample_by_sample() -> None:
-    digits = Digits("train")
-    images, labels = digits.__getitems__([7, 1000, 7])
-    assert (images.dtype, labels.dtype, images.shape) == (torch.float32, torch.int64, (3, 1, 8, 8))
-    assert 0.5 < images.max() <= 1
-    for position, index in enumerate([7, 1000, 7]):
-        assert torch.equal(images[position], digits[index][0])
-        assert torch.equal(labels[position], digits[index][1])
-
-
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(UserError, match="split='test' is not one of train, eval"):
         Digits("test")

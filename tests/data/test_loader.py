@@ -377,6 +377,35 @@ def _once_workers_live(count: int, action: Callable[[], object]) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _told_of_a_worker(report: Path, is_killed: bool) -> None:
+    batches = train_loader(Stuck(), 8, num_workers=1, timeout_s=60 if is_killed else 1).epoch(0)
+    if is_killed:
+        _once_workers_live(1, lambda: os.kill(active_children()[0].pid, signal.SIGKILL))
+    try:
+        next(batches)
+    except RuntimeError as error:
+        report.write_text(str(error))
+    for worker in active_children():
+        worker.kill()
+    os._exit(7)  # on the way out, DataLoader would wait for the worker, or report its death again
+
+
+@pytest.mark.parametrize(
+    ("is_killed", "words"),
+    [
+        (True, r"worker \(pid.*\) (is killed by signal|exited unexpectedly)"),
+        (False, "timed out after 1 seconds"),
+    ],
+    ids=["killed", "stuck"],
+)
+def test_the_main_process_hears_of_a_worker_that_is_dead_or_stuck(
+    tmp_path: Path, is_killed: bool, words: str
+) -> None:
+    with pytest.raises(RankFailure, match="exit code 7"):
+        run_ranks(_told_of_a_worker, 1, tmp_path / "report", is_killed, init=False)
+    assert re.search(words, (tmp_path / "report").read_text())
+
+
 def _abandoned_workers(pids: Path) -> None:
     def die() -> None:
         pids.write_text(" ".join(str(worker.pid) for worker in active_children()))

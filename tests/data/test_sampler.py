@@ -43,11 +43,6 @@ def test_the_batch_of_a_step_is_a_slice_of_one_permutation(num_samples: int, rep
         assert steps(num_samples, 8, replicas, epoch, micro=2) == expected
 
 
-def test_epochs_and_seeds_differ() -> None:
-    assert steps(40, 8, 1, epoch=0) != steps(40, 8, 1, epoch=1)
-    assert list(sampler(40, 8, 1, 0, seed=3)) != list(sampler(40, 8, 1, 0, seed=4))
-
-
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_parts_are_those_of_torchs_own_sampler(replicas: int) -> None:
     for replica in range(replicas):
@@ -79,16 +74,6 @@ def test_another_batch_size_goes_on_at_the_very_next_sample(
     assert [len(step) for step in batches] == [batch] * num_batches
     read = permutation[first_sample : first_sample + num_batches * batch]
     assert [item for step in batches for item in step] == read
-
-
-def test_a_later_first_sample_is_the_tail_of_the_epoch() -> None:
-    whole, resumed = sampler(43, 8, 2, 1, micro=2), sampler(43, 8, 2, 1, micro=2)
-    whole.epoch = resumed.epoch = 2
-    resumed.first_sample = 3 * 8
-    tail = list(resumed)
-    assert tail == list(whole)[3 * 2 :]
-    assert len(tail) == len(resumed) == 2 * 2
-    assert {epoch for epoch, _ in tail} == {2}
 
 
 @pytest.mark.parametrize(("num_samples", "replicas"), [(7, 1), (3, 8)])

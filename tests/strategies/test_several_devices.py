@@ -8,6 +8,7 @@ from trainer.errors import UserError
 from trainer.strategies.base import Computing, Strategy
 from trainer.strategies.data_parallel import DataParallel
 from trainer.strategies.ddp import device_ids
+from trainer.strategies.parameter_server import ParameterServer
 from trainer.strategies.shardable import devices_of, refuse_what_cannot_be_sharded
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -38,3 +39,6 @@ def test_strategies_that_place_models_themselves_refuse_it() -> None:
         refuse_what_cannot_be_sharded(_placed(), [])
     with pytest.raises(UserError, match=r"strategy=dp .* has placed it on meta, cpu"):
         DataParallel(CPU, Computing()).wrap(_placed())
+    servers = object.__new__(ParameterServer)  # it refuses before it asks for a group
+    with pytest.raises(UserError, match=r"strategy=parameter_server .* has placed it on meta, cpu"):
+        servers.wrap(_placed())

@@ -8,7 +8,7 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from trainer.data.images import check_split
+from trainer.data.images import check_at_least_one, check_split
 from trainer.errors import UserError, first_few
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
@@ -38,9 +38,7 @@ class ImageFolder(datasets.ImageFolder):
         self, split: str, root: str, image_size: int | None = 224, max_pixels: int = MAX_PIXELS
     ) -> None:
         check_split(split)
-        for name, value in (("image_size", image_size), ("max_pixels", max_pixels)):
-            if value is not None and value < 1:
-                raise UserError(f"data.dataset.{name}={value} is not at least 1")
+        check_at_least_one(image_size=image_size, max_pixels=max_pixels)
         crop = _crop(split, image_size) if image_size is not None else None
         folder = _folder_of(split, Path(root))
         try:

@@ -17,6 +17,17 @@ def check_split(split: str) -> None:
         raise UserError(f"split={split!r} is not one of {', '.join(SPLITS)}")
 
 
+def check_at_least_one(**settings: int | None) -> None:
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise UserError(f"data.dataset.{name}={value} is not at least 1")
+
+
+def check_fraction(eval_fraction: float) -> None:
+    if not 0 < eval_fraction < 1:
+        raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
+
+
 class ImagesInMemory(Dataset[tuple[Tensor, Tensor]]):
     """Labelled images, fetched a whole batch at a time.
 

@@ -21,7 +21,7 @@ from trainer.optim.plain_names import parameter_names
 from trainer.optim.train_state import TrainState
 from trainer.strategies.base import Computing, Fill, Strategy
 from trainer.strategies.gradient_hooks import hooked_parameters, hooks_per_rank_note
-from trainer.strategies.shardable import refuse_max_norm
+from trainer.strategies.shardable import refuse_max_norm, refuse_several_devices
 
 
 class ParameterServer(Strategy):
@@ -48,6 +48,7 @@ class ParameterServer(Strategy):
         self._counted = (0, 0, 0.0)  # steps, bytes and seconds of the exchange, at the last call of `metrics`
 
     def wrap(self, model: nn.Module, fill: Fill = lambda module: None) -> nn.Module:
+        refuse_several_devices(model, "strategy=parameter_server")
         refuse_max_norm(model, "strategy=parameter_server", "on each rank by its own data")
         if (hooked := hooked_parameters(model)) and self.num_replicas > 1:
             self.notes.append(hooks_per_rank_note(hooked, "parameter_server"))

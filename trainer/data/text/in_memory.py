@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.data.images import check_split
+from trainer.data.images import check_at_least_one, check_fraction, check_split
 from trainer.data.text.tokenizers import Bytes
 from trainer.data.text.windows import Windows
 from trainer.errors import UserError
@@ -40,10 +40,8 @@ class Text(Windows):
         border: int | None = None,
     ) -> None:
         check_split(split)
-        if block_size < 1:
-            raise UserError(f"data.dataset.block_size={block_size} is not at least 1")
-        if not 0 < eval_fraction < 1:
-            raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
+        check_at_least_one(block_size=block_size)
+        check_fraction(eval_fraction)
         texts = [python_reference()] if path is None else list(read_texts(Path(path)))
         num_windows = sum(max(0, len(text) - 1) // block_size for text in texts)
         num_eval = round(num_windows * eval_fraction)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from trainer.data.images import check_split
+from trainer.data.images import check_at_least_one, check_fraction, check_split
 from trainer.data.text.files import TextChunk, TextFiles
 from trainer.data.text.tokenizers import tokenizer as tokenizer_named
 from trainer.data.text.windows import kept_apart
-from trainer.errors import UserError
 
 
 class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -49,15 +48,8 @@ class TextStream(IterableDataset[tuple[Tensor, Tensor]]):
         border: int | None = None,
     ) -> None:
         check_split(split)
-        for name, value in (
-            ("block_size", block_size),
-            ("eval_windows", eval_windows),
-            ("num_shards", num_shards),
-        ):
-            if value < 1:
-                raise UserError(f"data.dataset.{name}={value} is not at least 1")
-        if not 0 < eval_fraction < 1:
-            raise UserError(f"data.dataset.eval_fraction={eval_fraction} is not between 0 and 1")
+        check_at_least_one(block_size=block_size, eval_windows=eval_windows, num_shards=num_shards)
+        check_fraction(eval_fraction)
         self.block_size, self.num_shards, self.border = block_size, num_shards, border
         self._texts, self.tokenizer = TextFiles(path, field), tokenizer_named(tokenizer, vocabulary)
         self.vocab_size = self.tokenizer.vocab_size

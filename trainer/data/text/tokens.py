@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.images import check_split
+from trainer.data.images import check_at_least_one, check_split
 from trainer.data.text.tokenizers import Tokenizer
 from trainer.data.text.tokenizers import tokenizer as tokenizer_named
 from trainer.data.text.windows import Windows
@@ -42,9 +42,7 @@ class Tokens(Windows):
         border: int | None = None,
     ) -> None:
         check_split(split)
-        for name, value in (("block_size", block_size), ("eval_windows", eval_windows)):
-            if value is not None and value < 1:
-                raise UserError(f"data.dataset.{name}={value} is not at least 1")
+        check_at_least_one(block_size=block_size, eval_windows=eval_windows)
         facts = _facts(Path(path))
         size = vocab_size or facts.get("vocab_size")
         if size is None:
