@@ -146,7 +146,6 @@ def test_groups_are_not_empty() -> None:
         ("train.stop=[eval/loss]", "train.stop has several values; set null, or 'train.stop={metric: ...,"),
         ("launch=slurm launch.parameters=[a]", "launch.parameters: a list, but must be {NAME: VALUE, ...}"),
         ("data.order=ByLength", "data.order names a class or a function; set null, or 'data.order={_target_"),
-        ("model._target_=5", "model._target_ is 5, but must name a class or function"),
         (
             "train.stop={metrc:eval/loss}",
             "train.stop.metrc is not a setting; train.stop has metric, patience,",

@@ -11,21 +11,17 @@ from trainer.config.choices import (
     StrategyConfig,
     UnitsConfig,
 )
-from trainer.config.schema import Config, ImagesConfig
+from trainer.config.schema import Config
 from trainer.errors import UserError
 
 
-def _check_images(images: ImagesConfig) -> None:
+def check_contradictions(config: Config) -> None:
+    strategy, train, images = config.strategy, config.train, config.data.images
     if len(images.mean or ()) != len(images.std or ()):
         raise UserError(
             f"data.images.mean is {images.mean}, but data.images.std is {images.std}; set both, with a "
             "number for each channel, or neither"
         )
-
-
-def check_contradictions(config: Config) -> None:
-    _check_images(config.data.images)
-    strategy, train = config.strategy, config.train
     if train.histograms_every is not None and not train.logs(train.histograms_every):
         raise UserError(
             f"train.histograms_every is {train.histograms_every}, but must be a multiple of "
@@ -87,50 +83,35 @@ def _check_exact(config: Config) -> None:
     """Refuse what cannot have the same bits everywhere."""
     strategy, comm, train = config.strategy, config.comm, config.train
     wire_dtype = getattr(comm, "wire_dtype", "fp32")
-    refused = {
-        f"strategy={strategy.name}": (
-            strategy.name not in ("single", "ddp", "fsdp"),
-            "whose sums depend on the ranks; use strategy=single, ddp or fsdp",
-        ),
-        f"comm={comm.algorithm}": (
-            not isinstance(comm, NativeCommConfig | ScheduleCommConfig),
-            f"which is not a sum; use comm=native, {', '.join(SCHEDULES)}",
-        ),
-        f"comm.wire_dtype={wire_dtype}": (
-            wire_dtype != "fp32",
-            "but sends gradients as integers; set comm.wire_dtype=fp32",
-        ),
-        "train.precision=fp16": (
-            train.precision == "fp16",
-            "whose scale follows the ranks; use bf16 or fp32",
-        ),
-        "train.compile=true": (
-            train.compile,
-            "which fuses a model differently in each strategy; set train.compile=false",
-        ),
-    }
-    if isinstance(strategy, DdpConfig):
-        refused["strategy.sync_batchnorm=true"] = (
-            strategy.sync_batchnorm,
-            "which depends on the ranks; set it to false: leaves' statistics are averaged",
+    refused = ""
+    if strategy.name not in ("single", "ddp", "fsdp"):
+        refused = (
+            f"strategy={strategy.name}, whose sums depend on the ranks; use strategy=single, ddp or fsdp"
         )
-        refused["strategy.static_graph=true"] = (
-            strategy.static_graph,
-            "with which DDP cannot add leaves; set it to false",
+    elif not isinstance(comm, NativeCommConfig | ScheduleCommConfig):
+        refused = f"comm={comm.algorithm}, which is not a sum; use comm=native, {', '.join(SCHEDULES)}"
+    elif wire_dtype != "fp32":
+        refused = f"comm.wire_dtype={wire_dtype}, but sends gradients as integers; set comm.wire_dtype=fp32"
+    elif train.precision == "fp16":
+        refused = "train.precision=fp16, whose scale follows the ranks; use bf16 or fp32"
+    elif train.compile:
+        refused = "train.compile=true, which fuses a model differently in each strategy; set it to false"
+    elif isinstance(strategy, DdpConfig) and strategy.sync_batchnorm:
+        refused = (
+            "strategy.sync_batchnorm=true, which depends on the ranks; set it to false: leaves' statistics "
         )
-    if isinstance(strategy, FsdpConfig):
-        refused[f"strategy.shard_group={strategy.shard_group}"] = (
-            strategy.shard_group != "world",
-            "whose replicas add sums of their own; use strategy.shard_group=world",
+        refused += "are averaged"
+    elif isinstance(strategy, DdpConfig) and strategy.static_graph:
+        refused = "strategy.static_graph=true, with which DDP cannot add leaves; set it to false"
+    elif isinstance(strategy, FsdpConfig) and strategy.shard_group != "world":
+        refused = f"strategy.shard_group={strategy.shard_group}, whose replicas add sums of their own; use "
+        refused += "strategy.shard_group=world"
+    elif isinstance(strategy, FsdpConfig) and train.channels_last:
+        refused = (
+            "train.channels_last=true, which strategy=fsdp gathers in another layout; set it to false, or "
         )
-        refused["train.channels_last=true"] = (
-            train.channels_last,
-            "which strategy=fsdp gathers in another layout; set it to false, or use strategy=ddp",
-        )
-        refused[f"strategy.reduce_dtype={strategy.reduce_dtype}"] = (
-            strategy.reduce_dtype != "fp32",
-            "but adds integers; set strategy.reduce_dtype=fp32",
-        )
-    for setting, (is_refused, way_out) in refused.items():
-        if is_refused:
-            raise UserError(f"train.exact={train.exact} does not go with {setting}, {way_out}")
+        refused += "use strategy=ddp"
+    elif isinstance(strategy, FsdpConfig) and strategy.reduce_dtype != "fp32":
+        refused = f"strategy.reduce_dtype={strategy.reduce_dtype}, but adds integers; set it to fp32"
+    if refused:
+        raise UserError(f"train.exact={train.exact} does not go with {refused}")

@@ -37,8 +37,6 @@ def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = Non
         if cause is None or isinstance(cause, TypeError | ValueError | LookupError | ImportError | OSError):
             raise _cannot(*_within(name, node, error), cause or error) from cause
         raise cause from None
-    except TypeError as error:  # Hydra's own, for a node that it cannot read: _recursive_=x
-        raise _cannot(name, node, error) from error
 
 
 def _within(name: str, node: dict[str, Any], error: InstantiationException) -> tuple[str, dict[str, Any]]:
@@ -89,8 +87,6 @@ def _filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
 def _fact(name: str, key: str, facts: object) -> Any:
     fact = getattr(facts, key, None)
     if fact is None:
-        of = getattr(
-            facts, "class_name", type(facts).__name__
-        )  # not the wrapper that a setting put around it
+        of = getattr(facts, "class_name", type(facts).__name__)  # not a setting's wrapper around it
         raise UserError(f"{name}.{key} is auto, but {of} has no {key}; give it a value")
     return fact

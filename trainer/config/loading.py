@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trainer.config.choices import COMMS, LAUNCHES, STRATEGIES
 from trainer.config.contradictions import check_contradictions
@@ -36,7 +36,10 @@ def load(composed: DictConfig) -> Config:
         schema.launch = OmegaConf.structured(LAUNCHES[composed.launch.name])
         schema.strategy = OmegaConf.structured(STRATEGIES[composed.strategy.name])
         schema.comm = OmegaConf.structured(COMMS[composed.comm.algorithm])
-        given = _renamed(composed, "async", "async_")
+        given = copy.deepcopy(composed)
+        with open_dict(given.checkpoint):
+            if "async" in given.checkpoint:
+                given.checkpoint.async_ = given.checkpoint.pop("async")
         for a_field in dataclasses.fields(TrainConfig):
             if "null" in a_field.metadata and given.train.get(a_field.name, 0) is None:
                 given.train[a_field.name] = a_field.metadata["null"]
@@ -51,8 +54,6 @@ def load(composed: DictConfig) -> Config:
         config = OmegaConf.to_object(merged)
     except ConfigKeyError as error:
         raise UserError(not_a_setting(error.full_key or str(error.key), composed)) from error
-    except MissingMandatoryValue as error:
-        raise UserError(no_value(str(error.full_key))) from error
     except OmegaConfBaseException as error:
         raise UserError(wrong_kind(str(error.full_key).rstrip("_"), first_line(error))) from error
     assert isinstance(config, Config)
@@ -76,15 +77,6 @@ def to_yaml(config: Config) -> str:
 def _as_dict(config: Config) -> dict[str, Any]:
     settings = dataclasses.asdict(config)
     settings["checkpoint"]["async"] = settings["checkpoint"].pop("async_")
-    return settings
-
-
-def _renamed(settings: DictConfig, key: str, new: str) -> DictConfig:
-    """A copy of `settings` in which `checkpoint.<key>` is named `new`."""
-    settings = copy.deepcopy(settings)
-    with open_dict(settings):
-        if "checkpoint" in settings and key in settings.checkpoint:
-            settings.checkpoint[new] = settings.checkpoint.pop(key)
     return settings
 
 

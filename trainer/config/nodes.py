@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from trainer.config.choices import HookCommConfig
 from trainer.config.limits import PATTERN, check_limits, like, limited
@@ -55,8 +55,6 @@ def check_nodes(config: Config) -> None:
     for name, node in nodes.items():
         if not isinstance(node, dict) or "_target_" not in node:
             raise UserError(f"{name} has no _target_; it must name the class or function to call")
-        if not isinstance(target := node["_target_"], str):
-            raise UserError(f"{name}._target_ is {target}, but must name a class or function: mine.Net")
     lr = config.optim.get("lr")
     if not isinstance(lr, int | float | None):
         raise UserError(f"optim.lr is {lr!r}, but must be a number")
@@ -124,8 +122,6 @@ def _typed(kind: type[Any], name: str, node: Any) -> Any:
         value = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), node))
     except ConfigKeyError as error:
         raise UserError(f"{name}.{error.key} is not a setting; choose from {', '.join(keys)}") from error
-    except MissingMandatoryValue as error:
-        raise UserError(f"{name}.{error.full_key} has no value; set one") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{name}.{error.full_key}: {first_line(error)}") from error
     check_limits(value, f"{name}.")

@@ -33,16 +33,13 @@ def ends_its_threads() -> Iterator[None]:
     Python would wait for that thread, and a launcher for Python. Without such a thread the process ends as
     Python does, so that a profiler, a debugger or a caller in this process sees its end.
     """
-    known, error = set(threading.enumerate()), None
+    known = set(threading.enumerate())
     try:
         yield
-    except BaseException as raised:
-        error = raised
-        raise
     finally:
         left = [thread for thread in threading.enumerate() if not thread.daemon and thread not in known]
         if left:
-            _leave(error, left)
+            _leave(sys.exc_info()[1], left)
 
 
 def _leave(error: BaseException | None, left: Sequence[threading.Thread]) -> None:
@@ -74,7 +71,8 @@ def exits() -> Iterator[None]:
     """
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
-        _end_with_the_launcher()
+        if place().under_torchrun:
+            signal_at_parents_death()  # until StopRequest takes over: there is nothing to save yet
         _end_as_before()
         yield
     except (RunEndError, HydraException, OmegaConfBaseException) as error:
@@ -94,12 +92,6 @@ def exits() -> Iterator[None]:
 
             ErrorHandler().record_exception(error)
         raise
-
-
-def _end_with_the_launcher() -> None:
-    """Die with torchrun until StopRequest takes over: there is nothing to save yet."""
-    if place().under_torchrun:
-        signal_at_parents_death()
 
 
 def _end_as_before() -> None:

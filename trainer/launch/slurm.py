@@ -24,7 +24,6 @@ from trainer.files.new_directory import new_run_dir
 from trainer.launch import fresh
 
 _POLL_S = 2.0
-_SILENT_S = 600.0
 # srun ends the other tasks this long after the first has ended: a rank that hangs would keep the job.
 _LAST_TASK_S = 120
 _OVER = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "DEADLINE"}
@@ -121,29 +120,23 @@ def _wait(job: str, stop: Path) -> int:
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        heard_at, said = time.monotonic(), ""
+        said = ""
         while True:
             try:
                 state, status = _state(job)
-            except ConnectionError as error:
-                _bear(job, error, time.monotonic() - heard_at)
+                if state in _OVER or not state:
+                    break
+            except ConnectionError as error:  # a restart of its controller ends no job
                 if str(error) != said:
                     said = str(error)
                     print(f"SLURM does not answer: {said}; asking again", file=sys.stderr, flush=True)
-            else:
-                heard_at = time.monotonic()
-                if state in _OVER or not state:
-                    break
             time.sleep(_POLL_S)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
     if state != "COMPLETED":
-        print(
-            f"job {job} ended as {state or 'forgotten by SLURM'}, status {status}",
-            file=sys.stderr,
-            flush=True,
-        )
+        how = state or "forgotten by SLURM"
+        print(f"job {job} ended as {how}, status {status}", file=sys.stderr, flush=True)
     return status if state == "COMPLETED" else status or 1
 
 
@@ -164,12 +157,3 @@ def _state(job: str) -> tuple[str, int]:
     if "Invalid job id" in told.stderr:
         return "", 1
     raise ConnectionError((told.stderr.strip().splitlines() or [f"scontrol: status {told.returncode}"])[-1])
-
-
-def _bear(job: str, error: ConnectionError, silent_s: float) -> None:
-    """Raise UserError once SLURM has been silent for long: a restart of its controller does not end jobs."""
-    if silent_s > _SILENT_S:
-        raise UserError(
-            f"SLURM has not answered about job {job} for {silent_s:.0f} s ({error}); the job may still run: "
-            f"ask squeue -j {job} once SLURM answers"
-        )
